@@ -1,0 +1,29 @@
+"""The two things that an implementation may round: intermediates and inter-chunk states."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes inside an SSD implementation.
+
+    intermediates: "exact" computes decays and their products with C B^T and with x in fp32, as the unfused original
+        does; "relaxed" computes those few in 16 bit (the input's dtype; bfloat16 for fp32 inputs).
+    state_dtype: the dtype in which states pass from chunk to chunk or from segment to segment.
+    """
+
+    intermediates: Literal["exact", "relaxed"] = "exact"
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.intermediates not in ("exact", "relaxed"):
+            raise ValueError(f"intermediates must be 'exact' or 'relaxed', not {self.intermediates!r}")
+        if self.state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"state_dtype must be float32, float16 or bfloat16, not {self.state_dtype}")
+
+    @property
+    def exact(self) -> bool:
+        return self.intermediates == "exact"

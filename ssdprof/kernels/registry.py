@@ -1,0 +1,60 @@
+"""Implementations of each operator, by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ssdprof.kernels.precision import Precision
+
+
+class UnsupportedError(Exception):
+    """An implementation refuses these inputs or this precision; the message names what it does not do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an implementation would run given inputs: what a report shows beside the number."""
+
+    variant: str  # "portable", "hopper", "interpreter", ...
+    launches: int  # kernels per call
+    config: Mapping[str, int | str | bool] = field(default_factory=dict)
+    workspace_bytes: int = 0  # allocated beyond the outputs
+    reason: str = ""  # why this variant and configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)` launches nothing.
+
+    Both raise UnsupportedError for what the implementation does not do.
+    """
+
+    operator: str
+    name: str
+    run: Callable[[Any, Precision], Any]
+    plan: Callable[[Any, Precision], Plan]
+
+
+_implementations: dict[tuple[str, str], Implementation] = {}
+
+
+def register(implementation: Implementation) -> Implementation:
+    """Add an implementation; a second one of the same operator and name is an error."""
+    key = (implementation.operator, implementation.name)
+    if key in _implementations:
+        raise ValueError(f"{key[0]}/{key[1]} is registered already")
+    _implementations[key] = implementation
+    return implementation
+
+
+def get(operator: str, name: str) -> Implementation:
+    """The implementation registered as `name`; KeyError names those that there are."""
+    try:
+        return _implementations[operator, name]
+    except KeyError:
+        raise KeyError(f"no implementation {name!r} of {operator}; there are: {', '.join(names(operator))}") from None
+
+
+def names(operator: str) -> list[str]:
+    """Names registered for `operator`, in order of registration."""
+    return [name for op, name in _implementations if op == operator]

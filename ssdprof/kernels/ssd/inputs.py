@@ -1,0 +1,106 @@
+"""The operator's inputs and outputs, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class SSDOutput(NamedTuple):
+    """out: as x.  final_states: (b, h, p, n) fp32, or (sequences, h, p, n) for packed inputs."""
+
+    out: torch.Tensor
+    final_states: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDInputs:
+    """Inputs of one SSD (Mamba-2) call; any strides.
+
+        dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
+        h_t  = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
+        out_t = (h_t C_t + D x_t) * silu(z_t)
+
+    x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple of g
+    D: (h) or (h, p)   z: as x               dt_bias: (h)
+    chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
+    initial_states: (b, h, p, n); one per sequence if packed
+    cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
+        x[:, cu_seqlens[i]:cu_seqlens[i+1]].  Its values are not read on the host.
+    x, B, C and z share a dtype (fp32, fp16 or bf16).
+
+    Raises ValueError that names the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    chunk_size: int = 256
+    D: torch.Tensor | None = None
+    z: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    initial_states: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.x.ndim != 4:
+            raise ValueError(f"x must be (b, l, h, p), not {tuple(self.x.shape)}")
+        if self.B.ndim != 4:
+            raise ValueError(f"B must be (b, l, g, n), not {tuple(self.B.shape)}")
+        b, l, h, p = self.x.shape
+        g, n = self.B.shape[2:]
+        if self.x.dtype not in INPUT_DTYPES:
+            raise ValueError(f"x must be float32, float16 or bfloat16, not {self.x.dtype}")
+        if l == 0 or b == 0:
+            raise ValueError(f"x is empty: {tuple(self.x.shape)}")
+        if g == 0 or h % g:
+            raise ValueError(f"the number of heads ({h}) must be a multiple of B's number of groups ({g})")
+        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
+        if not self.dt_limit[0] <= self.dt_limit[1]:
+            raise ValueError(f"dt_limit must be (low, high), not {self.dt_limit}")
+        self._check("dt", (b, l, h))
+        self._check("A", (h,))
+        self._check("B", (b, l, g, n), self.x.dtype)
+        self._check("C", (b, l, g, n), self.x.dtype)
+        self._check("z", (b, l, h, p), self.x.dtype)
+        self._check("dt_bias", (h,))
+        self._check("D", (h, p) if self.D is not None and self.D.ndim == 2 else (h,))
+        if self.cu_seqlens is not None:
+            if b != 1:
+                raise ValueError(f"cu_seqlens needs a batch of 1, not {b}")
+            if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
+                raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
+            if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
+        self._check("initial_states", (self.sequences, h, p, n))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor) and value.device != self.x.device:
+                raise ValueError(f"{field.name} is on {value.device}, x on {self.x.device}")
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        tensor = getattr(self, name)
+        if tensor is None:
+            return
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} as x is, not {tensor.dtype}")
+
+    @property
+    def sequences(self) -> int:
+        """Independent sequences: the batch, or the packed ones."""
+        return self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.x.shape[2] // self.B.shape[2]
