@@ -1,0 +1,200 @@
+"""Run folders: `runs/<time>-<model>/report.json`, one writer at a time, never half a file."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.schema import SCHEMA_VERSION, RunReport
+
+RUNS = Path("runs")
+REPORT = "report.json"
+CAPTURES = "captures"
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that this process alone may write to.  See `opened`."""
+
+    path: Path
+
+    @property
+    def captures(self) -> Path:
+        """Where `--save-captures` stores the operators' inputs."""
+        return self.path / CAPTURES
+
+    def write(self, report: RunReport) -> None:
+        """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
+        write_text(self.path / REPORT, report.model_dump_json(indent=1) + "\n")
+
+
+@contextmanager
+def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iterator[RunFolder]:
+    """A new run folder, locked while the context lasts; removed again if nothing was written into it.
+
+    out: the folder to use; None makes `runs/<time>-<model>/`.
+    Raises BadInputError if `out` holds a report already or another run is writing into it.
+    """
+    path = out or _unused(RUNS / f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{safe_name(model)}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        _take(lock, path)
+        try:
+            if (path / REPORT).exists():
+                raise BadInputError(f"{path} holds a run already.", "Name another folder with --out.")
+            yield RunFolder(path)
+        finally:
+            if [entry.name for entry in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                path.rmdir()
+    finally:
+        os.close(lock)
+
+
+def read(where: str | Path | None) -> tuple[Path, RunReport]:
+    """The folder and the report of a run.
+
+    where: a run folder, its report.json, a name under `runs/`, or None for the latest run under `runs/`.
+    Raises BadInputError if there is no run, or if its report cannot be read.
+    """
+    file = _report_file(where)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{file} cannot be read: {_why(error)}.") from error
+    try:
+        report = RunReport.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise BadInputError(
+            f"{file} is no report of schema version {SCHEMA_VERSION}: {place}: {first['msg']}.",
+            "It may come from another version of ssdprof, or be damaged.  Run again.",
+        ) from error
+    if report.schema_version != SCHEMA_VERSION:
+        raise BadInputError(
+            f"{file} has schema version {report.schema_version}; this ssdprof reads {SCHEMA_VERSION}.",
+            f"It was written by ssdprof {report.ssdprof_version}; read it with that version.",
+        )
+    return file.parent, report
+
+
+def latest() -> Path | None:
+    """The run under `runs/` whose report was written last."""
+    if not RUNS.is_dir():
+        return None
+    reports = [entry / REPORT for entry in RUNS.iterdir() if (entry / REPORT).is_file()]
+    newest = max(reports, key=lambda file: (file.stat().st_mtime_ns, file.parent.name), default=None)
+    return newest.parent if newest else None
+
+
+def write_text(file: Path, text: str, *, replace: bool = True) -> None:
+    """Write a whole file or none of it: a temporary file beside it, flushed to the disk, then renamed.
+
+    replace: False refuses a file that exists.
+    Raises BadInputError if it exists or its folder does not; MissingCapabilityError if it cannot be written.
+    """
+    if file.is_dir():
+        raise BadInputError(f"{file} is a folder.", "Name a file.")
+    if not file.parent.is_dir():
+        raise BadInputError(f"There is no folder {file.parent}.", "Create it, or write somewhere else.")
+    if file.is_file() and not replace:
+        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name with -o.")
+    try:
+        if file.exists() and not file.is_file():  # a pipe or a device: there is nothing to replace
+            file.write_text(text, encoding="utf-8")
+        else:
+            _replace(file.resolve(), text)
+    except OSError as error:
+        raise unwritable(file, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> MissingCapabilityError:
+    """What the user is told when `path` cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MissingCapabilityError(
+            f"The disk is full: {path} could not be written.",
+            "Free some space, or write to another disk.  What was written before is whole.",
+        )
+    return MissingCapabilityError(
+        f"{path} cannot be written: {_why(error)}.", "Check the permissions, or write somewhere else."
+    )
+
+
+def safe_name(model: str) -> str:
+    """The last part of a model's name as part of a folder's name: letters, digits, '.', '_' and '-'."""
+    last = model.rstrip("/").rsplit("/", 1)[-1]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`, ... if it exists: two runs may start within one second."""
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _report_file(where: str | Path | None) -> Path:
+    if where is None:
+        newest = latest()
+        if newest is None:
+            raise BadInputError(
+                f"There is no run under {RUNS.resolve()}.", "Make one with 'ssdprof run MODEL', or name a run's folder."
+            )
+        return newest / REPORT
+    for path in (Path(where), RUNS / where):
+        if path.is_file():
+            return path
+        if (path / REPORT).is_file():
+            return path / REPORT
+    raise BadInputError(
+        f"{where} is no run: there is no {REPORT} in it.", f"Name a run's folder; they are kept under {RUNS}/."
+    )
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BadInputError(
+            f"Another run is writing into {path}.", "Wait for it to end, or name another folder with --out."
+        ) from error
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself survives a power cut
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()
