@@ -1,7 +1,8 @@
 """What every kernel file shares: the choice of interpreter or GPU, and strided offsets.
 
 Without an NVIDIA GPU, kernels run in Triton's interpreter, on the CPU.  Triton reads that choice when a kernel is
-defined, so it is made here, before any kernel file is imported.  Triton's own TRITON_INTERPRET, if set, decides instead.
+defined, so it is made here, before any kernel file is imported.  Triton's own TRITON_INTERPRET, if set, decides
+instead.
 """
 
 import os

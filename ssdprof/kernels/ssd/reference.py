@@ -1,0 +1,240 @@
+"""The oracle of the SSD operator: the recurrence as it is written, and a chunked form for long inputs.
+
+    dt_t  = clamp(softplus(dt_t + dt_bias), *dt_limit)
+    h_t   = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
+    out_t = (h_t C_t + D x_t) * silu(z_t)
+
+Both are plain torch, run on CPU and GPU, and compute in the dtype that the caller asks for.  The chunked form is Dao
+and Gu 2024 (arXiv:2405.21060), section 6, with one change: the decay between two positions is the exponential of the
+*sum* of the steps between them, never of a difference of two cumulative sums, so that one huge step cannot cancel the
+digits of later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, register
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+_CHUNK = 64  # positions per chunk of the chunked form: any value gives the same answer, this one little work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A piece of the output, and the state that follows it.
+
+    out:   (stop - start, h, p), the values of x[batch, start:stop]'s output
+    state: (h, p, n) after position stop - 1; the sequence's final state if `last`
+    sequence: row of initial_states and final_states; equals batch unless the inputs are packed
+    """
+
+    sequence: int
+    batch: int
+    start: int
+    stop: int
+    last: bool  # of its sequence
+    out: torch.Tensor
+    state: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where one sequence lies in x."""
+
+    sequence: int
+    batch: int
+    start: int
+    stop: int
+
+
+def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
+    """The recurrence, one position after the other: for short inputs.  Output and final states in `dtype`."""
+    out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
+    final_states = _initial_states(inputs, dtype)
+    for span in _spans(inputs):
+        state = final_states[span.sequence]
+        for t in range(span.start, span.stop):
+            piece = _Piece.load(inputs, span.batch, t, t + 1, dtype)
+            group_of_head = torch.arange(state.shape[0], device=state.device) // inputs.heads_per_group
+            B, C = piece.B[0, group_of_head], piece.C[0, group_of_head]  # (h, n)
+            decay = (piece.dt[0] * piece.A).exp()
+            state = state * decay[:, None, None] + (piece.dt[0, :, None] * piece.x[0])[:, :, None] * B[:, None, :]
+            out[span.batch, t] = piece.skip_and_gate((state * C[:, None, :]).sum(-1)[None])[0]
+        final_states[span.sequence] = state
+    return SSDOutput(out, final_states)
+
+
+def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[Block]:
+    """The chunked form, streamed: blocks of at most `block` positions, in order, sequence after sequence.
+
+    Every sequence yields at least one block (an empty one if it has no positions), and the last one carries its final
+    state.  Memory is that of a block: about 10 * block * h * (p + _CHUNK + p * n / _CHUNK) elements of `dtype`.
+    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
+    """
+    initial_states = _initial_states(inputs, dtype)
+    for span in _spans(inputs):
+        state = initial_states[span.sequence]
+        for start in range(span.start, max(span.stop, span.start + 1), block):
+            stop = min(start + block, span.stop)
+            piece = _Piece.load(inputs, span.batch, start, stop, dtype)
+            out, state = _chunked(piece, state)
+            yield Block(
+                sequence=span.sequence,
+                batch=span.batch,
+                start=start,
+                stop=stop,
+                last=stop == span.stop,
+                out=piece.skip_and_gate(out),
+                state=state,
+            )
+
+
+def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
+    """`ssd_blocks`, put together.  Output and final states in `dtype`."""
+    out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
+    return _collect(inputs, out, dtype)
+
+
+def _collect(inputs: SSDInputs, out: torch.Tensor, dtype: torch.dtype) -> SSDOutput:
+    """Write the blocks, computed in `dtype`, to `out`."""
+    final_states = _initial_states(inputs, dtype)
+    for block in ssd_blocks(inputs, dtype):
+        out[block.batch, block.start : block.stop] = block.out
+        if block.last:
+            final_states[block.sequence] = block.state
+    return SSDOutput(out, final_states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Positions start..stop of one sequence, in the dtype of the computation."""
+
+    x: torch.Tensor  # (l, h, p)
+    dt: torch.Tensor  # (l, h), after bias, softplus and limit
+    A: torch.Tensor  # (h)
+    B: torch.Tensor  # (l, g, n)
+    C: torch.Tensor  # (l, g, n)
+    D: torch.Tensor | None  # (h, 1) or (h, p)
+    z: torch.Tensor | None  # (l, h, p)
+
+    @classmethod
+    def load(cls, inputs: SSDInputs, batch: int, start: int, stop: int, dtype: torch.dtype) -> _Piece:
+        x, dt, B, C = (tensor[batch, start:stop].to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+        if inputs.dt_bias is not None:
+            dt = dt + inputs.dt_bias.to(dtype)
+        if inputs.dt_softplus:
+            # log(exp(dt) + exp(0)): no threshold, where torch's softplus switches to the identity at 20
+            dt = torch.logaddexp(dt, torch.zeros_like(dt))
+        return cls(
+            x=x,
+            dt=dt.clamp(*inputs.dt_limit),
+            A=inputs.A.to(dtype),
+            B=B,
+            C=C,
+            D=None if inputs.D is None else inputs.D.to(dtype).reshape(x.shape[1], -1),
+            z=None if inputs.z is None else inputs.z[batch, start:stop].to(dtype),
+        )
+
+    def skip_and_gate(self, out: torch.Tensor) -> torch.Tensor:
+        """(out + D x) * silu(z), each where given."""
+        if self.D is not None:
+            out = out + self.D * self.x
+        if self.z is not None:
+            out = out * torch.nn.functional.silu(self.z)
+        return out
+
+
+def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (l, h, p) without skip and gate, and the state (h, p, n) after the piece.
+
+    Heads are split into (g, r), r heads of one group, so that every product with B or C is one matrix product per chunk
+    and group and neither is repeated.
+    """
+    (l, h, p), (g, n) = piece.x.shape, piece.B.shape[1:]
+    r, q, c = h // g, _CHUNK, -(-l // _CHUNK)
+    pad = c * q - l  # positions with dt = 0: they neither decay nor add
+
+    def chunks(tensor: torch.Tensor) -> torch.Tensor:
+        """(l, ...) -> (c, q, ...)"""
+        rest = tensor.shape[1:]
+        return torch.cat([tensor, tensor.new_zeros(pad, *rest)]).reshape(c, q, *rest)
+
+    x = chunks(piece.x).reshape(c, q, g, r, p)
+    B, C = chunks(piece.B).transpose(1, 2), chunks(piece.C).transpose(1, 2)  # (c, g, q, n)
+    dt = chunks(piece.dt).reshape(c, q, g, r).permute(0, 2, 3, 1)  # (c, g, r, q)
+    steps = dt * piece.A.reshape(g, r, 1)  # log of the decay at each position
+    log_decay = _segment_sums(steps)  # (c, g, r, q, s)
+
+    # within a chunk: what position s leaves at position q
+    scores = (C @ B.mT)[:, :, None] * log_decay.exp() * dt[..., None, :]  # (c, g, r, q, s)
+    out = scores @ x.permute(0, 2, 3, 1, 4)  # (c, g, r, q, p)
+
+    # from chunk to chunk
+    weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)  # (c, g, s, r): left at the chunk's end
+    weighted_x = (x.transpose(1, 2) * weights[..., None]).reshape(c, g, q, r * p)
+    chunk_states = (B.mT @ weighted_x).reshape(c, g, n, r, p)
+    since_start = steps.cumsum(-1)  # (c, g, r, q)
+    chunk_decay = since_start[..., -1].exp()[:, :, None, :, None]  # (c, g, 1, r, 1)
+    carried = state.reshape(g, r, p, n).permute(0, 3, 1, 2)  # (g, n, r, p)
+    entering = torch.empty_like(chunk_states)
+    for i in range(c):
+        entering[i] = carried
+        carried = carried * chunk_decay[i] + chunk_states[i]
+    from_before = (C @ entering.reshape(c, g, n, r * p)).reshape(c, g, q, r, p)
+    out += from_before.transpose(2, 3) * since_start.exp()[..., None]
+
+    out = out.permute(0, 3, 1, 2, 4).reshape(c * q, h, p)[:l]
+    return out, carried.permute(0, 2, 3, 1).reshape(h, p, n)
+
+
+def _segment_sums(steps: torch.Tensor) -> torch.Tensor:
+    """(..., q) -> (..., q, s): the sum of steps s+1..q, which is 0 on the diagonal and -inf above it."""
+    length = steps.shape[-1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=steps.device).tril()
+    sums = steps[..., :, None].expand(*steps.shape, length).masked_fill(~causal.tril(-1), 0).cumsum(-2)
+    return sums.masked_fill(~causal, -torch.inf)
+
+
+def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
+    """(sequences, h, p, n), a fresh tensor."""
+    if inputs.initial_states is not None:
+        return inputs.initial_states.to(dtype, copy=True)
+    (h, p), n = inputs.x.shape[2:], inputs.B.shape[3]
+    return torch.zeros(inputs.sequences, h, p, n, dtype=dtype, device=inputs.x.device)
+
+
+def _spans(inputs: SSDInputs) -> list[_Span]:
+    """Every sequence of the inputs, in order."""
+    batch, length = inputs.x.shape[:2]
+    if inputs.cu_seqlens is None:
+        return [_Span(row, row, 0, length) for row in range(batch)]
+    bounds: list[int] = inputs.cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to {length}")
+    return [_Span(i, 0, start, stop) for i, (start, stop) in enumerate(pairwise(bounds))]
+
+
+def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    """Computed in fp64 whatever the precision, then rounded once."""
+    out, final_states = _collect(
+        inputs, torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device), torch.float64
+    )
+    return SSDOutput(out, final_states.float())
+
+
+def _plan(_inputs: SSDInputs, _precision: Precision) -> Plan:
+    return Plan(
+        variant="torch",
+        launches=0,
+        config={"chunk_size": _CHUNK},
+        reason="fp64, rounded once at the end; torch operations, not kernels of ours",
+    )
+
+
+register(Implementation(operator="ssd", name="reference", run=_run, plan=_plan))
