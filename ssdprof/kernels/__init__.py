@@ -1,1 +1,65 @@
-"""Bundled kernels, usable without the rest of ssdprof.  Imports nothing of ssdprof outside this package."""
+"""Bundled kernels, usable without the rest of ssdprof.  Imports nothing of ssdprof outside this package.
+
+Importing this package imports nothing heavy; a name below imports what it needs when it is first used.
+
+    from ssdprof.kernels import Precision, SSDInputs, ssd_fused
+    out, final_states = ssd_fused(SSDInputs(x=x, dt=dt, A=A, B=B, C=C), Precision())
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.gdn import GDNInputs as GDNInputs
+    from ssdprof.kernels.precision import Precision as Precision
+    from ssdprof.kernels.registry import Implementation
+    from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
+    from ssdprof.kernels.ssd.fused import ssd_fused as ssd_fused
+    from ssdprof.kernels.ssd.inputs import SSDInputs as SSDInputs
+    from ssdprof.kernels.ssd.inputs import SSDOutput as SSDOutput
+    from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
+    from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
+
+_HOME = {
+    "GDNInputs": "gdn.inputs",
+    "Precision": "precision",
+    "SSDInputs": "ssd.inputs",
+    "SSDOutput": "ssd.inputs",
+    "UnsupportedError": "registry",
+    "ssd_fused": "ssd.fused",
+    "ssd_reference": "ssd.reference",
+    "ssd_unfused": "ssd.unfused",
+}
+_IMPLEMENTATIONS = {"ssd": ("reference",)}  # modules that register themselves, in this order
+
+__all__ = ["get", "names", *_HOME]
+
+
+def get(operator: str, name: str) -> Implementation:
+    """The implementation registered as `name`; KeyError names those that there are."""
+    from ssdprof.kernels import registry
+
+    _register_bundled()
+    return registry.get(operator, name)
+
+
+def names(operator: str) -> list[str]:
+    """Names of an operator's implementations, the oracle first."""
+    from ssdprof.kernels import registry
+
+    _register_bundled()
+    return registry.names(operator)
+
+
+def _register_bundled() -> None:
+    for operator, modules in _IMPLEMENTATIONS.items():
+        for module in modules:
+            import_module(f"{__name__}.{operator}.{module}")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """What every kernel file shares: the choice of interpreter or GPU, and strided offsets.
 
 Without an NVIDIA GPU, kernels run in Triton's interpreter, on the CPU.  Triton reads that choice when a kernel is

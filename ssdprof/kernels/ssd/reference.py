@@ -20,6 +20,7 @@ import torch
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
+from ssdprof.kernels.segment_sums import segment_sums
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _CHUNK = 64  # positions per chunk of the chunked form: any value gives the same answer, this one little work
@@ -169,7 +170,7 @@ def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     B, C = chunks(piece.B).transpose(1, 2), chunks(piece.C).transpose(1, 2)  # (c, g, q, n)
     dt = chunks(piece.dt).reshape(c, q, g, r).permute(0, 2, 3, 1)  # (c, g, r, q)
     steps = dt * piece.A.reshape(g, r, 1)  # log of the decay at each position
-    log_decay = _segment_sums(steps)  # (c, g, r, q, s)
+    log_decay = segment_sums(steps)  # (c, g, r, q, s)
 
     # within a chunk: what position s leaves at position q
     scores = (C @ B.mT)[:, :, None] * log_decay.exp() * dt[..., None, :]  # (c, g, r, q, s)
@@ -193,14 +194,6 @@ def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return out, carried.permute(0, 2, 3, 1).reshape(h, p, n)
 
 
-def _segment_sums(steps: torch.Tensor) -> torch.Tensor:
-    """(..., q) -> (..., q, s): the sum of steps s+1..q, which is 0 on the diagonal and -inf above it."""
-    length = steps.shape[-1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=steps.device).tril()
-    sums = steps[..., :, None].expand(*steps.shape, length).masked_fill(~causal.tril(-1), 0).cumsum(-2)
-    return sums.masked_fill(~causal, -torch.inf)
-
-
 def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
     """(sequences, h, p, n), a fresh tensor."""
     if inputs.initial_states is not None:
@@ -220,8 +213,8 @@ def _spans(inputs: SSDInputs) -> list[_Span]:
     return [_Span(i, 0, start, stop) for i, (start, stop) in enumerate(pairwise(bounds))]
 
 
-def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-    """Computed in fp64 whatever the precision, then rounded once."""
+def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+    """The oracle as an implementation: computed in fp64 whatever the precision, then rounded once."""
     out, final_states = _collect(
         inputs, torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device), torch.float64
     )
@@ -237,4 +230,4 @@ def _plan(_inputs: SSDInputs, _precision: Precision) -> Plan:
     )
 
 
-register(Implementation(operator="ssd", name="reference", run=_run, plan=_plan))
+register(Implementation(operator="ssd", name="reference", run=ssd_reference, plan=_plan))
