@@ -1,0 +1,37 @@
+"""The default text: about a megabyte of English reference prose that never changes.  README.md says where it is from."""
+
+import hashlib
+import lzma
+from importlib.resources import files
+
+from ssdprof.errors import BadInputError
+
+HELD_OUT_BYTES = 100_000  # the first tenth: the demo model was not trained on it
+
+
+def load() -> bytes:
+    """The whole text, UTF-8.  Raises BadInputError if the installed file is not the published one."""
+    try:
+        data = lzma.decompress(files(__name__).joinpath("text.txt.xz").read_bytes())
+    except (lzma.LZMAError, EOFError) as error:
+        raise _damaged() from error
+    if hashlib.sha256(data).hexdigest() != files(__name__).joinpath("text.sha256").read_text("ascii").split()[0]:
+        raise _damaged()
+    return data
+
+
+def held_out() -> bytes:
+    """The part on which the demo model is judged.  It stands first, so that short prompts are new to that model."""
+    return load()[:HELD_OUT_BYTES]
+
+
+def training() -> bytes:
+    """The part on which the demo model was trained."""
+    return load()[HELD_OUT_BYTES:]
+
+
+def _damaged() -> BadInputError:
+    return BadInputError(
+        "The default text that ships with ssdprof is damaged: its sha256 is not the published one.",
+        "Install ssdprof again, or give a text of your own with --prompt-file.",
+    )
