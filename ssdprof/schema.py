@@ -19,9 +19,12 @@ TOLERANCES: tuple[float, ...] = (0.0, 1e-3, 1e-2)
 
 
 class Record(BaseModel):
-    """Base of every stored record: immutable, and an unknown field is an error."""
+    """Base of every stored record: immutable, and an unknown field is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    JSON has no NaN: non-finite numbers are stored as "NaN", "Infinity" and "-Infinity", and read back as numbers.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
 # --- where it ran
