@@ -1,4 +1,4 @@
-"""The default text: about a megabyte of English reference prose that never changes.  README.md says where it is from."""
+"""The default text: a megabyte of English reference prose that never changes; README.md says where it is from."""
 
 import hashlib
 import lzma

@@ -1,0 +1,149 @@
+"""From what the user asked for to token ids: how many tokens, and of which text."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from ssdprof.capture import text
+from ssdprof.errors import BadInputError
+from ssdprof.schema import Prompt
+
+if TYPE_CHECKING:  # a wrong --seq is answered before torch and transformers are loaded
+    import torch
+
+Kind = Literal["default", "file", "random"]
+
+LONGEST_SEQLEN = 2**24
+UNITS = {"": 1, "k": 1024, "m": 1024**2}
+CHARACTERS_PER_TOKEN = 8  # of the text that is read first; English has 4 to 5
+MARGIN = 64  # tokens that may change when the text behind them is cut off
+
+
+def parse_seq(seq: str) -> int:
+    """Number of tokens: "16384", "16k" (16,384) or "1m" (1,048,576).  Raises BadInputError."""
+    match = re.fullmatch(r"([0-9]{1,9})([km]?)", seq.strip().lower())
+    seqlen = int(match[1]) * UNITS[match[2]] if match else 0
+    if not 1 <= seqlen <= LONGEST_SEQLEN:
+        raise BadInputError(
+            f"{seq!r} is not a prompt length.",
+            f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k (131,072).",
+        )
+    return seqlen
+
+
+def parse_seqs(seqs: str) -> tuple[int, ...]:
+    """Prompt lengths of a list such as "1k,16k", in that order, each once.  Raises BadInputError."""
+    return tuple(dict.fromkeys(parse_seq(seq) for seq in seqs.split(",")))
+
+
+def build_prompt(
+    tokenizer_folder: Path, seqlen: int, *, kind: Kind = "default", file: Path | None = None, seed: int = 0
+) -> tuple[torch.Tensor, Prompt]:
+    """Token ids (1, seqlen) int64 on the CPU, and the record that says what they are.
+
+    kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random" draws uniformly from
+        the tokenizer's vocabulary, special tokens left out, with `seed`.
+    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here.
+    The prompt is the first `seqlen` tokens.  A text is never repeated to fill it.
+
+    Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short a text.
+    """
+    import torch
+
+    if (kind == "file") != (file is not None):
+        raise BadInputError("A prompt file and another kind of prompt exclude each other.", "Give --prompt-file alone.")
+    tokenizer = _load_tokenizer(tokenizer_folder)
+    if kind == "random":
+        vocabulary = torch.tensor(sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}))
+        drawn = torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
+        ids = vocabulary[drawn]
+        source = (
+            f"uniformly random token ids, seed {seed}: good for timing; the values inside the model, and so the "
+            "accuracy, are not those of text"
+        )
+    elif file is not None:
+        ids = torch.tensor(_file_ids(tokenizer, file, seqlen))
+        source = f"the user's file {file.name}"
+    else:
+        stream = io.StringIO(text.load().decode("utf-8"))
+        ids = torch.tensor(_first_ids(tokenizer, stream, seqlen, "The default text"))
+        source = "ssdprof's default text: reference documentation of CPython 3.11.7"
+    prompt = Prompt(
+        kind=kind,
+        source=source,
+        tokenizer=_describe(tokenizer, tokenizer_folder),
+        seqlen=seqlen,
+        token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
+    )
+    return ids[None], prompt
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, without remote code and without the network."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:  # unknown class, remote code, missing library
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise BadInputError(
+                "The checkpoint has no tokenizer that can be loaded.",
+                "Name a repository that has the right one with --tokenizer.",
+            ) from error
+        try:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        except Exception as unreadable:  # the tokenizers library raises the bare class
+            raise BadInputError(
+                f"tokenizer.json cannot be read: {unreadable}.", "Name another tokenizer with --tokenizer."
+            ) from unreadable
+    tokenizer.model_max_length = LONGEST_SEQLEN  # or a warning about the trained length comes from here too
+    return tokenizer
+
+
+def _describe(tokenizer: Any, folder: Path) -> str:
+    """Which tokenizer it was, by content: the folder's name says nothing outside this machine."""
+    size = f"{len(tokenizer):,} tokens"
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return f"{type(tokenizer).__name__}, {size}"
+    return f"tokenizer.json sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}, {size}"
+
+
+def _file_ids(tokenizer: Any, file: Path, seqlen: int) -> list[int]:
+    try:
+        with file.open(encoding="utf-8-sig") as stream:
+            return _first_ids(tokenizer, stream, seqlen, f"The prompt file {file.name}")
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
+        ) from error
+    except OSError as error:
+        raise BadInputError(
+            f"The prompt file {file} cannot be read: {error.strerror}.", "Give the path of a text file."
+        ) from error
+
+
+def _first_ids(tokenizer: Any, stream: TextIO, seqlen: int, name: str) -> list[int]:
+    """The first `seqlen` ids of the stream's text, read and encoded no further than needed."""
+    content = ""
+    wanted = CHARACTERS_PER_TOKEN * seqlen
+    while True:
+        content += stream.read(wanted - len(content))
+        ids: list[int] = tokenizer(content)["input_ids"]
+        ended = len(content) < wanted
+        if ended or len(ids) >= seqlen + MARGIN:
+            break
+        wanted *= 2
+    if ended and not content.strip():
+        raise BadInputError(f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for.")
+    if len(ids) < seqlen:
+        raise BadInputError(
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {seqlen:,} were asked for.",
+            f"Ask for at most --seq {len(ids)}, or give a longer text with --prompt-file.",
+        )
+    return ids[:seqlen]

@@ -1,0 +1,248 @@
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from ssdprof.capture import text
+from ssdprof.capture.prompt import LONGEST_SEQLEN, build_prompt, parse_seq, parse_seqs
+from ssdprof.errors import BadInputError, ExitCode
+
+DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BPE tokenizer with merges and with a special token before every text, as many checkpoints have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text.load()[:50_000].decode()], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+    return folder
+
+
+# --- --seq
+
+
+@pytest.mark.parametrize(
+    ("seq", "seqlen"), [("1", 1), ("16384", 16384), ("16k", 16384), ("128k", 131072), ("128K", 131072), ("1m", 1048576)]
+)
+def test_a_length_is_a_number_or_a_multiple_of_1024(seq: str, seqlen: int) -> None:
+    assert parse_seq(seq) == seqlen
+
+
+@pytest.mark.parametrize(
+    "seq", ["0", "0k", "-5", "128q", "", " ", "k", "1.5k", "1e3", "١٢", "0x10", "1 k", "17m", "9" * 5000]
+)
+def test_anything_else_is_refused_with_a_hint(seq: str) -> None:
+    with pytest.raises(BadInputError) as error:
+        parse_seq(seq)
+    assert error.value.exit_code == ExitCode.BAD_INPUT
+    assert "128k" in error.value.hint
+
+
+def test_the_longest_length_is_accepted() -> None:
+    assert parse_seq("16m") == LONGEST_SEQLEN
+
+
+def test_a_list_of_lengths_keeps_its_order_and_drops_repetitions() -> None:
+    assert parse_seqs("16k, 1k,512,1024") == (16384, 1024, 512)
+
+
+@pytest.mark.parametrize("seqs", ["", "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
+def test_a_list_with_one_bad_length_is_refused(seqs: str) -> None:
+    with pytest.raises(BadInputError):
+        parse_seqs(seqs)
+
+
+# --- the default text
+
+
+def test_the_default_text_suffices_for_128k_tokens_of_any_tokenizer_that_splits_at_white_space() -> None:
+    assert len(text.load().decode().split()) > 131072
+
+
+def test_the_default_text_does_not_repeat_itself() -> None:
+    words = text.load().decode().split()
+    runs = [tuple(words[i : i + 20]) for i in range(len(words) - 20)]
+    assert len(set(runs)) > 0.999 * len(runs)
+
+
+def test_held_out_and_training_parts_are_the_whole_text() -> None:
+    assert text.held_out() + text.training() == text.load()
+    text.held_out().decode()
+
+
+def test_a_damaged_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lzma
+
+    monkeypatch.setattr(text, "files", lambda _: tmp_path)
+    (tmp_path / "text.sha256").write_text((Path(text.__file__).parent / "text.sha256").read_text())
+    whole = text.__spec__.loader.get_data(str(Path(text.__file__).parent / "text.txt.xz"))
+    for data in (whole[:1000], b"", lzma.compress(b"another text")):
+        (tmp_path / "text.txt.xz").write_bytes(data)
+        with pytest.raises(BadInputError, match="damaged"):
+            text.load()
+
+
+def test_the_licence_of_the_default_text_ships_beside_it() -> None:
+    folder = Path(text.__file__).parent
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (folder / "LICENSE").read_text()
+    assert (folder / "text.sha256").read_text().split()[0] in (folder / "README.md").read_text()
+
+
+# --- prompts
+
+
+def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte() -> None:
+    ids, prompt = build_prompt(DEMO, 1000)
+    assert bytes(ids[0].tolist()) == text.load()[:1000]
+    assert prompt.kind == "default"
+    assert prompt.seqlen == 1000
+    assert prompt.batch == 1
+
+
+def test_the_hash_is_that_of_the_little_endian_int64_ids(tokenizer_folder: Path) -> None:
+    ids, prompt = build_prompt(tokenizer_folder, 50)
+    assert prompt.token_sha256 == hashlib.sha256(struct.pack("<50q", *ids[0].tolist())).hexdigest()
+
+
+def test_a_shorter_prompt_is_the_start_of_a_longer_one_and_both_of_the_whole_text(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(tokenizer_folder)(text.load()[:200_000].decode())["input_ids"]
+    for seqlen in (1, 100, 5000):
+        ids, _ = build_prompt(tokenizer_folder, seqlen)
+        assert ids.shape == (1, seqlen)
+        assert ids[0].tolist() == whole[:seqlen]
+
+
+def test_a_special_token_that_starts_every_text_starts_the_prompt(tokenizer_folder: Path) -> None:
+    ids, _ = build_prompt(tokenizer_folder, 10)
+    assert ids[0, 0] == 0
+    assert 0 not in ids[0, 1:]
+
+
+def test_tokens_longer_than_expected_make_it_read_on(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * 60: 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "long.txt").write_text(("a" * 60 + " ") * 300)
+    ids, _ = build_prompt(tmp_path, 299, kind="file", file=tmp_path / "long.txt")
+    assert ids.tolist() == [[1] * 299]
+
+
+def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + "naïve text".encode())
+    ids, prompt = build_prompt(DEMO, 11, kind="file", file=file)
+    assert bytes(ids[0].tolist()) == "naïve text".encode()
+    assert prompt.kind == "file"
+    assert prompt.source == "the user's file mine.txt"
+
+
+def test_too_short_a_file_says_how_many_tokens_it_gave_and_is_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("x" * 1200)
+    with pytest.raises(BadInputError, match=r"1,200 tokens .* 2,048 were asked for") as error:
+        build_prompt(DEMO, 2048, kind="file", file=file)
+    assert "1200" in error.value.hint
+    assert build_prompt(DEMO, 1200, kind="file", file=file)[0].shape == (1, 1200)
+
+
+def test_the_default_text_can_be_too_short_as_well() -> None:
+    with pytest.raises(BadInputError, match="The default text is too short: it gives 1,001,975 tokens"):
+        build_prompt(DEMO, 2**20)
+
+
+@pytest.mark.parametrize("content", [b"", b"  \n\n\t "])
+def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "empty.txt"
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match="empty"):
+        build_prompt(DEMO, 4, kind="file", file=file)
+
+
+def test_leading_white_space_is_not_an_empty_file(tmp_path: Path) -> None:
+    file = tmp_path / "late.txt"
+    file.write_text(" " * 5000 + "words")
+    assert build_prompt(DEMO, 4, kind="file", file=file)[0].shape == (1, 4)
+
+
+def test_a_file_that_is_missing_a_folder_or_not_text_is_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "weights.bin"
+    binary.write_bytes(bytes(range(128, 256)) * 10)
+    for file, message in ((tmp_path / "none.txt", "No such file"), (tmp_path, "directory"), (binary, "not UTF-8")):
+        with pytest.raises(BadInputError, match=message) as error:
+            build_prompt(DEMO, 4, kind="file", file=file)
+        assert error.value.hint
+
+
+def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError):
+        build_prompt(DEMO, 4, kind="file")
+    with pytest.raises(BadInputError):
+        build_prompt(DEMO, 4, kind="random", file=tmp_path / "mine.txt")
+
+
+def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(tokenizer_folder: Path) -> None:
+    first, prompt = build_prompt(tokenizer_folder, 20_000, kind="random", seed=1)
+    again, _ = build_prompt(tokenizer_folder, 20_000, kind="random", seed=1)
+    other, _ = build_prompt(tokenizer_folder, 20_000, kind="random", seed=2)
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert set(first[0].tolist()) == set(range(1, 600))
+    assert "seed 1" in prompt.source
+    assert "not those of text" in prompt.source
+
+
+# --- tokenizers
+
+
+def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(tokenizer_folder: Path, tmp_path: Path) -> None:
+    _, prompt = build_prompt(tokenizer_folder, 5)
+    digest = hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
+    assert digest[:12] in prompt.tokenizer
+    assert "600 tokens" in prompt.tokenizer
+    file = tmp_path / "mine.txt"
+    file.write_text("some text of mine")
+    _, prompt = build_prompt(tokenizer_folder, 5, kind="file", file=file)
+    assert str(tmp_path) not in prompt.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tokenizer_class": "OurTokenizer", "auto_map": {"AutoTokenizer": ["ours.OurTokenizer", None]}}, None]
+)
+def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
+    tokenizer_folder: Path, tmp_path: Path, settings: dict[str, object] | None
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "ours.py").write_text("raise SystemExit('remote code ran')\n")
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert build_prompt(tmp_path, 100)[0].equal(build_prompt(tokenizer_folder, 100)[0])
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="no tokenizer") as error:
+        build_prompt(tmp_path, 4)
+    assert "--tokenizer" in error.value.hint
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInputError):
+        build_prompt(tmp_path, 4)
