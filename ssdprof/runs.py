@@ -38,6 +38,10 @@ class RunFolder:
         """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
         write_text(self.path / REPORT, report.model_dump_json(indent=1) + "\n")
 
+    def discard(self) -> None:
+        """Take the report back: there is nothing worth keeping."""
+        (self.path / REPORT).unlink(missing_ok=True)
+
 
 @contextmanager
 def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iterator[RunFolder]:

@@ -1,0 +1,34 @@
+PYTHON ?= python
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-gpu lint format types demo clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+install:  ## install the package, editable, with what development needs
+	$(PYTHON) -m pip install -e ".[dev]"
+
+test:  ## run the tests that need no GPU
+	$(PYTHON) -m pytest
+
+test-gpu:  ## run the tests that need an NVIDIA GPU
+	$(PYTHON) -m pytest -m gpu
+
+lint:  ## check style and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format:  ## mend style and format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+types:  ## check types
+	$(PYTHON) -m mypy
+
+demo:  ## run the main job on the built-in model
+	$(PYTHON) -m ssdprof run demo
+
+clean:  ## remove caches and build outputs; runs/ stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find ssdprof tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
