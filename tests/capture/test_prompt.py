@@ -134,15 +134,19 @@ def test_a_special_token_that_starts_every_text_starts_the_prompt(tokenizer_fold
     assert 0 not in ids[0, 1:]
 
 
-def test_tokens_longer_than_expected_make_it_read_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("letters", "seqlen"),
+    [(60, 299), (8, 8)],  # far longer than expected; and: what is read first ends inside the last word wanted
+)
+def test_it_reads_on_until_the_last_token_is_certain(tmp_path: Path, letters: int, seqlen: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * 60: 1}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * letters: 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "long.txt").write_text(("a" * 60 + " ") * 300)
-    ids, _ = build_prompt(tmp_path, 299, kind="file", file=tmp_path / "long.txt")
-    assert ids.tolist() == [[1] * 299]
+    (tmp_path / "long.txt").write_text(("a" * letters + " ") * 300)
+    ids, _ = build_prompt(tmp_path, seqlen, kind="file", file=tmp_path / "long.txt")
+    assert ids.tolist() == [[1] * seqlen]
 
 
 def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -> None:
