@@ -1,0 +1,90 @@
+"""Bring a located checkpoint's files here, check them, and lay out the folder that the model is loaded from."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdprof.checkpoint.describe import Description
+from ssdprof.checkpoint.located import Located
+from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
+from ssdprof.checkpoint.view import build_view, cut_config, link_all, write_json
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.schema import CheckpointRef
+
+
+@dataclass(frozen=True, eq=False)
+class LocalCheckpoint:
+    """A checkpoint on this machine, cut to its first `depth` decoder layers.
+
+    folder: loads with stock transformers, except for the original format, which `load_model` reads.  It is temporary
+    and goes when this object does.
+    tensors: the needed weights as stored, by name; None for a pickle, which has no header.
+    tokenizer_name: hub id or folder name of the tokenizer; None when there is none.
+    """
+
+    ref: CheckpointRef
+    description: Description
+    folder: Path
+    depth: int
+    tensors: dict[str, StoredTensor] | None
+    tokenizer_name: str | None
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The tokenizer's files, for AutoTokenizer; BadInputError when the checkpoint has none."""
+        if self.tokenizer_name is None:
+            raise BadInputError(f"{self.ref.repo_id} has no tokenizer.", "Name one with --tokenizer.")
+        return self.folder / "tokenizer"
+
+
+def fetch(
+    located: Located, *, deepest_layer: int | None = None, progress: Callable[[str], None] | None = None
+) -> LocalCheckpoint:
+    """Download what running layers 0 to `deepest_layer` needs (all layers for None) and check it.
+
+    `progress` is called with one line before a download; the hub's client draws its bars on stderr.
+
+    ModelUnavailableError: a file cannot be had, is truncated or corrupt, or lacks weights that it should hold.
+    MissingCapabilityError: no room for it on the disk.
+    """
+    description, depth = located.description, located.description.depth(deepest_layer)
+    missing = [info for info in located.files(deepest_layer) if not info.cached]
+    if missing:
+        need = sum(info.size_bytes for info in missing)
+        _check_space(located.source, need)
+        if progress is not None:
+            progress(f"Downloading {len(missing)} files, {need / 1e9:.2f} GB, of {located.ref.repo_id}")
+
+    tokenizer = located.tokenizer_source  # first: small, and a wrong one should not cost a long download
+    tokenizer_paths = {name: tokenizer.path(name) for name in tokenizer_files(tokenizer)} if tokenizer else {}
+    weights = located.weights
+    paths = {name: located.source.path(name) for name in weights.files(depth)}
+    tensors = None if weights.pickled else weights.tensors(depth)
+
+    folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
+    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, tokenizer.label if tokenizer else None)
+    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        build_view(folder, description, depth, paths, weights.shards)
+        if tokenizer is not None:
+            link_all(folder / "tokenizer", tokenizer_paths.items())
+        if tokenizer is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
+            write_json(folder / "tokenizer" / CONFIG, cut_config(description, depth))
+    except OSError as error:
+        raise MissingCapabilityError(
+            f"The temporary folder for {located.ref.repo_id} cannot be written: {error.strerror}.",
+            "Make room there or set TMPDIR to another disk.",
+        ) from None
+    return local
+
+
+def _check_space(source: Source, need_bytes: int) -> None:
+    from ssdprof.checkpoint.hub import HubRepo
+
+    if isinstance(source, HubRepo):
+        source.check_space(need_bytes)

@@ -1,0 +1,48 @@
+"""A checkpoint in a local folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from ssdprof.checkpoint.integrity import read_header
+from ssdprof.checkpoint.source import StoredTensor
+from ssdprof.errors import BadInputError, ModelUnavailableError
+
+
+class LocalFolder:
+    """The files that lie directly in one folder (`checkpoint.source.Source`)."""
+
+    revision: str | None = None
+
+    def __init__(self, folder: Path, label: str | None = None) -> None:
+        self.folder = folder
+        self.label = label or folder.resolve().name
+        if folder.is_file():
+            raise BadInputError(
+                f"{folder} is a file; a checkpoint is a folder.", "Name the folder that holds config.json."
+            )
+        if not folder.is_dir():
+            raise ModelUnavailableError(
+                f"There is no folder {folder}.", "Check the path, or name a hub repo: org/name."
+            )
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Every file's name -> bytes; a broken symlink is no file."""
+        try:
+            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
+        except OSError as error:
+            raise ModelUnavailableError(f"{self.folder} cannot be read: {error.strerror}.") from None
+
+    def cached(self, name: str) -> bool:
+        return name in self.sizes
+
+    def path(self, name: str) -> Path:
+        if name not in self.sizes:
+            raise ModelUnavailableError(f"{self.label} has no {name}.", "The copy or download is incomplete.")
+        return self.folder / name
+
+    def header(self, name: str) -> Mapping[str, StoredTensor]:
+        return read_header(self.path(name), name)

@@ -1,0 +1,191 @@
+"""What the user typed -> a checkpoint with its config read and its layers counted.  Downloads small files only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ssdprof.checkpoint import original
+from ssdprof.checkpoint.describe import Description, describe, read_config, refuse_quantization
+from ssdprof.checkpoint.families import FamilyRow, family_named, known
+from ssdprof.checkpoint.layer_dims import LayerDims
+from ssdprof.checkpoint.local import LocalFolder
+from ssdprof.checkpoint.source import CONFIG, FileInfo, Source, tokenizer_files
+from ssdprof.checkpoint.weights import INDEX, Weights, find_weights
+from ssdprof.errors import BadInputError, ModelUnavailableError
+from ssdprof.schema import CheckpointRef, LayerRef
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parent / DEMO
+MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a config.json that may say nothing
+
+
+@dataclass(frozen=True)
+class Located:
+    """A checkpoint that can be had.
+
+    config: the raw config.json.  tokenizer: hub id or folder that the user named.
+    notes: sentences the user should read before the run (which repo a family name took).
+    """
+
+    ref: CheckpointRef
+    config: Mapping[str, Any]
+    description: Description
+    source: Source
+    tokenizer: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def dims(self, layer: LayerRef) -> LayerDims:
+        """Sizes of `layer`'s operator; BadInputError when the model has no such layer."""
+        if layer not in self.ref.layers:
+            raise BadInputError(
+                f"{self.ref.repo_id} has no layer {layer.name} with an SSD or gated-delta-rule operator."
+            )
+        return self.description.dims  # one size for all layers, in every model type that there is
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Where the weights lie.  Reads the index, if there is one."""
+        return find_weights(self.source, is_original=self.description.original)
+
+    @cached_property
+    def tokenizer_source(self) -> Source | None:
+        """Where the tokenizer comes from; None when nobody named one and the checkpoint has none.
+
+        ModelUnavailableError or BadInputError when the named one cannot be had.
+        """
+        named = self.tokenizer
+        if named is None:
+            if tokenizer_files(self.source):
+                return self.source
+            if not self.description.original:
+                return None
+            named = original.DEFAULT_TOKENIZER
+        found = LocalFolder(_expanded(named)) if is_folder(named) else _open_tokenizer(named)
+        if not tokenizer_files(found):
+            raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
+        return found
+
+    def files(self, deepest_layer: int | None = None) -> tuple[FileInfo, ...]:
+        """Every file that running layers 0 to `deepest_layer` needs (all layers for None), tokenizer included.
+
+        The tokenizer's files of another repo come with that repo's name in front.
+        """
+        names = [CONFIG]
+        if self.weights.shards is not None:
+            names.append(INDEX)
+        names += self.weights.files(self.description.depth(deepest_layer))
+        infos = [_file_info(self.source, name) for name in names]
+        if self.tokenizer_source is not None:
+            prefix = "" if self.tokenizer_source is self.source else f"{self.tokenizer_source.label}/"
+            for name in tokenizer_files(self.tokenizer_source):
+                info = _file_info(self.tokenizer_source, name)
+                infos.append(info._replace(name=prefix + name))
+        return tuple(infos)
+
+    def weight_bytes(self, deepest_layer: int | None = None) -> int:
+        """Bytes of the weights of layers 0 to `deepest_layer`, and of what is in no layer, once loaded.
+
+        Exact for safetensors, whose headers are read for it; for a pickle the size of the whole file.
+        """
+        return self.weights.bytes(self.description.depth(deepest_layer))
+
+
+def weight_bytes(located: Located, deepest_layer: int | None = None) -> int:
+    """As `Located.weight_bytes`."""
+    return located.weight_bytes(deepest_layer)
+
+
+def locate(model: str, *, revision: str | None = None, tokenizer: str | None = None) -> Located:
+    """Find the checkpoint that `model` names: "demo", a local folder, a family name or a hub id, in this order.
+
+    revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
+    tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
+
+    ModelUnavailableError when it cannot be had; BadInputError when it is no checkpoint that ssdprof can measure.
+    """
+    family = None
+    notes: tuple[str, ...] = ()
+    if model == DEMO or is_folder(model):
+        if revision is not None:
+            raise BadInputError(f"{model} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
+        source: Source = LocalFolder(DEMO_FOLDER, DEMO) if model == DEMO else LocalFolder(_expanded(model))
+    else:
+        family = family_named(model)
+        source = _open_repo(family.flagship if family and family.flagship else model, revision)
+        if family:
+            notes = (_family_note(model, source.label, family),)
+    config, description = _describe(source)
+    ref = CheckpointRef(
+        requested=model,
+        source="demo" if model == DEMO else "local" if source.revision is None else "hub",
+        repo_id=source.label,
+        revision=source.revision,
+        model_type=description.model_type,
+        layers=description.layers,
+        layer_count=description.layer_count,
+        siblings=tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else (),
+        quantization=description.quantization,
+        trained_context=_trained_context(source.label, description),
+    )
+    return Located(ref, config, description, source, tokenizer, notes)
+
+
+def is_folder(name: str) -> bool:
+    """Whether the user means a local folder: one that is there, or a name that only a path has."""
+    separators = (os.sep, os.altsep or os.sep)
+    return os.path.exists(_expanded(name)) or name.startswith((".", "~", *separators)) or name.endswith(separators)
+
+
+def _expanded(name: str) -> Path:
+    return Path(os.path.expanduser(name))
+
+
+def _open_tokenizer(repo_id: str) -> Source:
+    from ssdprof.checkpoint.hub import HubRepo
+
+    return HubRepo(repo_id, first="tokenizer_config.json")
+
+
+def _open_repo(repo_id: str, revision: str | None) -> Source:
+    from ssdprof.checkpoint.hub import HubRepo, RepoNotFoundError
+    from ssdprof.checkpoint.suggest import similar_repos
+
+    if not repo_id.strip():
+        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, or demo.")
+    try:
+        return HubRepo(repo_id, revision)
+    except RepoNotFoundError as error:
+        if similar := similar_repos(repo_id):
+            hint = f"Repos with SSD or GDN layers and a name like it: {', '.join(similar)}."
+            raise ModelUnavailableError(error.message, hint) from None
+        raise
+
+
+def _describe(source: Source) -> tuple[dict[str, Any], Description]:
+    if CONFIG not in source.sizes:
+        raise BadInputError(f"{source.label} has no {CONFIG}.", "A checkpoint's folder holds one.")
+    where = f"{CONFIG} of {source.label}"
+    config = read_config(source.path(CONFIG), where)
+    description = describe(config, where)
+    if MODELOPT_CONFIG in source.sizes and description.quantization is None:
+        raise refuse_quantization("modelopt", source.label)
+    return config, description
+
+
+def _trained_context(repo_id: str, description: Description) -> int | None:
+    checkpoint = known(repo_id)
+    return (checkpoint and checkpoint.trained_context) or description.max_positions
+
+
+def _family_note(typed: str, taken: str, family: FamilyRow) -> str:
+    others = ", ".join(c.repo for c in family.checkpoints if c.repo != taken)
+    return f"{typed} is a family of models, not a repo: taking {taken}. Others: {others}."
+
+
+def _file_info(source: Source, name: str) -> FileInfo:
+    return FileInfo(name, source.sizes[name], source.cached(name))

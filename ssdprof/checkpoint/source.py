@@ -1,0 +1,70 @@
+"""Where a checkpoint's files are: the interface that the hub and a local folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+# Any one of these is a vocabulary; the others only describe one.
+VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
+
+
+class FileInfo(NamedTuple):
+    """One file that a run needs.  cached: nothing has to be downloaded for it."""
+
+    name: str
+    size_bytes: int
+    cached: bool
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file, as its header says: dtype in safetensors' words ("BF16")."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+class Source(Protocol):
+    """A flat set of files.  Every method raises SsdprofError only."""
+
+    @property
+    def label(self) -> str:
+        """Repo id or folder name, for messages."""
+
+    @property
+    def revision(self) -> str | None:
+        """Commit hash on the hub; None for a folder."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Every file's name -> bytes."""
+
+    def cached(self, name: str) -> bool:
+        """Whether `name` is on this machine."""
+
+    def path(self, name: str) -> Path:
+        """Where `name` lies on this machine; downloads it first if need be."""
+
+    def header(self, name: str) -> Mapping[str, StoredTensor]:
+        """What the safetensors file `name` holds, without downloading it."""
+
+
+def tokenizer_files(source: Source) -> tuple[str, ...]:
+    """Names of the tokenizer's files in `source`; empty when it has no vocabulary."""
+    there = tuple(name for name in TOKENIZER_FILES if name in source.sizes)
+    return there if VOCABULARIES & set(there) else ()

@@ -1,0 +1,111 @@
+"""Which weights the first layers need, in which files they lie, and how many bytes they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ssdprof.checkpoint import original
+from ssdprof.checkpoint.integrity import check_holds, read_index
+from ssdprof.checkpoint.source import Source, StoredTensor
+from ssdprof.errors import BadInputError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Parts that no capture runs: the language model's head, image and audio towers, multi-token prediction.
+_UNUSED = re.compile(r"^(?:lm_head|mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
+
+
+def is_needed(key: str, depth: int) -> bool:
+    """Whether the base model cut to its first `depth` layers has the weight `key`."""
+    if _UNUSED.match(key):
+        return False
+    layer = _LAYER.search(key)
+    return layer is None or int(layer[1]) < depth
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one checkpoint.
+
+    shards: the file of each tensor, from the index; None for a single file, whose tensors its own header names.
+    single: that file; a pickle only in the original format.
+    """
+
+    source: Source
+    shards: Mapping[str, str] | None
+    single: str | None
+
+    @property
+    def pickled(self) -> bool:
+        return self.single == original.PICKLE
+
+    def files(self, depth: int) -> tuple[str, ...]:
+        """The files that hold the first `depth` layers and what is in no layer, in order."""
+        if self.shards is None:
+            assert self.single is not None
+            return (self.single,)
+        return tuple(sorted({file for key, file in self.shards.items() if is_needed(key, depth)}))
+
+    def tensors(self, depth: int) -> dict[str, StoredTensor]:
+        """The needed tensors with their shapes, from the files' headers (on the hub: a few requests, no download).
+
+        ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index places in it.
+        """
+        assert not self.pickled, "a pickle has no header"
+        found: dict[str, StoredTensor] = {}
+        for file in self.files(depth):
+            header = self._headers(file)
+            if self.shards is not None:
+                check_holds(
+                    header, [key for key, at in self.shards.items() if at == file and is_needed(key, depth)], file
+                )
+            found.update({key: tensor for key, tensor in header.items() if is_needed(key, depth)})
+        return found
+
+    def bytes(self, depth: int) -> int:
+        """Bytes of the needed weights once loaded.
+
+        For a pickle the size of the whole file.
+        """
+        if self.pickled:
+            return self.source.sizes[original.PICKLE]
+        return loaded_bytes(self.tensors(depth).values())
+
+    def _headers(self, file: str) -> Mapping[str, StoredTensor]:
+        # What the hub said of a file proves nothing of the copy that is downloaded later: that one is read again.
+        key = (file, self.source.cached(file))
+        if key not in self._header_cache:
+            self._header_cache[key] = self.source.header(file)
+        return self._header_cache[key]
+
+    @cached_property
+    def _header_cache(self) -> dict[tuple[str, bool], Mapping[str, StoredTensor]]:
+        return {}
+
+
+def find_weights(source: Source, *, is_original: bool) -> Weights:
+    """The checkpoint's weights; safetensors wherever there are any.
+
+    BadInputError when there are none that ssdprof reads.
+    """
+    if SINGLE in source.sizes:
+        return Weights(source, None, SINGLE)
+    if INDEX in source.sizes:
+        return Weights(source, read_index(source.path(INDEX), INDEX, source.sizes), None)
+    if is_original and original.PICKLE in source.sizes:
+        return Weights(source, None, original.PICKLE)
+    found = sorted(name for name in source.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
+    raise BadInputError(
+        f"{source.label} has no {SINGLE} and no {INDEX}" + (f", only {', '.join(found[:3])}." if found else "."),
+        "Take a revision with safetensors (refs/pr/1 is often one), or save the model again with save_pretrained.",
+    )
+
+
+def loaded_bytes(tensors: Iterable[StoredTensor]) -> int:
+    """Bytes once loaded: as stored, but 8-bit floats count double, because they are decoded to 16 bit."""
+    return sum(2 * t.size_bytes if t.dtype in ("F8_E4M3", "F8_E5M2") else t.size_bytes for t in tensors)
