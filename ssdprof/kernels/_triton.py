@@ -1,5 +1,5 @@
-# mypy: allow-untyped-defs
-"""What every kernel file shares: the choice of interpreter or GPU, and strided offsets.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""What every kernel file shares: the choice of interpreter or GPU, dtypes, products and strided offsets.
 
 Without an NVIDIA GPU, kernels run in Triton's interpreter, on the CPU.  Triton reads that choice when a kernel is
 defined, so it is made here, before any kernel file is imported.  Triton's own TRITON_INTERPRET, if set, decides
@@ -12,10 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels import _interpreter
+
 if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
-    triton.knobs.runtime.interpret = True
+    _interpreter.interpret()
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+if INTERPRETED:
+    _interpreter.follow_bfloat16()
+
+TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+# How tl.dot multiplies fp32 operands: each as the sum of two tf32 numbers, three products, fp32 accumulation.  Close to
+# fp32 on tensor cores; plain tf32 keeps 3 digits.  16-bit operands are multiplied as they are.
+DOT_PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
@@ -23,5 +33,11 @@ def ptr_offset(index, strides):
     """Element offset of `index` in a tensor with `strides` (two tuples of one length), in int64."""
     offset = tl.zeros((), tl.int64)
     for axis in tl.static_range(len(strides)):
-        offset += index[axis].to(tl.int64) * strides[axis]
+        offset += tl.cast(index[axis], tl.int64) * strides[axis]
     return offset
+
+
+@triton.jit
+def decay_exp2(log2_decay):
+    """2 ** log2_decay, at most 1: rounding of a difference of cumulative sums cannot push it past.  NaN stays NaN."""
+    return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))

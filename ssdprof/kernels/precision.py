@@ -27,3 +27,9 @@ class Precision:
     @property
     def exact(self) -> bool:
         return self.intermediates == "exact"
+
+    def intermediate_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of decays, of C B^T and of their products, for inputs of `input_dtype`."""
+        if self.exact:
+            return torch.float32
+        return torch.bfloat16 if input_dtype == torch.float32 else input_dtype

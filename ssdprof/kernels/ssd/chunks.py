@@ -1,0 +1,109 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Where the chunks of a call lie: by arithmetic for a batch, by a table made on the device for packed sequences.
+
+A chunk never crosses a sequence.  ceil(l / chunk_size) + sequences chunks are always enough for packed sequences, so
+that nothing has to be read on the host; those that are not needed are empty and stand at the end of the table.
+
+Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks; the last one also those
+of the empty chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels.ssd.inputs import SSDInputs
+
+_BLOCK = 128  # sequences or chunks per loop turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The chunks of one call.
+
+    count: per row of the batch; an upper bound if packed
+    spans: (count, 2) int64, first position and the one after the last; None for a batch
+    bounds: (sequences + 1) int64: chunks bounds[i] .. bounds[i+1]-1 are those of sequence i; None for a batch
+    """
+
+    size: int
+    count: int
+    sequences: int
+    spans: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: SSDInputs) -> Chunks:
+        size, count, sequences = inputs.chunk_size, chunk_count(inputs), inputs.sequences
+        if inputs.cu_seqlens is None:
+            return cls(size=size, count=count, sequences=sequences)
+        spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.x.device)
+        bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.x.device)
+        _chunk_table_kernel[(sequences,)](
+            inputs.cu_seqlens,
+            spans,
+            bounds,
+            inputs.cu_seqlens.stride(0),
+            sequences,
+            count,
+            CHUNK_SIZE=size,
+            BLOCK=_BLOCK,
+        )
+        return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
+
+
+def chunk_count(inputs: SSDInputs) -> int:
+    """Chunks per row of the batch; if packed, at most so many are needed."""
+    whole = triton.cdiv(inputs.x.shape[1], inputs.chunk_size)
+    return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
+
+
+@triton.jit
+def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
+    """(start, length) of chunk i_c in its row, in int64; length 0 for a chunk that is not needed."""
+    if spans_ptr is None:
+        start = tl.cast(i_c, tl.int64) * CHUNK_SIZE
+        return start, tl.minimum(CHUNK_SIZE, seqlen - start)
+    else:
+        start = tl.load(spans_ptr + 2 * i_c)
+        return start, tl.load(spans_ptr + 2 * i_c + 1) - start
+
+
+@triton.jit
+def _chunk_table_kernel(
+    cu_seqlens_ptr, spans_ptr, bounds_ptr,
+    cu_seqlens_stride, sequences, count,
+    CHUNK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # --- chunks of the sequences before mine
+    i_s = tl.program_id(0)
+    first = tl.zeros((), tl.int64)
+    for block_start in range(0, i_s, BLOCK):
+        o_s = block_start + tl.arange(0, BLOCK)
+        m_s = o_s < i_s
+        begin = tl.load(cu_seqlens_ptr + o_s * cu_seqlens_stride, mask=m_s, other=0)
+        end = tl.load(cu_seqlens_ptr + (o_s + 1) * cu_seqlens_stride, mask=m_s, other=0)
+        first += tl.sum(tl.cdiv(end - begin, CHUNK_SIZE).to(tl.int64))
+
+    # --- mine
+    begin = tl.load(cu_seqlens_ptr + i_s * cu_seqlens_stride).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + (i_s + 1) * cu_seqlens_stride).to(tl.int64)
+    after = first + tl.cdiv(end - begin, CHUNK_SIZE)
+    tl.store(bounds_ptr + i_s, first)
+    for block_start in range(first, after, BLOCK):
+        o_c = block_start + tl.arange(0, BLOCK)
+        start = begin + (o_c - first) * CHUNK_SIZE
+        tl.store(spans_ptr + 2 * o_c, start, mask=o_c < after)
+        tl.store(spans_ptr + 2 * o_c + 1, tl.minimum(start + CHUNK_SIZE, end), mask=o_c < after)
+
+    # --- nobody's
+    if i_s == sequences - 1:
+        tl.store(bounds_ptr + sequences, after)
+        for block_start in range(after, count, BLOCK):
+            o_c = block_start + tl.arange(0, BLOCK)
+            tl.store(spans_ptr + 2 * o_c, end, mask=o_c < count)
+            tl.store(spans_ptr + 2 * o_c + 1, end, mask=o_c < count)
