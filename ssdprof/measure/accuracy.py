@@ -1,0 +1,239 @@
+"""The comparator: is an SSD output as good as its precision allows?  One for the product and for the tests of kernels.
+
+Three tensors meet: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
+(`rounding.RoundedSSD`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
+
+    |ours - hi|  <=  2 * (|lo - hi| + u * |hi|)        u: unit roundoff of the tensor's dtype
+
+must hold.  docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
+ever held whole, in their own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ssdprof import schema
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.reference import ssd_blocks
+from ssdprof.measure.deviation import HeadNorms, Place, RunningDeviation
+from ssdprof.measure.dtypes import dtype_name
+from ssdprof.measure.rounding import Gate, RoundedSSD, Span
+
+TensorName = Literal["out", "final_states"]
+ORACLE = "fp64 oracle"
+_COARSE = (torch.bfloat16, torch.float16)
+_WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and what is computed from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An output to be judged.  `baseline` is the key of the candidate that it is also compared with."""
+
+    output: SSDOutput
+    precision: Precision
+    baseline: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    status: Literal["passed", "inaccurate", "nonfinite"]
+    reason: str  # empty if passed
+    tensors: tuple[schema.TensorAccuracy, ...]  # out, final_states
+
+
+def compare(
+    inputs: SSDInputs,
+    candidates: Mapping[str, Candidate],
+    *,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, Comparison]:
+    """Judge every candidate in one pass over the oracle; keys are theirs, and name a baseline in the result.
+
+    on_progress: called with the number of positions done since the last call; there are b * l.
+    Raises ValueError if a candidate's tensors have not the shape or dtype of the operator's output.
+    """
+    for key, candidate in candidates.items():
+        _check_output(key, candidate.output, inputs)
+    precisions = {candidate.precision for candidate in candidates.values()}
+    rounded = {precision: RoundedSSD(inputs, precision) for precision in precisions}
+    outs = _TensorSums("out", {key: c.output.out for key, c in candidates.items()}, candidates)
+    states = _TensorSums("final_states", {key: c.output.final_states for key, c in candidates.items()}, candidates)
+    for block in ssd_blocks(inputs, torch.float64, block=_block_length(inputs)):
+        span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
+        gate = Gate.of(inputs, span)
+        low = {precision: rounded[precision].advance(span, gate) for precision in precisions}
+        outs.add(
+            _head_first(block.out),
+            {precision: _head_first(out) for precision, (out, _) in low.items()},
+            Place(shape=outs.shape, row=block.batch, positions=(block.start, block.stop)),
+        )
+        if block.last:
+            states.add(
+                block.state.flatten(1),
+                {precision: state.flatten(1).double() for precision, (_, state) in low.items()},
+                Place(shape=states.shape, row=block.sequence, positions=None),
+            )
+        if on_progress is not None:
+            on_progress(block.stop - block.start)
+    return {key: _comparison(outs.result(key), states.result(key)) for key in candidates}
+
+
+def assert_passes(output: SSDOutput, inputs: SSDInputs, precision: Precision) -> None:
+    """For tests of kernels: AssertionError with the reason unless the output passes."""
+    comparison = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
+    if comparison.status != "passed":
+        raise AssertionError(f"{comparison.status}: {comparison.reason}")
+
+
+class _TensorSums:
+    """Running comparison of one output tensor of all candidates."""
+
+    def __init__(
+        self, name: TensorName, tensors: Mapping[str, torch.Tensor], candidates: Mapping[str, Candidate]
+    ) -> None:
+        first = next(iter(tensors.values()))
+        heads = first.shape[2] if name == "out" else first.shape[1]
+        self.name = name
+        self.shape = tuple(first.shape)
+        self._dtype = first.dtype
+        self._tensors = tensors
+        self._candidates = candidates
+
+        def deviation(against: str) -> RunningDeviation:
+            return RunningDeviation(against, self.shape, heads, first.device)
+
+        self._floor = deviation(ORACLE)
+        self._from_oracle = {key: deviation(ORACLE) for key in candidates}
+        self._from_baseline = {key: deviation(c.baseline) for key, c in candidates.items() if c.baseline is not None}
+        self._low = {c.precision: HeadNorms(heads, first.device) for c in candidates.values()}
+        self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
+
+    def add(self, high: torch.Tensor, low: Mapping[Precision, torch.Tensor], place: Place) -> None:
+        """A block of the oracle and of every `lo`: (h, elements), fp64."""
+        if self.name == "final_states":
+            for dtype in _COARSE:
+                self._fits_oracle[dtype] &= _fits(high.to(self._dtype), dtype)
+        self._floor.add(high.to(self._dtype).double(), high, place)
+        for precision, tensor in low.items():
+            self._low[precision].add(tensor - high)
+        for key, tensor in self._tensors.items():
+            ours = place.cut(tensor)
+            self._from_oracle[key].add(ours, high, place)
+            baseline = self._candidates[key].baseline
+            if baseline is not None:
+                self._from_baseline[key].add(ours, place.cut(self._tensors[baseline]), place)
+
+    def result(self, key: str) -> schema.TensorAccuracy:
+        from_oracle, floor = self._from_oracle[key].result(), self._floor.result()
+        from_baseline = self._from_baseline.get(key)
+        reason = self._nonfinite(from_oracle, floor) or self._over_budget(key)
+        if not reason and self.name == "final_states":
+            reason = self._coarser_than_claimed(key)
+        return schema.TensorAccuracy(
+            tensor=self.name,
+            vs_oracle=from_oracle,
+            vs_baseline=None if from_baseline is None else from_baseline.result(),
+            floor=floor,
+            passed=not reason,
+            reason=reason,
+        )
+
+    def _nonfinite(self, from_oracle: schema.Deviation, floor: schema.Deviation) -> str:
+        if not from_oracle.nonfinite:
+            return ""
+        where = f"{from_oracle.nonfinite} elements are not finite, the first at {from_oracle.first_nonfinite}"
+        if floor.nonfinite:
+            return (
+                f"{self.name}: {where}; the exact answer, rounded to {dtype_name(self._dtype)}, is itself not finite "
+                f"in {floor.nonfinite} elements, the first at {floor.first_nonfinite}"
+            )
+        return f"{self.name}: {where}; the exact answer is finite everywhere"
+
+    def _over_budget(self, key: str) -> str:
+        """Which head breaks the rule by the largest factor, if any does."""
+        deviation, high = self._from_oracle[key], self._floor.other
+        low = self._low[self._candidates[key].precision]
+        unit_roundoff = torch.finfo(self._dtype).eps / 2
+        norms: dict[str, Callable[[HeadNorms], torch.Tensor]] = {
+            "max": lambda head_norms: head_norms.max,
+            "rms": lambda head_norms: head_norms.rms(deviation.elements / len(high.max)),
+        }
+        for name, norm in norms.items():
+            error = norm(deviation.error)
+            budget = 2 * (norm(low) + unit_roundoff * norm(high))
+            excess = torch.where(error > budget, error / budget, torch.zeros_like(error))
+            if excess.any():
+                head = int(excess.argmax())
+                return (
+                    f"{self.name}, head {head}: {name}|ours - oracle| is {float(error[head]):.3g}, its budget "
+                    f"{float(budget[head]):.3g}; the largest difference is at {deviation.worst_position(head)}"
+                )
+        return ""
+
+    def _coarser_than_claimed(self, key: str) -> str:
+        """States that are said to be fp32 and hold 16-bit numbers only.
+
+        With 16-bit inputs the rounding of the operands hides a rounded state from every norm; its bits do not hide it.
+        """
+        ours, claimed = self._tensors[key], self._candidates[key].precision.state_dtype
+        for dtype in _COARSE:
+            coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
+            if coarser and bool(_fits(ours, dtype)) and not bool(self._fits_oracle[dtype]):
+                return (
+                    f"{self.name}: {dtype_name(claimed)} states are claimed, but every element is a "
+                    f"{dtype_name(dtype)} number"
+                )
+        return ""
+
+
+def _head_first(out: torch.Tensor) -> torch.Tensor:
+    """(l, h, p) -> (h, l * p), fp64."""
+    return out.transpose(0, 1).flatten(1).double()
+
+
+def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whether every element survives a rounding to `dtype`; on the device."""
+    return (tensor.to(dtype).to(tensor.dtype) == tensor).all()
+
+
+def _comparison(*tensors: schema.TensorAccuracy) -> Comparison:
+    status: Literal["passed", "inaccurate", "nonfinite"] = "passed"
+    if any(tensor.vs_oracle.nonfinite for tensor in tensors):
+        status = "nonfinite"
+    elif not all(tensor.passed for tensor in tensors):
+        status = "inaccurate"
+    return Comparison(
+        status=status, reason="; ".join(tensor.reason for tensor in tensors if tensor.reason), tensors=tensors
+    )
+
+
+def _check_output(key: str, output: SSDOutput, inputs: SSDInputs) -> None:
+    states_shape = (inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3])
+    for name, tensor, shape, dtype in (
+        ("out", output.out, tuple(inputs.x.shape), inputs.x.dtype),
+        ("final_states", output.final_states, states_shape, torch.float32),
+    ):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != inputs.x.device:
+            raise ValueError(
+                f"{key}: {name} must be {dtype} of shape {shape} on {inputs.x.device}, "
+                f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+            )
+
+
+def _block_length(inputs: SSDInputs) -> int:
+    """Positions per block: whole chunks, at most 2048 positions, within the working memory.
+
+    Of each position, `lo` holds about six fp32 rows of scores (h, chunk_size), and the oracle and the sums about ten
+    fp64 rows of (h, p + 64 + p n / 64); `ssd_blocks` says where the latter comes from.
+    """
+    h, p = inputs.x.shape[2:]
+    n, q = inputs.B.shape[3], inputs.chunk_size
+    bytes_per_position = h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
+    block = _WORKING_BYTES[inputs.x.device.type] // bytes_per_position
+    return max(q, min(block, 2048) // q * q)

@@ -1,0 +1,23 @@
+"""The names of dtypes in stored records."""
+
+import torch
+
+from ssdprof import schema
+
+_BY_NAME: dict[schema.DType, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> schema.DType:
+    """torch.bfloat16 -> "bf16".  KeyError for a dtype that no record holds."""
+    return _NAMES[dtype]
+
+
+def dtype_named(name: schema.DType) -> torch.dtype:
+    """ "bf16" -> torch.bfloat16."""
+    return _BY_NAME[name]

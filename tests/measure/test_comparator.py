@@ -1,0 +1,269 @@
+"""The comparator passes what is right and fails each way of being wrong."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure import accuracy
+from ssdprof.measure.accuracy import Candidate, assert_passes, compare
+from ssdprof.measure.rounding import Gate, RoundedSSD, Span
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = [
+    Precision(intermediates=intermediates, state_dtype=state_dtype)
+    for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
+]
+EXACT = Precision()
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+precisions = pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: f"{p.intermediates}-{p.state_dtype}")
+
+MakeInputs = Callable[..., SSDInputs]
+WRONG: dict[str, Callable[[SSDInputs, torch.Tensor], None]] = {}
+
+
+def wrong(change: Callable[[SSDInputs, torch.Tensor], None]) -> Callable[[SSDInputs, torch.Tensor], None]:
+    WRONG[change.__name__] = change
+    return change
+
+
+@wrong
+def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: torch.Tensor) -> None:
+    out[0, 57, 2, 3] += out[:, :, 2].abs().max() / 20
+
+
+@wrong
+def one_value_zero(_inputs: SSDInputs, out: torch.Tensor) -> None:
+    head = out[0, :, 1]
+    head[divmod(int(head.abs().argmax()), head.shape[1])] = 0
+
+
+@wrong
+def two_heads_swapped(_inputs: SSDInputs, out: torch.Tensor) -> None:
+    out[:, :, [0, 1]] = out[:, :, [1, 0]]
+
+
+@wrong
+def a_chunk_shifted_by_one(inputs: SSDInputs, out: torch.Tensor) -> None:
+    q = inputs.chunk_size
+    out[:, q : 2 * q, 3] = out[:, q - 1 : 2 * q - 1, 3].clone()
+
+
+@wrong
+def last_partial_chunk_missing(inputs: SSDInputs, out: torch.Tensor) -> None:
+    out[:, out.shape[1] // inputs.chunk_size * inputs.chunk_size :] = 0
+
+
+@wrong
+def skip_dropped(inputs: SSDInputs, out: torch.Tensor) -> None:
+    out.copy_(ssd_chunked(replace(inputs, D=None)).out)
+
+
+@wrong
+def state_not_carried(inputs: SSDInputs, out: torch.Tensor) -> None:
+    q = inputs.chunk_size
+    names = ("x", "dt", "B", "C")
+    second = replace(inputs, **{name: getattr(inputs, name)[:, q : 2 * q] for name in names})
+    out[:, q : 2 * q] = ssd_chunked(second).out
+
+
+def right_answer(inputs: SSDInputs) -> SSDOutput:
+    out, final_states = ssd_chunked(inputs)
+    return SSDOutput(out.to(inputs.x.dtype), final_states.float())
+
+
+def rounded_answer(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+    span = Span(sequence=0, batch=0, start=0, stop=inputs.x.shape[1])
+    out, state = RoundedSSD(inputs, precision).advance(span, Gate.of(inputs, span))
+    return SSDOutput(out[None], state[None])
+
+
+def judge(output: SSDOutput, inputs: SSDInputs, precision: Precision = EXACT) -> accuracy.Comparison:
+    return compare(inputs, {"ours": Candidate(output=output, precision=precision)})["ours"]
+
+
+@dtypes
+@precisions
+def test_the_rounded_exact_answer_passes(make_inputs: MakeInputs, dtype: torch.dtype, precision: Precision) -> None:
+    inputs = make_inputs(dtype=dtype, batch=2)
+    assert_passes(right_answer(inputs), inputs, precision)
+
+
+@dtypes
+@precisions
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_a_wrong_output_fails(
+    make_inputs: MakeInputs,
+    dtype: torch.dtype,
+    precision: Precision,
+    change: Callable[[SSDInputs, torch.Tensor], None],
+) -> None:
+    inputs = make_inputs(dtype=dtype)
+    output = right_answer(inputs)
+    change(inputs, output.out)
+    comparison = judge(output, inputs, precision)
+    assert comparison.status == "inaccurate"
+    assert [tensor.passed for tensor in comparison.tensors] == [False, True]
+    assert comparison.reason.startswith("out, head ")
+
+
+@dtypes
+def test_a_wrong_final_state_fails_alone(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
+    inputs = make_inputs(dtype=dtype)
+    out = right_answer(inputs).out
+    stale = ssd_chunked(replace(inputs, **{name: getattr(inputs, name)[:, :96] for name in ("x", "dt", "B", "C")}))
+    comparison = judge(SSDOutput(out, stale.final_states.float()), inputs)
+    assert [tensor.passed for tensor in comparison.tensors] == [True, False]
+    with pytest.raises(AssertionError, match="final_states, head"):
+        assert_passes(SSDOutput(out, stale.final_states.float()), inputs, EXACT)
+
+
+@dtypes
+def test_one_nan_is_reported_with_its_position(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
+    inputs = make_inputs(dtype=dtype, batch=2)
+    output = right_answer(inputs)
+    output.out[1, 57, 2, 3] = float("nan")
+    output.out[1, 57, 3, 1] = float("inf")
+    comparison = judge(output, inputs)
+    assert comparison.status == "nonfinite"
+    from_oracle = comparison.tensors[0].vs_oracle
+    assert from_oracle.nonfinite == 2
+    assert from_oracle.first_nonfinite == (1, 57, 2, 3)
+    assert "the exact answer is finite everywhere" in comparison.reason
+
+
+def test_nan_weights_are_told_from_a_nan_of_the_kernel(make_inputs: MakeInputs) -> None:
+    D = torch.ones(4)
+    D[2] = float("nan")
+    inputs = make_inputs(D=D)
+    comparison = judge(right_answer(inputs), inputs)
+    assert comparison.status == "nonfinite"
+    assert comparison.tensors[0].floor.first_nonfinite == (0, 0, 2, 0)
+    assert "the exact answer, rounded to bf16, is itself not finite in 3200 elements, the first at (0, 0, 2, 0)" in (
+        comparison.reason
+    )
+    assert comparison.tensors[1].passed
+
+
+def test_an_output_beyond_its_dtype_is_nonfinite(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(dtype=torch.float16, D=torch.full((4,), 1e5))
+    comparison = judge(right_answer(inputs), inputs)
+    assert comparison.status == "nonfinite"
+    assert "rounded to fp16" in comparison.reason
+
+
+@dtypes
+def test_states_in_bf16_do_not_pass_as_fp32(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
+    inputs = make_inputs(dtype=dtype)
+    coarse = rounded_answer(inputs, Precision(state_dtype=torch.bfloat16))
+    assert judge(coarse, inputs, Precision(state_dtype=torch.bfloat16)).status == "passed"
+    for claimed in (torch.float32, torch.float16):
+        comparison = judge(coarse, inputs, Precision(state_dtype=claimed))
+        assert comparison.status == "inaccurate"
+        assert not comparison.tensors[1].passed
+
+
+def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(dtype=torch.bfloat16, A=torch.full((4,), -0.1), seed=2)
+    out, final_states = rounded_answer(inputs, EXACT)
+    reason = judge(SSDOutput(out, final_states.bfloat16().float()), inputs).reason
+    assert reason == "final_states: fp32 states are claimed, but every element is a bf16 number"
+
+
+def test_states_that_are_exact_in_bf16_may_be_bf16_numbers(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(x=torch.zeros(1, 100, 4, 32, dtype=torch.bfloat16))
+    assert_passes(right_answer(inputs), inputs, EXACT)
+
+
+def test_relaxed_does_not_pass_as_exact_for_fp32_inputs(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(dtype=torch.float32)
+    relaxed = rounded_answer(inputs, Precision(intermediates="relaxed"))
+    assert judge(relaxed, inputs, EXACT).status == "inaccurate"
+    assert judge(relaxed, inputs, Precision(intermediates="relaxed")).status == "passed"
+
+
+def test_one_huge_activation_does_not_blind_the_rule(make_inputs: MakeInputs) -> None:
+    """Trained models have a few activations far above the rest; the budget of the maximum norm is theirs alone."""
+    x = torch.randn(1, 100, 4, 32, generator=torch.Generator().manual_seed(1))
+    x[0, 99, :, 5] = 300
+    inputs = make_inputs(x=x.bfloat16(), D=torch.ones(4))
+    output = right_answer(inputs)
+    assert_passes(output, inputs, EXACT)
+    output.out[:, :99] *= 1.1
+    assert "rms|ours - oracle|" in judge(output, inputs).reason
+
+
+def test_the_worst_head_and_its_position(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(dtype=torch.float32, batch=2)
+    output = right_answer(inputs)
+    output.out[1, 70, 3, 9] += 100
+    from_oracle = judge(output, inputs).tensors[0].vs_oracle
+    assert (from_oracle.worst_head, from_oracle.worst_position) == (3, (1, 70, 3, 9))
+    assert from_oracle.max_abs == pytest.approx(100, rel=1e-5)
+
+
+def test_packed_sequences_are_compared_one_by_one(make_inputs: MakeInputs) -> None:
+    initial_states = torch.randn(4, 4, 32, 16)
+    inputs = make_inputs(cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states)
+    output = right_answer(inputs)
+    assert_passes(output, inputs, EXACT)
+    assert torch.equal(output.final_states[1], initial_states[1])
+    output.final_states[2, 1, 4, 5] = float("nan")
+    assert judge(output, inputs).tensors[1].vs_oracle.first_nonfinite == (2, 1, 4, 5)
+
+
+def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(batch=2, seqlen=150, z=torch.randn(2, 150, 4, 32).bfloat16())
+    output = right_answer(inputs)
+    output.out[1, 140, 3, 9] += 1
+    whole = judge(output, inputs)
+    monkeypatch.setattr(accuracy, "_block_length", lambda inputs: inputs.chunk_size)
+    pieces = judge(output, inputs)
+    for one, other in zip(whole.tensors, pieces.tensors, strict=True):
+        assert one.vs_oracle.matches == other.vs_oracle.matches
+        assert one.vs_oracle.worst_position == other.vs_oracle.worst_position
+        assert one.vs_oracle.rms_ratio == pytest.approx(other.vs_oracle.rms_ratio, rel=1e-9)
+        assert one.reason == other.reason
+
+
+def test_progress_adds_up_to_all_positions(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "_block_length", lambda inputs: inputs.chunk_size)
+    inputs = make_inputs(batch=2)
+    steps: list[int] = []
+    compare(inputs, {"ours": Candidate(output=right_answer(inputs), precision=EXACT)}, on_progress=steps.append)
+    assert steps == [32, 32, 32, 4] * 2
+
+
+def test_baseline_and_floor_stand_beside_the_oracle(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs()
+    right, coarse = right_answer(inputs), rounded_answer(inputs, EXACT)
+    comparisons = compare(
+        inputs,
+        {
+            "coarse": Candidate(output=coarse, precision=EXACT),
+            "right": Candidate(output=right, precision=EXACT, baseline="coarse"),
+        },
+    )
+    out = comparisons["right"].tensors[0]
+    assert out.vs_baseline is not None
+    assert out.vs_baseline.against == "coarse"
+    equal = 100 * (right.out == coarse.out).double().mean()
+    assert out.vs_baseline.matches[0].match_pct == pytest.approx(float(equal))
+    assert out.floor == out.vs_oracle  # `right` is the exact answer, rounded
+    assert comparisons["coarse"].tensors[0].vs_baseline is None
+    assert comparisons["coarse"].tensors[0].floor == out.floor
+
+
+def test_an_output_of_the_wrong_shape_or_dtype_is_named(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs()
+    out, final_states = right_answer(inputs)
+    with pytest.raises(ValueError, match=r"ours: out must be torch.bfloat16 of shape \(1, 100, 4, 32\)"):
+        judge(SSDOutput(out.float(), final_states), inputs)
+    with pytest.raises(ValueError, match=r"ours: final_states must be torch.float32"):
+        judge(SSDOutput(out, final_states.mT), inputs)

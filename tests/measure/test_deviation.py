@@ -1,0 +1,92 @@
+"""Counting matches, norms and positions, block by block."""
+
+import math
+
+import pytest
+import torch
+
+from ssdprof import schema
+from ssdprof.measure.deviation import Place, RunningDeviation, rms_ratio, unravel
+
+SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
+
+
+def deviation_of(ours: torch.Tensor, other: torch.Tensor, block: int = 2) -> schema.Deviation:
+    running = RunningDeviation("other", SHAPE, SHAPE[2], ours.device)
+    for row in range(SHAPE[0]):
+        for start in range(0, SHAPE[1], block):
+            place = Place(shape=SHAPE, row=row, positions=(start, min(start + block, SHAPE[1])))
+            running.add(place.cut(ours), place.cut(other), place)
+    return running.result()
+
+
+def match_pcts(deviation: schema.Deviation) -> list[float]:
+    return [match.match_pct for match in deviation.matches]
+
+
+def test_tolerance_is_absolute_plus_relative() -> None:
+    other = torch.full(SHAPE, 2.0)
+    ours = other.clone()
+    ours[0, 0, 0] += torch.tensor([0.0, 2.9e-3, 3.1e-3, 3.1e-2])  # 1e-3 (1 + 2) and 1e-2 (1 + 2) are the limits
+    percent = 100 / other.numel()
+    expected = [100 - 3 * percent, 100 - 2 * percent, 100 - percent]
+    assert match_pcts(deviation_of(ours, other)) == pytest.approx(expected)
+
+
+def test_zero_tolerance_means_equal_values() -> None:
+    ours, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    ours[0, 0, 0, 0] = -0.0
+    ours[1, 4, 2, 3] = 1e-45
+    assert match_pcts(deviation_of(ours, other))[0] == pytest.approx(100 - 100 / other.numel())
+
+
+def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
+    inf, nan = math.inf, math.nan
+    ours, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    ours[1, 2, 1] = torch.tensor([inf, inf, 0.0, nan])
+    other[1, 2, 1] = torch.tensor([inf, -inf, inf, nan])
+    result = deviation_of(ours, other)
+    assert match_pcts(result) == pytest.approx([100 - 300 / other.numel()] * 3)
+    assert (result.nonfinite, result.first_nonfinite) == (4, (1, 2, 1, 0))
+    assert (result.rms_ratio, result.max_abs) == (0, 0)
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_the_first_nonfinite_is_the_first_in_memory_order(block: int) -> None:
+    ours = torch.zeros(SHAPE)
+    ours[1, 1, 0, 0] = ours[0, 3, 2, 1] = ours[0, 4, 0, 0] = math.nan
+    result = deviation_of(ours, torch.zeros(SHAPE), block)
+    assert (result.nonfinite, result.first_nonfinite) == (3, (0, 3, 2, 1))
+
+
+def test_the_worst_head_is_worst_for_its_size() -> None:
+    other = torch.ones(SHAPE)
+    other[:, :, 0] = 1000
+    ours = other.clone()
+    ours[:, :, 0] += 10  # 1 % of a large head
+    ours[1, 3, 2, 1] += 5  # 5 / sqrt(40) of a small one
+    result = deviation_of(ours, other)
+    assert (result.worst_head, result.worst_position) == (2, (1, 3, 2, 1))
+    assert result.max_abs == 10
+    assert result.rms_ratio == pytest.approx(math.sqrt((40 * 100 + 25) / (40 * 1000**2 + 80)))
+
+
+def test_states_are_placed_by_sequence_and_head() -> None:
+    shape = (3, 2, 4, 5)
+    running = RunningDeviation("other", shape, 2, torch.device("cpu"))
+    ours, other = torch.zeros(shape), torch.ones(shape)
+    ours[2, 1, 3, 4] = 7
+    for sequence in range(3):
+        place = Place(shape=shape, row=sequence, positions=None)
+        running.add(place.cut(ours), place.cut(other), place)
+    assert (running.result().worst_head, running.result().worst_position) == (1, (2, 1, 3, 4))
+
+
+def test_an_error_against_nothing_is_infinite() -> None:
+    ratios = rms_ratio(torch.tensor([0.0, 4.0, 4.0]), torch.tensor([0.0, 0.0, 16.0]))
+    assert ratios.tolist() == [0.0, math.inf, 0.5]
+
+
+def test_unravel_inverts_the_row_major_index() -> None:
+    index = torch.arange(math.prod(SHAPE)).reshape(SHAPE)
+    assert unravel(int(index[1, 3, 2, 1]), SHAPE) == (1, 3, 2, 1)
