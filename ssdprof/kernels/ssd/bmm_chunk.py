@@ -62,8 +62,8 @@ def _bmm_chunk_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # --- which tile is mine
-    Q_TILES: tl.constexpr = tl.cdiv(CHUNK_SIZE, BLOCK_Q)
-    S_TILES: tl.constexpr = tl.cdiv(CHUNK_SIZE, BLOCK_S)
+    Q_TILES: tl.constexpr = (CHUNK_SIZE + BLOCK_Q - 1) // BLOCK_Q
+    S_TILES: tl.constexpr = (CHUNK_SIZE + BLOCK_S - 1) // BLOCK_S
     i_tile = tl.program_id(0) % (Q_TILES * S_TILES)
     i_bcg = tl.program_id(0) // (Q_TILES * S_TILES)
     i_g, i_bc = i_bcg % ngroups, i_bcg // ngroups

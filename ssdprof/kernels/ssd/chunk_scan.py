@@ -83,7 +83,7 @@ def _chunk_scan_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # --- which block is mine: heads of one chunk are neighbours, because they share CB and C
-    P_TILES: tl.constexpr = tl.cdiv(HEADDIM, BLOCK_P)
+    P_TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     Q_BLOCKS: tl.constexpr = CHUNK_SIZE // BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
     i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)

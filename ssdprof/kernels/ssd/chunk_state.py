@@ -69,8 +69,8 @@ def _chunk_state_kernel(
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     # --- which tile is mine: heads of one chunk are neighbours, because they share B
-    P_TILES: tl.constexpr = tl.cdiv(HEADDIM, BLOCK_P)
-    N_TILES: tl.constexpr = tl.cdiv(DSTATE, BLOCK_N)
+    P_TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    N_TILES: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     i_tile = tl.program_id(0) % (P_TILES * N_TILES)
     i_bch = tl.program_id(0) // (P_TILES * N_TILES)
     i_h, i_bc = i_bch % nheads, i_bch // nheads

@@ -56,7 +56,7 @@ def _state_passing_kernel(
     BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # --- which part of which state is mine
-    BLOCKS: tl.constexpr = tl.cdiv(HEADDIM * DSTATE, BLOCK)
+    BLOCKS: tl.constexpr = (HEADDIM * DSTATE + BLOCK - 1) // BLOCK
     i_sh = tl.program_id(0) // BLOCKS
     i_s, i_h = i_sh // nheads, i_sh % nheads
     o_pn = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
