@@ -1,0 +1,28 @@
+"""One layer's operator inputs, as the capture stage hands them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.schema import LayerRef
+
+OperatorInputs = SSDInputs | GDNInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedLayer:
+    """The inputs of one layer's operator for a whole prompt.
+
+    inputs: token-major, on the model's device; the values and dtypes are the model's
+    model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
+    """
+
+    layer: LayerRef
+    inputs: OperatorInputs
+    model_strides: dict[str, tuple[int, ...]]
+
+
+OnLayer = Callable[[CapturedLayer], None]

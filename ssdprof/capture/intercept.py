@@ -1,0 +1,81 @@
+"""Stand at the operator's door: every call that a mixer makes goes to our handler instead.
+
+Nothing in transformers is edited.  The mixer looks its operator up among the globals of the modeling file at each call,
+whatever was bound there at import (transformers' torch fallback, mamba_ssm, fla or a kernel of the hub), so replacing
+that global catches them all.  A hook before each mixer says whose call it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssdprof.capture.bind import bind
+from ssdprof.capture.captured import OperatorInputs
+from ssdprof.capture.sites import Site
+from ssdprof.errors import BadInputError
+
+Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    site: Site
+    inputs: OperatorInputs  # views of the model's own tensors
+    wants_final_state: bool
+    original: Callable[[], Any]
+
+    def run_original(self) -> Result:
+        """What the model would have computed itself."""
+        result = self.original()
+        return result if isinstance(result, tuple) else (result, None)
+
+
+@dataclass
+class CallCount:
+    calls: int = 0
+
+
+@contextmanager
+def intercept(sites: Sequence[Site], handler: Callable[[OperatorCall], Result]) -> Iterator[CallCount]:
+    """While the context is open, `handler` computes every operator call of `sites`.
+
+    The model is as before when the context closes, whatever ended it.  The handler's exceptions pass through the
+    model's forward unchanged.
+    """
+    count = CallCount()
+    running: list[Site] = []  # the mixer that has started and has not yet called its operator
+
+    def replacement(function: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_handler(*args: Any, **kwargs: Any) -> Any:
+            if not running:
+                raise BadInputError(f"{function} was called outside the mixers that were found, or twice by one.")
+            site = running.pop()
+            bound = bind(site.operator, site.mixer, args, kwargs)
+            count.calls += 1
+            call = OperatorCall(site, bound.inputs, bound.wants_final_state, lambda: original(*args, **kwargs))
+            out, final_state = handler(call)
+            if bound.wants_final_state:
+                return out, final_state
+            return out if site.operator == "ssd" else (out, None)
+
+        return call_handler
+
+    with ExitStack() as restore:
+        for site in sites:
+
+            def enter(_module: torch.nn.Module, _args: Any, site: Site = site) -> None:
+                running[:] = [site]
+
+            restore.callback(site.mixer.register_forward_pre_hook(enter).remove)
+        for namespace, function in {
+            (id(site.namespace), site.function): (site.namespace, site.function) for site in sites
+        }.values():
+            original = namespace[function]
+            restore.callback(namespace.__setitem__, function, original)
+            namespace[function] = replacement(function, original)
+        yield count

@@ -1,0 +1,174 @@
+"""Capture: run the model on a prompt and hand on the operator inputs of the wanted layers, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssdprof.capture.captured import CapturedLayer, OnLayer
+from ssdprof.capture.footprint import capture_bytes_per_token
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.layout import PromptBuffer, strides, token_major
+from ssdprof.capture.memory import choose_segment_length, host_memory
+from ssdprof.capture.operator import run_operator
+from ssdprof.capture.prefill import prefill, split_prompt
+from ssdprof.capture.sites import Site, find_sites, match_layers
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.schema import CheckpointRef, LayerRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureSummary:
+    segment_length: int  # tokens per forward call of the model
+    segments: int
+    prefills: int  # times that the prompt went through the model
+    operator_calls: int
+
+
+def capture_layers(
+    model: Any,
+    ids: torch.Tensor,
+    layers: Sequence[LayerRef],
+    *,
+    ref: CheckpointRef,
+    segment_length: int | None,
+    on_layer: OnLayer,
+    host_budget_bytes: int | None = None,
+) -> CaptureSummary:
+    """Run `model` on ids (b, l) and call `on_layer` once for each of `layers`, in the model's order.
+
+    model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
+    segment_length: tokens per forward call; None: the whole prompt if it fits beside the model, else in segments.
+        In one piece, on_layer is called while that layer runs.  In segments, the layers' inputs are collected in main
+        memory and on_layer is called after the prompt: then layer after layer is moved to the model's device.
+    host_budget_bytes: main memory for collected inputs (half of what is available if None).  Layers that need more go
+        in groups, each with a prefill of its own.
+
+    Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
+    Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
+    is beyond the vocabulary, MissingCapabilityError if memory is too small.
+    """
+    _check_ids(model, ids)
+    sites = find_sites(model)
+    wanted = match_layers(sites, layers, ref.model_type)
+    if not wanted:
+        raise BadInputError("No layer was selected.")
+    batch, seqlen = ids.shape
+    if segment_length is None:
+        segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
+    prompt = _Prompt(model, ids.to(model.device), segment_length, sites, ref.model_type)
+    if prompt.segments == 1:
+        calls = _capture_in_one_piece(prompt, wanted, on_layer)
+        prefills = 1
+    else:
+        groups = list(_groups(prompt, wanted, host_memory() // 2 if host_budget_bytes is None else host_budget_bytes))
+        calls = sum(_capture_in_segments(prompt, group, on_layer) for group in groups)
+        prefills = len(groups)
+    return CaptureSummary(
+        segment_length=min(segment_length, seqlen), segments=prompt.segments, prefills=prefills, operator_calls=calls
+    )
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt, and the model that it goes through."""
+
+    model: Any
+    ids: torch.Tensor  # (b, l)
+    segment_length: int
+    sites: tuple[Site, ...]
+    model_type: str
+
+    @property
+    def segments(self) -> int:
+        return len(split_prompt(self.ids.shape[1], self.segment_length))
+
+    def run(self, handler: Any) -> int:
+        """One prefill with `handler` at the operator's door; returns the number of operator calls."""
+        try:
+            with intercept(self.sites, handler) as count:
+                prefill(self.model, self.ids, self.segment_length)
+        except torch.OutOfMemoryError as error:
+            raise MissingCapabilityError(
+                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
+                "Use a shorter --seq, or --layers first:N with fewer layers.",
+            ) from error
+        expected = len(self.sites) * self.segments
+        if count.calls != expected:
+            raise BadInputError(
+                f"This {self.model_type} model made {count.calls} operator calls where {len(self.sites)} layers and "
+                f"{self.segments} segments make {expected}: part of it bypasses its operator, and a capture would be "
+                "incomplete.",
+                "Load the model without use_kernels, in eval mode.",
+            )
+        return count.calls
+
+
+def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+    def handler(call: OperatorCall) -> Result:
+        layer = wanted.get(call.site.layer_index)
+        if layer is not None:
+            on_layer(CapturedLayer(layer=layer, inputs=token_major(call.inputs), model_strides=strides(call.inputs)))
+        return run_operator(call.inputs)
+
+    return prompt.run(handler)
+
+
+def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+    host = torch.device("cpu")
+    buffers: dict[int, PromptBuffer] = {}
+    model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
+    filled = dict.fromkeys(wanted, 0)
+
+    def handler(call: OperatorCall) -> Result:
+        index = call.site.layer_index
+        if index in wanted:
+            if index not in buffers:
+                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host)
+                model_strides[index] = strides(call.inputs)
+            filled[index] += buffers[index].write(call.inputs, filled[index])
+        return run_operator(call.inputs)
+
+    calls = prompt.run(handler)
+    for index, layer in wanted.items():
+        inputs = buffers.pop(index).inputs(prompt.model.device)
+        on_layer(CapturedLayer(layer=layer, inputs=inputs, model_strides=model_strides.pop(index)))
+        del inputs
+    return calls
+
+
+def _groups(prompt: _Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
+    """`wanted` in groups whose inputs take at most `budget` bytes of main memory."""
+    group: dict[int, LayerRef] = {}
+    used = 0
+    for site in prompt.sites:
+        if site.layer_index not in wanted:
+            continue
+        size = prompt.ids.numel() * capture_bytes_per_token(site)
+        if size > budget:
+            raise MissingCapabilityError(
+                f"The inputs of layer {site.layer_index} for {prompt.ids.shape[1]:,} tokens are {size:,} bytes; "
+                f"{budget:,} bytes of main memory may hold them.",
+                "Use a shorter --seq.",
+            )
+        if used + size > budget:
+            yield group
+            group, used = {}, 0
+        group[site.layer_index] = wanted[site.layer_index]
+        used += size
+    yield group
+
+
+def _check_ids(model: Any, ids: torch.Tensor) -> None:
+    if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
+        raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise BadInputError(
+            f"The prompt has token id {high if high >= vocabulary else low}; the model's vocabulary has {vocabulary}.",
+            "The tokenizer is not this model's: name the right one with --tokenizer.",
+        )

@@ -1,0 +1,93 @@
+"""Operator inputs in the layout that a production kernel sees.
+
+transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
+production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it: x, B and
+C for SSD, q, k and v for GDN.  Captures are brought into that layout; the model's own strides are recorded beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ssdprof.capture.captured import OperatorInputs
+from ssdprof.kernels.gdn.inputs import GDNInputs
+
+_VIEWS_OF_ONE_BUFFER = {"ssd": ("x", "B", "C"), "gdn": ("q", "k", "v")}
+_PER_POSITION = {"ssd": ("dt", "z"), "gdn": ("g", "beta")}
+
+
+def tensors(inputs: OperatorInputs) -> dict[str, torch.Tensor]:
+    """The tensors of `inputs` by argument name, without those that are None."""
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def strides(inputs: OperatorInputs) -> dict[str, tuple[int, ...]]:
+    """Strides of each tensor, in elements."""
+    return {name: tensor.stride() for name, tensor in tensors(inputs).items()}
+
+
+def token_major(inputs: OperatorInputs) -> OperatorInputs:
+    """A copy of `inputs` in token-major layout, on its own device."""
+    tensor = next(iter(tensors(inputs).values()))
+    buffer = PromptBuffer(inputs, tensor.shape[1], tensor.device)
+    buffer.write(inputs, 0)
+    return buffer.inputs(tensor.device)
+
+
+class PromptBuffer:
+    """Token-major room on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
+
+    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
+    state before the prompt).
+    """
+
+    def __init__(self, first: OperatorInputs, seqlen: int, device: torch.device) -> None:
+        operator = "gdn" if isinstance(first, GDNInputs) else "ssd"
+        given = tensors(first)
+        views = {name: given[name] for name in _VIEWS_OF_ONE_BUFFER[operator]}
+        one = next(iter(views.values()))
+        batch, dtype = one.shape[0], one.dtype
+        self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
+        conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
+        self._buffer = torch.empty(batch, seqlen, conv_dim, dtype=dtype, device=device)
+        self._per_position = {
+            name: torch.empty(batch, seqlen, *given[name].shape[2:], dtype=given[name].dtype, device=device)
+            for name in _PER_POSITION[operator]
+            if name in given
+        }
+        positioned = {*views, *self._per_position}
+        self._static = {
+            # A copy: the state before the prompt may be the cache's own, and that is written in place.
+            name: tensor.detach().to(device, copy=True)
+            for name, tensor in given.items()
+            if name not in positioned
+        }
+        # Only values: a reference to `first` would keep the model's own tensors alive.
+        self._kind: type[OperatorInputs] = type(first)
+        self._scalars = {field.name: getattr(first, field.name) for field in fields(first) if field.name not in given}
+
+    def write(self, piece: OperatorInputs, start: int) -> int:
+        """Copy the positions of `piece` to start, start + 1, ...; returns how many they are."""
+        given = tensors(piece)
+        length = next(iter(given.values())).shape[1]
+        for name, target in {**self._views(self._buffer), **self._per_position}.items():
+            target[:, start : start + length].copy_(given[name].detach())
+        return length
+
+    def inputs(self, device: torch.device) -> OperatorInputs:
+        """The whole prompt's inputs on `device`; views of this buffer if that is where it is."""
+        moved = {name: tensor.to(device) for name, tensor in {**self._per_position, **self._static}.items()}
+        arguments: dict[str, Any] = {**self._scalars, **moved, **self._views(self._buffer.to(device))}
+        return self._kind(**arguments)
+
+    def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        views, offset = {}, 0
+        for name, (heads, width) in self._head_shapes.items():
+            columns = buffer[:, :, offset : offset + heads * width]
+            views[name] = columns.view(*buffer.shape[:2], heads, width)
+            offset += heads * width
+        return views

@@ -1,0 +1,99 @@
+"""How long the prompt's segments may be on this machine, and what to say when none is short enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
+from ssdprof.capture.sites import find_sites
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.schema import LayerRef
+
+SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
+
+
+def choose_segment_length(
+    model: Any, seqlen: int, layers: Sequence[LayerRef], *, batch: int = 1, free_bytes: int | None = None
+) -> int:
+    """Tokens per forward call: the whole prompt if that fits beside the loaded model, else 16K, 8K, ... 1K.
+
+    layers: those to capture.  free_bytes: memory on the model's device; asked of the device if None.
+    Raises MissingCapabilityError that says how many bytes were needed and what would fit.
+    """
+    free = free_memory(model.device) if free_bytes is None else free_bytes
+    need = footprint(model, {layer.index for layer in layers}, depth=max(layer.index for layer in layers))
+    for length in (seqlen, *SEGMENT_LENGTHS):
+        if length <= seqlen and batch * need.least(seqlen, (length,)) <= free:
+            return length
+    raise too_small(model, seqlen, need, batch=batch, free_bytes=free)
+
+
+def too_small(model: Any, seqlen: int, need: Footprint, *, batch: int, free_bytes: int) -> MissingCapabilityError:
+    """The error for a prompt that does not fit at any segment length."""
+    fits = []
+    if shorter := _longest_prompt(seqlen, need, batch, free_bytes):
+        fits.append(f"--seq {shorter}")
+    if layers := _most_layers(model, seqlen, batch, free_bytes):
+        fits.append(f"--layers first:{layers}")
+    needed = batch * need.least(seqlen, _lengths(seqlen))
+    return MissingCapabilityError(
+        f"A prompt of {seqlen:,} tokens needs {_in_words(needed)} beside the model's weights on {model.device}; "
+        f"{_in_words(free_bytes)} are free.",
+        f"What fits: {' or '.join(fits)}." if fits else "No --seq or --layers fits: take a smaller model.",
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of main memory available to this process: Linux's estimate, or less where a control group limits it."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or its limit is "max"
+        return available
+    return min(available, limit - used)
+
+
+def _lengths(seqlen: int) -> tuple[int, ...]:
+    return (seqlen, *(length for length in SEGMENT_LENGTHS if length < seqlen))
+
+
+def _longest_prompt(seqlen: int, need: Footprint, batch: int, free_bytes: int) -> int | None:
+    """The largest power of two of at least 1024 below `seqlen` that fits."""
+    shorter = 1 << (seqlen - 1).bit_length() - 1
+    while shorter >= SEGMENT_LENGTHS[-1]:
+        if batch * need.least(shorter, _lengths(shorter)) <= free_bytes:
+            return shorter
+        shorter //= 2
+    return None
+
+
+def _most_layers(model: Any, seqlen: int, batch: int, free_bytes: int) -> int | None:
+    """How many operator layers, from the first, would fit: without the weights of the decoder layers after them."""
+    indices = [site.layer_index for site in find_sites(model)]
+    weights = decoder_layer_bytes(model)
+    for count in range(len(indices) - 1, 0, -1):
+        wanted = set(indices[:count])
+        saved = sum(size for index, size in weights.items() if index > max(wanted))
+        need = footprint(model, wanted, depth=max(wanted))
+        if batch * need.least(seqlen, _lengths(seqlen)) <= free_bytes + saved:
+            return count
+    return None
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB ({size:,} bytes)"

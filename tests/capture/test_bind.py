@@ -1,0 +1,92 @@
+"""From a model's call to the operator's inputs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ssdprof.capture.bind import bind
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+
+BATCH, LENGTH, HEADS, WIDTH, STATE = 2, 5, 4, 8, 16
+
+
+def ssd_call() -> tuple[list[Any], dict[str, Any]]:
+    x = torch.randn(BATCH, LENGTH, HEADS, WIDTH)
+    B, C = torch.randn(2, BATCH, LENGTH, 1, STATE)
+    args = [x, torch.randn(BATCH, LENGTH, HEADS), -torch.rand(HEADS), B, C]
+    return args, {"chunk_size": 32, "D": torch.ones(HEADS), "z": None, "return_final_states": True}
+
+
+def gdn_call(key_heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
+    q, k = torch.randn(2, BATCH, LENGTH, key_heads, WIDTH)
+    v = torch.randn(BATCH, LENGTH, HEADS, WIDTH)
+    g, beta = -torch.rand(BATCH, LENGTH, HEADS), torch.rand(BATCH, LENGTH, HEADS)
+    return [q, k, v], {"g": g, "beta": beta, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+
+
+class Mixer(nn.Module):
+    num_k_heads = 2
+
+
+def test_arguments_arrive_where_they_belong() -> None:
+    args, kwargs = ssd_call()
+    state = torch.randn(BATCH, HEADS, WIDTH, STATE)
+    bound = bind("ssd", Mixer(), tuple(args), {**kwargs, "dt_limit": [0.001, 5], "initial_states": state})
+    assert isinstance(bound.inputs, SSDInputs)
+    assert bound.wants_final_state
+    assert bound.inputs.x is args[0]
+    assert bound.inputs.C is args[4]
+    assert bound.inputs.D is kwargs["D"]
+    assert bound.inputs.initial_states is state
+    assert (bound.inputs.chunk_size, bound.inputs.dt_softplus, bound.inputs.dt_limit) == (32, False, (0.001, 5.0))
+
+    args, kwargs = gdn_call()
+    bound = bind("gdn", Mixer(), tuple(args), kwargs)
+    assert isinstance(bound.inputs, GDNInputs)
+    assert not bound.wants_final_state
+    assert (bound.inputs.chunk_size, bound.inputs.use_qk_l2norm, bound.inputs.scale) == (64, True, None)
+    assert torch.equal(bound.inputs.q, args[0])
+    assert bound.inputs.beta is kwargs["beta"]
+
+
+@pytest.mark.parametrize("operator", ["ssd", "gdn"])
+def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
+    args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
+    leaked = {"use_cache": True, "output_router_logits": False, "cu_seqlens": None, "position_ids": torch.arange(3)}
+    bind(operator, Mixer(), tuple(args), {**kwargs, **leaked})
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "cu_seqlens"), ("gdn", "cp_context")]
+)
+def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str) -> None:
+    args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
+    with pytest.raises(BadInputError, match=f"Mixer passes {name} to its operator"):
+        bind(operator, Mixer(), tuple(args), {**kwargs, name: torch.zeros(3, dtype=torch.int32)})
+
+
+def test_inputs_that_do_not_fit_together_are_refused() -> None:
+    args, kwargs = ssd_call()
+    args[1] = args[1][:, :-1]
+    with pytest.raises(BadInputError, match="Mixer calls its ssd operator in a way unknown here: dt must have shape"):
+        bind("ssd", Mixer(), tuple(args), kwargs)
+    with pytest.raises(BadInputError, match="required positional argument"):
+        bind("ssd", Mixer(), tuple(args[:2]), {})
+
+
+def test_key_heads_that_a_mixer_repeated_are_taken_once() -> None:
+    (q, k, v), kwargs = gdn_call()
+    repeated = [tensor.repeat_interleave(2, dim=2) for tensor in (q, k)]
+    inputs = bind("gdn", Mixer(), (*repeated, v), kwargs).inputs
+    assert isinstance(inputs, GDNInputs)
+    assert torch.equal(inputs.q, q)
+    assert torch.equal(inputs.k, k)
+
+    repeated[1] = repeated[1].clone()
+    repeated[1][0, 3, 1, 0] += 1
+    with pytest.raises(BadInputError, match="not copies of 2"):
+        bind("gdn", Mixer(), (*repeated, v), kwargs)

@@ -1,0 +1,246 @@
+"""The whole stage: a model, a prompt, and one call per wanted layer."""
+
+import gc
+import weakref
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from ssdprof.capture import CapturedLayer, CaptureSummary, capture_layers
+from ssdprof.capture.captured import OperatorInputs
+from ssdprof.capture.footprint import capture_bytes_per_token
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.layout import PromptBuffer, tensors, token_major
+from ssdprof.capture.sites import find_sites
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.schema import LayerRef
+
+LENGTH = 90
+FP32_ROUNDING = 5e-5
+
+
+def capture(
+    name: str,
+    *,
+    model: Any = None,
+    layers: tuple[LayerRef, ...] | None = None,
+    segment_length: int | None = None,
+    ids: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[list[CapturedLayer], CaptureSummary]:
+    captured: list[CapturedLayer] = []
+    summary = capture_layers(
+        tiny_models.shared(name).base_model if model is None else model,
+        tiny_models.prompt(LENGTH) if ids is None else ids,
+        tiny_models.layer_refs(name) if layers is None else layers,
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=segment_length,
+        **{"on_layer": captured.append, **options},
+    )
+    return captured, summary
+
+
+def assert_close(one: OperatorInputs, other: OperatorInputs) -> None:
+    assert type(one) is type(other)
+    ones, others = tensors(one), tensors(other)
+    assert ones.keys() == others.keys()
+    for name, tensor in ones.items():
+        assert tensor.dtype == others[name].dtype
+        assert tensor.shape == others[name].shape
+        assert tensor.stride() == others[name].stride()
+        assert float((tensor - others[name]).abs().max() / tensor.abs().max()) < FP32_ROUNDING
+    for field in fields(one):
+        if field.name not in ones:
+            assert getattr(one, field.name) == getattr(other, field.name)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_segments_together_are_the_whole_prompt(name: str) -> None:
+    whole, one_piece = capture(name, segment_length=LENGTH)
+    joined, segmented = capture(name, segment_length=40)
+    sites = len(tiny_models.OPERATOR_LAYERS[name])
+    assert one_piece == CaptureSummary(segment_length=LENGTH, segments=1, prefills=1, operator_calls=sites)
+    assert segmented == CaptureSummary(segment_length=40, segments=3, prefills=1, operator_calls=3 * sites)
+    assert [one.layer for one in whole] == [one.layer for one in joined] == list(tiny_models.layer_refs(name))
+    for one, other in zip(whole, joined, strict=True):
+        assert_close(one.inputs, other.inputs)
+        assert not ({"initial_states", "initial_state"} & tensors(other.inputs).keys())
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_moe_text"])
+def test_a_batch(name: str) -> None:
+    ids = tiny_models.prompt(LENGTH, batch=2)
+    both, _ = capture(name, ids=ids, segment_length=50)
+    second, _ = capture(name, ids=ids[1:])
+    for one, other in zip(both, second, strict=True):
+        for argument, tensor in tensors(one.inputs).items():
+            alone = tensors(other.inputs)[argument]
+            assert torch.allclose(tensor[1:] if tensor.ndim > 1 else tensor, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
+def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
+    model = tiny_models.build(name, torch.bfloat16).base_model
+    passed: list[OperatorInputs] = []
+
+    def copy(call: OperatorCall) -> Result:
+        passed.append(call.inputs)
+        return call.run_original()
+
+    ids = tiny_models.prompt(LENGTH)
+    with torch.no_grad(), intercept(find_sites(model), copy):
+        model(ids, use_cache=False)
+    first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]  # before any rounding of ours
+    given = tensors(passed[0])
+    assert tensors(first.inputs).keys() == given.keys()
+    for argument, tensor in tensors(first.inputs).items():
+        assert tensor.dtype == given[argument].dtype
+        assert torch.equal(tensor, given[argument])
+        assert first.model_strides[argument] == given[argument].stride()
+        assert tensor.stride(-1) == 1
+    views = ("q", "k", "v") if isinstance(first.inputs, GDNInputs) else ("x", "B", "C")
+    pieces = [tensors(first.inputs)[argument] for argument in views]
+    conv_dim = sum(piece.shape[2] * piece.shape[3] for piece in pieces)
+    assert first.model_strides[views[0]][1] == 1  # transformers' convolution leaves positions side by side
+    assert {piece.stride(1) for piece in pieces} == {conv_dim}
+    assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
+    if isinstance(first.inputs, SSDInputs):
+        assert first.inputs.D is not None
+        assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
+    assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())
+
+
+def test_only_wanted_layers_in_the_models_order() -> None:
+    refs = tiny_models.layer_refs("zamba2")
+    for segment_length in (LENGTH, 40):
+        captured, _ = capture("zamba2", layers=(refs[4], refs[1]), segment_length=segment_length)
+        assert [one.layer.index for one in captured] == [1, 4]
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 40])
+def test_one_layer_at_a_time(segment_length: int) -> None:
+    """When a layer arrives, nothing of the one before it is left."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def on_layer(captured: CapturedLayer) -> None:
+        gc.collect()
+        assert [reference() for reference in alive] == [None] * len(alive)
+        alive.append(weakref.ref(tensors(captured.inputs)["dt"]))
+
+    capture("mamba2", segment_length=segment_length, on_layer=on_layer)
+    assert len(alive) == 3
+
+
+def test_collecting_keeps_none_of_the_models_tensors() -> None:
+    captured = capture("mamba2")[0][0]
+    inputs = token_major(captured.inputs)
+    reference = weakref.ref(inputs.x)  # type: ignore[union-attr]
+    buffer = PromptBuffer(inputs, LENGTH, torch.device("cpu"))
+    buffer.write(inputs, 0)
+    del inputs
+    gc.collect()
+    assert reference() is None
+    assert_close(buffer.inputs(torch.device("cpu")), captured.inputs)
+
+
+def test_a_state_before_the_prompt_is_kept() -> None:
+    inputs = capture("mamba2")[0][0].inputs
+    assert isinstance(inputs, SSDInputs)
+    state = ssd_chunked(inputs, torch.float32).final_states
+    later = SSDInputs(
+        **{field.name: getattr(inputs, field.name) for field in fields(inputs)} | {"initial_states": state}
+    )
+    kept = token_major(later)
+    assert isinstance(kept, SSDInputs)
+    assert kept.initial_states is not None
+    assert torch.equal(kept.initial_states, state)
+    state.zero_()  # a cache is written in place
+    assert kept.initial_states.abs().max() > 0
+
+
+def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
+    sites = find_sites(tiny_models.shared("mamba2").base_model)
+    size = LENGTH * capture_bytes_per_token(sites[0])
+    together, _ = capture("mamba2", segment_length=40)
+    grouped, summary = capture("mamba2", segment_length=40, host_budget_bytes=2 * size)
+    assert (summary.prefills, summary.operator_calls) == (2, 2 * 3 * 3)
+    for one, other in zip(together, grouped, strict=True):
+        assert one.layer == other.layer
+        assert_close(one.inputs, other.inputs)
+    with pytest.raises(MissingCapabilityError, match=f"layer 0 for 90 tokens are {size:,} bytes; 100 bytes"):
+        capture("mamba2", segment_length=40, host_budget_bytes=100)
+
+
+def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
+    model = tiny_models.build("bamba").base_model
+    model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states  # as a kernel for the whole layer would
+    for segment_length, calls in ((LENGTH, "2 operator calls where 3 layers and 1"), (40, "6 operator calls")):
+        with pytest.raises(BadInputError, match=f"bamba model made {calls}") as raised:
+            capture("bamba", model=model, segment_length=segment_length)
+        assert raised.value.exit_code == ExitCode.BAD_INPUT
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 40])
+def test_ctrl_c_leaves_the_model_as_it_was(segment_length: int) -> None:
+    model = tiny_models.build("nemotron_h").base_model
+    site = find_sites(model)[0]
+    original, attention = site.namespace[site.function], model.config._attn_implementation
+    ids = tiny_models.prompt(LENGTH)
+    with torch.no_grad():
+        before = model(ids)[0]
+
+    def interrupt(_: CapturedLayer) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture("nemotron_h", model=model, segment_length=segment_length, on_layer=interrupt)
+    assert site.namespace[site.function] is original
+    assert model.config._attn_implementation == attention
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], before)
+
+
+def test_a_token_beyond_the_vocabulary() -> None:
+    ids = tiny_models.prompt(LENGTH)
+    ids[0, 7] = tiny_models.VOCAB
+    with pytest.raises(BadInputError, match="token id 128; the model's vocabulary has 128"):
+        capture("mamba2", ids=ids)
+    with pytest.raises(BadInputError, match="token id -1"):
+        capture("mamba2", ids=torch.full((1, 4), -1))
+
+
+def test_no_prompt_and_no_layer() -> None:
+    with pytest.raises(BadInputError, match=r"int64 ids, not \(1, 0\)"):
+        capture("mamba2", ids=torch.empty(1, 0, dtype=torch.int64))
+    with pytest.raises(BadInputError, match="No layer was selected"):
+        capture("mamba2", layers=())
+
+
+def test_out_of_memory_says_what_to_do() -> None:
+    def on_layer(_: CapturedLayer) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+
+    with pytest.raises(MissingCapabilityError, match="cpu ran out of memory with segments of 90 tokens") as raised:
+        capture("mamba2", on_layer=on_layer)
+    assert "--seq" in raised.value.hint
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
+def test_segments_on_a_gpu(name: str) -> None:
+    """Our GPU kernels and lower-right flash attention inside the model, in its usual dtype."""
+    model = tiny_models.build(name, torch.bfloat16).base_model.cuda()
+    whole, _ = capture(name, model=model, segment_length=LENGTH)
+    joined, _ = capture(name, model=model, segment_length=40)
+    for one, other in zip(whole, joined, strict=True):
+        for argument, tensor in tensors(one.inputs).items():
+            other_tensor = tensors(other.inputs)[argument]
+            assert tensor.device == other_tensor.device == model.device
+            error = (tensor.float() - other_tensor.float()).square().mean().sqrt()
+            assert error < 0.05 * tensor.float().square().mean().sqrt()

@@ -1,0 +1,316 @@
+"""Captures on disk: what comes back is what was stored, and damage is named."""
+
+import json
+import math
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.layout import tensors
+from ssdprof.capture.store import MANIFEST, CaptureWriter, default_folder, load
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt
+
+LENGTH = 50
+
+
+def prompt(seqlen: int = LENGTH) -> Prompt:
+    return Prompt(kind="random", source="random ids", tokenizer="none", seqlen=seqlen, token_sha256="0" * 64)
+
+
+def captured(name: str, dtype: torch.dtype = torch.float32) -> list[CapturedLayer]:
+    layers: list[CapturedLayer] = []
+    capture_layers(
+        tiny_models.build(name, dtype).base_model,
+        tiny_models.prompt(LENGTH),
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=LENGTH,
+        on_layer=layers.append,
+    )
+    return layers
+
+
+@pytest.fixture(scope="module")
+def mamba2() -> list[CapturedLayer]:
+    return captured("mamba2")
+
+
+def writer(folder: Path, name: str = "mamba2", **options: Any) -> CaptureWriter:
+    ref = tiny_models.checkpoint_ref(name)
+    return CaptureWriter(folder, checkpoint=ref, prompts=[prompt()], segment_length=LENGTH, **options)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, mamba2: list[CapturedLayer]) -> Path:
+    with writer(tmp_path) as out:
+        for layer in mamba2:
+            out.add(layer)
+    return tmp_path
+
+
+def interrupt(folder: Path, layer: CapturedLayer) -> None:
+    """Ctrl-C after the first layer."""
+    with writer(folder) as out:
+        out.add(layer)
+        raise KeyboardInterrupt
+
+
+def edit(folder: Path, change: Any) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def read_all(folder: Path) -> list[CapturedLayer]:
+    manifest, read = load(folder)
+    return [read(layer) for layer in manifest.layers]
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
+def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
+    layers = captured(name, torch.bfloat16)
+    with writer(tmp_path / "new" / "folder", name) as out:
+        for layer in layers:
+            out.add(layer)
+        assert not load(out.folder)[0].complete
+    manifest, read = load(out.folder)
+    assert manifest.complete
+    assert manifest.checkpoint == tiny_models.checkpoint_ref(name)
+    assert (manifest.prompts, manifest.segment_length) == ((prompt(),), LENGTH)
+    for layer, record in zip(layers, manifest.layers, strict=True):
+        again = read(record)
+        assert again.layer == layer.layer
+        assert again.model_strides == layer.model_strides
+        assert type(again.inputs) is type(layer.inputs)
+        for argument, tensor in tensors(layer.inputs).items():
+            other = tensors(again.inputs)[argument]
+            assert (other.dtype, other.stride()) == (tensor.dtype, tensor.stride())
+            assert torch.equal(other, tensor)
+        if isinstance(layer.inputs, SSDInputs):
+            assert isinstance(again.inputs, SSDInputs)
+            assert again.inputs.dt_limit == layer.inputs.dt_limit == ((0.001 if name == "nemotron_h" else 0), math.inf)
+            assert again.inputs.dt_softplus
+        assert again.inputs.chunk_size == layer.inputs.chunk_size
+    assert {file.name for file in out.folder.iterdir()} == {".lock", MANIFEST, *(r.file for r in manifest.layers)}
+
+
+def test_an_interrupted_capture_is_marked_and_what_is_there_is_valid(
+    tmp_path: Path, mamba2: list[CapturedLayer]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(tmp_path, mamba2[0])
+    manifest, read = load(tmp_path)
+    assert not manifest.complete
+    assert [read(layer).layer for layer in manifest.layers] == [mamba2[0].layer]
+
+
+def test_an_unfinished_capture_is_replaced_and_a_complete_one_only_if_asked_for(
+    tmp_path: Path, mamba2: list[CapturedLayer]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(tmp_path, mamba2[2])
+    with writer(tmp_path) as out:
+        out.add(mamba2[0])
+    with pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"), writer(tmp_path):
+        pass
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    with writer(tmp_path, overwrite=True) as out:
+        out.add(mamba2[1])
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [1]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_the_same_layer_twice(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    with writer(tmp_path) as out:
+        out.add(mamba2[0])
+        with pytest.raises(ValueError, match="in the manifest already"):
+            out.add(mamba2[0])
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "A", "C", "D"])
+def test_a_flipped_byte_of_a_tensor(stored: Path, name: str) -> None:
+    file = stored / load(stored)[0].layers[1].file
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8:header])[name]["data_offsets"]
+    content[header + (begin + end) // 2] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match=f"{file.name}: the bytes of {name} are not those that were written"):
+        read_all(stored)
+
+
+@pytest.mark.parametrize("at", [3, 12])
+def test_a_flipped_byte_of_the_header(stored: Path, at: int) -> None:
+    file = stored / load(stored)[0].layers[1].file
+    content = bytearray(file.read_bytes())
+    content[at] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match=file.name):
+        read_all(stored)
+
+
+def test_a_truncated_file(stored: Path) -> None:
+    file = stored / load(stored)[0].layers[0].file
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BadInputError, match=f"{file.name} is damaged"):
+        read_all(stored)
+
+
+def test_a_missing_file(stored: Path) -> None:
+    file = stored / load(stored)[0].layers[2].file
+    file.unlink()
+    with pytest.raises(BadInputError, match=f"{file.name} is missing"):
+        read_all(stored)
+
+
+def test_a_missing_tensor_in_the_file(stored: Path, mamba2: list[CapturedLayer]) -> None:
+    from safetensors.torch import save_file
+
+    file = stored / load(stored)[0].layers[0].file
+    kept = {name: tensor.contiguous() for name, tensor in tensors(mamba2[0].inputs).items() if name != "dt"}
+    save_file(kept, file)
+    with pytest.raises(BadInputError, match=f"{file.name} lacks the tensor dt"):
+        read_all(stored)
+
+
+def test_a_missing_tensor_in_the_manifest(stored: Path) -> None:
+    edit(stored, lambda manifest: manifest["layers"][0]["tensors"].pop("B"))
+    with pytest.raises(BadInputError, match=r"manifest\.json is damaged: model\.layers\.0\.mixer: .*'B'"):
+        read_all(stored)
+
+
+def test_a_wrong_shape_in_the_manifest(stored: Path) -> None:
+    edit(stored, lambda manifest: manifest["layers"][0]["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]))
+    with pytest.raises(BadInputError, match="x does not have the shape or dtype"):
+        read_all(stored)
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
+def test_another_schema_version(stored: Path, version: Any) -> None:
+    edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))
+    with pytest.raises(BadInputError, match=f"schema version {version}; this ssdprof reads version {SCHEMA_VERSION}"):
+        load(stored)
+
+
+def test_a_damaged_manifest(stored: Path) -> None:
+    edit(stored, lambda manifest: manifest["layers"][0].pop("seqlen"))
+    with pytest.raises(BadInputError, match=r"manifest\.json is damaged at layers\.0\.seqlen"):
+        load(stored)
+    for text in ("[]", "{}"):
+        (stored / MANIFEST).write_text(text)
+        with pytest.raises(BadInputError, match="schema version None"):
+            load(stored)
+    for content in (b"{", b"\xff\xfe"):
+        (stored / MANIFEST).write_bytes(content)
+        with pytest.raises(BadInputError, match="it is not JSON"):
+            load(stored)
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../layer.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_a_file_outside_the_folder_is_not_read(stored: Path, file: str) -> None:
+    edit(stored, lambda manifest: manifest["layers"][0].update(file=file))
+    with pytest.raises(BadInputError, match="none of its own"):
+        read_all(stored)
+
+
+@contextmanager
+def disk_with_room_for(size: int) -> Iterator[None]:
+    """Writing past `size` bytes of a file fails, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    def fill() -> None:
+        with writer(tmp_path) as out:
+            out.add(mamba2[0])
+            with disk_with_room_for(10_000):
+                out.add(mamba2[1])
+
+    with pytest.raises(MissingCapabilityError, match=r"layer_001_seqlen_50\.safetensors cannot be written: .*large"):
+        fill()
+    assert not load(tmp_path)[0].complete
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "layer_000_seqlen_50.safetensors", MANIFEST]
+
+
+def test_a_disk_too_full_for_the_manifest(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    out = writer(tmp_path)
+    out.__enter__()
+    out.add(mamba2[0])
+    before = (tmp_path / MANIFEST).read_bytes()
+    with disk_with_room_for(100), pytest.raises(MissingCapabilityError, match=r"manifest\.json cannot be written"):
+        out.__exit__(None, None, None)
+    assert (tmp_path / MANIFEST).read_bytes() == before
+    assert len(read_all(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MissingCapabilityError, match="file/inside cannot be written"), writer(tmp_path / "file/inside"):
+        pass
+
+
+def _write_until_told(folder: Path, connection: Any) -> None:
+    with writer(folder):
+        connection.send("writing")
+        connection.recv()
+
+
+def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=_write_until_told, args=(tmp_path, theirs))
+    other.start()
+    try:
+        assert ours.recv() == "writing"
+        with pytest.raises(BadInputError, match="Another capture is being written to"), writer(tmp_path):
+            pass
+    finally:
+        ours.send("stop")
+        other.join()
+    with writer(tmp_path, overwrite=True) as out:  # the lock went with its process
+        out.add(mamba2[0])
+    assert load(tmp_path)[0].complete
+
+
+def test_the_default_folder_is_one_per_model_prompt_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
+    ref, refs = tiny_models.checkpoint_ref("mamba2"), tiny_models.layer_refs("mamba2")
+    ref = ref.model_copy(update={"repo_id": "org/name", "revision": "a" * 40})
+    folder = default_folder(ref, [prompt()], refs)
+    assert folder == default_folder(ref, [prompt()], refs)
+    assert tmp_path in folder.parents
+    assert "org--name" in str(folder)
+    others = {
+        default_folder(ref.model_copy(update={"revision": "b" * 40}), [prompt()], refs),
+        default_folder(ref, [prompt().model_copy(update={"token_sha256": "1" * 64})], refs),
+        default_folder(ref, [prompt()], refs[:1]),
+    }
+    assert len({folder, *others}) == 4
+
+
+def test_a_manifest_survives_json() -> None:
+    manifest = CaptureManifest(
+        checkpoint=tiny_models.checkpoint_ref("mamba2"), prompts=(), segment_length=1, layers=(), complete=False
+    )
+    assert CaptureManifest.model_validate_json(manifest.model_dump_json()) == manifest

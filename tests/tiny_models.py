@@ -1,0 +1,245 @@
+"""Tiny random models of every supported family: what capture and checkpoint tests run on.
+
+Each has several operator layers, and the hybrids at least one attention layer.  Weights are drawn so that the operator
+does real work: decays spread over several decades, dt neither 0 nor saturated, projections that are not almost 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+
+from ssdprof.schema import CheckpointRef, LayerRef, Operator
+
+VOCAB = 128
+CHUNK = 32
+
+_COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": CHUNK,
+    "intermediate_size": 96,
+}
+_LINEAR: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def _rope() -> dict[str, Any]:
+    return {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    }
+
+
+def mamba2() -> Any:
+    config = tf.Mamba2Config(
+        num_heads=8,
+        head_dim=16,
+        hidden_size=64,
+        state_size=16,
+        num_hidden_layers=3,
+        expand=2,
+        n_groups=2,
+        chunk_size=CHUNK,
+        vocab_size=VOCAB,
+    )
+    return tf.Mamba2ForCausalLM(config)
+
+
+def granitemoehybrid() -> Any:
+    config = tf.GraniteMoeHybridConfig(
+        **_COMMON,
+        **_MAMBA,
+        num_hidden_layers=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+    )
+    return tf.GraniteMoeHybridForCausalLM(config)
+
+
+def bamba() -> Any:
+    return tf.BambaForCausalLM(tf.BambaConfig(**_COMMON, **_MAMBA, num_hidden_layers=4, attn_layer_indices=[2]))
+
+
+def nemotron_h() -> Any:
+    config = tf.NemotronHConfig(
+        **_COMMON,
+        hybrid_override_pattern="M-M*ME",
+        head_dim=16,
+        intermediate_size=96,
+        ssm_state_size=16,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        chunk_size=CHUNK,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    )
+    return tf.NemotronHForCausalLM(config)
+
+
+def falcon_h1(mamba_rms_norm: bool = False) -> Any:
+    config = tf.FalconH1Config(
+        **_COMMON,
+        **_MAMBA,
+        num_hidden_layers=3,
+        mamba_d_ssm=128,
+        mamba_rms_norm=mamba_rms_norm,
+        mamba_norm_before_gate=False,
+    )
+    return tf.FalconH1ForCausalLM(config)
+
+
+def falcon_h1_rms() -> Any:
+    return falcon_h1(mamba_rms_norm=True)
+
+
+def zamba2() -> Any:
+    config = tf.Zamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        n_mamba_heads=8,
+        mamba_d_state=16,
+        mamba_ngroups=2,
+        chunk_size=CHUNK,
+        intermediate_size=96,
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        adapter_rank=4,
+        layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+    )
+    return tf.Zamba2ForCausalLM(config)
+
+
+def qwen3_next() -> Any:
+    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**_COMMON, **_LINEAR, **_EXPERTS, intermediate_size=96))
+
+
+def qwen3_5_text() -> Any:
+    return tf.Qwen3_5ForCausalLM(
+        tf.Qwen3_5TextConfig(**_COMMON, **_LINEAR, intermediate_size=96, rope_parameters=_rope())
+    )
+
+
+def qwen3_5_moe_text() -> Any:
+    return tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**_COMMON, **_LINEAR, **_EXPERTS, rope_parameters=_rope()))
+
+
+def olmo_hybrid() -> Any:
+    config = tf.OlmoHybridConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return tf.OlmoHybridForCausalLM(config)
+
+
+SSD: dict[str, Callable[[], Any]] = {
+    "mamba2": mamba2,
+    "granitemoehybrid": granitemoehybrid,
+    "bamba": bamba,
+    "nemotron_h": nemotron_h,
+    "falcon_h1": falcon_h1,
+    "falcon_h1_rms": falcon_h1_rms,
+    "zamba2": zamba2,
+}
+GDN: dict[str, Callable[[], Any]] = {
+    "qwen3_next": qwen3_next,
+    "qwen3_5_text": qwen3_5_text,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
+    "olmo_hybrid": olmo_hybrid,
+}
+MODELS = SSD | GDN
+
+# Decoder layers that hold an operator.
+OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
+    "mamba2": (0, 1, 2),
+    "granitemoehybrid": (0, 1, 3),
+    "bamba": (0, 1, 3),
+    "nemotron_h": (0, 2, 4),
+    "falcon_h1": (0, 1, 2),
+    "falcon_h1_rms": (0, 1, 2),
+    "zamba2": (0, 1, 2, 3, 4, 5),
+    "qwen3_next": (0, 1, 2),
+    "qwen3_5_text": (0, 1, 2),
+    "qwen3_5_moe_text": (0, 1, 2),
+    "olmo_hybrid": (0, 1, 2),
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A causal language model of family `name` in eval mode, on the CPU; the same weights for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MODELS[name]().eval()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("A_log"):
+                    parameter.uniform_(-2, 2)
+                elif parameter_name.endswith("dt_bias"):
+                    parameter.uniform_(-4, 1)
+                elif parameter_name.endswith(".D"):
+                    parameter.normal_(1, 0.3)
+                elif parameter.ndim >= 2 and ("proj" in parameter_name or "conv1d" in parameter_name):
+                    parameter.normal_(0, 0.15)
+    return model.to(dtype)
+
+
+@cache
+def shared(name: str) -> Any:
+    """`build(name)` once per process, for tests that leave the model as it is."""
+    return build(name)
+
+
+def prompt(seqlen: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
+    """Random token ids (batch, seqlen)."""
+    return torch.randint(2, VOCAB, (batch, seqlen), generator=torch.Generator().manual_seed(seed))
+
+
+def layer_refs(name: str) -> tuple[LayerRef, ...]:
+    """The operator layers as the checkpoint stage would list them."""
+    operator: Operator = "ssd" if name in SSD else "gdn"
+    return tuple(LayerRef(index=i, name=f"model.layers.{i}.mixer", operator=operator) for i in OPERATOR_LAYERS[name])
+
+
+def checkpoint_ref(name: str) -> CheckpointRef:
+    return CheckpointRef(
+        requested=f"tiny/{name}",
+        source="local",
+        repo_id=f"tiny-{name}",
+        revision=None,
+        model_type=shared(name).config.model_type,
+        layers=layer_refs(name),
+        layer_count=shared(name).config.num_hidden_layers,
+    )
