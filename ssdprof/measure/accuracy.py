@@ -58,8 +58,8 @@ def compare(
     on_progress: called with the number of positions done since the last call; there are b * l.
     Raises ValueError if a candidate's tensors have not the shape or dtype of the operator's output.
     """
-    for key, candidate in candidates.items():
-        _check_output(key, candidate.output, inputs)
+    for candidate in candidates.values():
+        check_output(candidate.output, inputs)
     precisions = {candidate.precision for candidate in candidates.values()}
     rounded = {precision: RoundedSSD(inputs, precision) for precision in precisions}
     outs = _TensorSums("out", {key: c.output.out for key, c in candidates.items()}, candidates)
@@ -213,7 +213,8 @@ def _comparison(*tensors: schema.TensorAccuracy) -> Comparison:
     )
 
 
-def _check_output(key: str, output: SSDOutput, inputs: SSDInputs) -> None:
+def check_output(output: SSDOutput, inputs: SSDInputs) -> None:
+    """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for these inputs."""
     states_shape = (inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3])
     for name, tensor, shape, dtype in (
         ("out", output.out, tuple(inputs.x.shape), inputs.x.dtype),
@@ -221,7 +222,7 @@ def _check_output(key: str, output: SSDOutput, inputs: SSDInputs) -> None:
     ):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != inputs.x.device:
             raise ValueError(
-                f"{key}: {name} must be {dtype} of shape {shape} on {inputs.x.device}, "
+                f"{name} must be {dtype} of shape {shape} on {inputs.x.device}, "
                 f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
             )
 

@@ -263,7 +263,7 @@ def test_baseline_and_floor_stand_beside_the_oracle(make_inputs: MakeInputs) -> 
 def test_an_output_of_the_wrong_shape_or_dtype_is_named(make_inputs: MakeInputs) -> None:
     inputs = make_inputs()
     out, final_states = right_answer(inputs)
-    with pytest.raises(ValueError, match=r"ours: out must be torch.bfloat16 of shape \(1, 100, 4, 32\)"):
+    with pytest.raises(ValueError, match=r"out must be torch.bfloat16 of shape \(1, 100, 4, 32\)"):
         judge(SSDOutput(out.float(), final_states), inputs)
-    with pytest.raises(ValueError, match=r"ours: final_states must be torch.float32"):
+    with pytest.raises(ValueError, match=r"final_states must be torch.float32"):
         judge(SSDOutput(out, final_states.mT), inputs)

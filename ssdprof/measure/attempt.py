@@ -1,0 +1,68 @@
+"""One case run for the first time: its output, or what kept it from having one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ssdprof import kernels
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.accuracy import check_output
+from ssdprof.measure.cases import Case
+from ssdprof.measure.dtypes import dtype_named
+from ssdprof.measure.launches import recorded_launches
+from ssdprof.measure.memory import run_and_measure
+from ssdprof.measure.timing import Run
+from ssdprof.schema import Launch, Memory, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """output: None unless the status is "passed", which here says only that it ran."""
+
+    status: Status
+    reason: str = ""
+    variant: str = ""
+    output: SSDOutput | None = None
+    memory: Memory | None = None
+    launches: tuple[Launch, ...] = ()
+
+
+def kernel_precision(case: Case) -> Precision:
+    return Precision(intermediates=case.precision.intermediates, state_dtype=dtype_named(case.precision.state_dtype))
+
+
+def run_of(case: Case, inputs: SSDInputs) -> Run:
+    """The call that the case stands for."""
+    return partial(kernels.get("ssd", case.implementation).run, inputs, kernel_precision(case))
+
+
+def attempt(case: Case, inputs: SSDInputs) -> Attempt:
+    """Plan and run the case.  Whatever an implementation raises becomes a status and a reason; nothing is raised."""
+    variant = ""
+    try:
+        plan = kernels.get("ssd", case.implementation).plan(inputs, kernel_precision(case))
+        variant = plan.variant
+        with recorded_launches() as launches:
+            output, memory = run_and_measure(run_of(case, inputs), inputs.x.device)
+        check_output(output, inputs)
+    except UnsupportedError as error:
+        return Attempt(status="refused", reason=str(error), variant=variant)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Attempt(status="out of memory", reason=first_line(error), variant=variant)
+    except Exception as error:
+        return Attempt(status="failed", reason=f"{type(error).__name__}: {first_line(error)}", variant=variant)
+    # without a Triton kernel that could be asked, the plan says how it ran
+    planned = Launch(kernel=case.implementation, config=dict(plan.config))
+    return Attempt(
+        status="passed", variant=variant, output=output, memory=memory, launches=tuple(launches) or (planned,)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Of the message; errors of compilers and of CUDA go on for pages."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,63 @@
+"""Which cases a layer is replayed in, and which of their outputs are held at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ssdprof.schema import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One implementation at one precision."""
+
+    implementation: str
+    precision: Precision
+
+    @property
+    def label(self) -> str:
+        """ "unfused exact, fp16 states"."""
+        return f"{self.implementation} {self.precision}"
+
+
+Group = tuple[Case, ...]  # the baseline first, then what is compared with it
+
+
+def groups_of(precisions: Iterable[Precision], implementations: Sequence[str], baseline: str) -> tuple[Group, ...]:
+    """One group for each state dtype, because a comparison holds only between equal states.
+
+    Its baseline is `baseline` with exact intermediates, asked for or not.
+    """
+    by_state: dict[str, list[Precision]] = {}
+    for precision in precisions:
+        by_state.setdefault(precision.state_dtype, []).append(precision)
+    groups = []
+    for of_state in by_state.values():
+        exact = Precision(intermediates="exact", state_dtype=of_state[0].state_dtype)
+        cases = [Case(implementation=baseline, precision=exact)]
+        cases += [Case(implementation=name, precision=precision) for precision in of_state for name in implementations]
+        groups.append(tuple(dict.fromkeys(cases)))
+    return tuple(groups)
+
+
+def batches_of(groups: Iterable[Group], capacity: int) -> list[list[Case]]:
+    """Cases whose outputs are held together: at most `capacity` (at least 2), each with its group's baseline.
+
+    A pass over the oracle serves a batch, so groups share one where they fit.  A group that does not fit is split, and
+    its baseline is in every part.
+    """
+    capacity = max(2, capacity)
+    batches: list[list[Case]] = []
+    current: list[Case] = []
+    for group in groups:
+        if len(current) + len(group) > capacity and current:
+            batches.append(current)
+            current = []
+        if len(group) <= capacity:
+            current = [*current, *group]
+            continue
+        baseline, *others = group
+        step = capacity - 1
+        batches += [[baseline, *others[i : i + step]] for i in range(0, len(others), step)]
+    return [*batches, current] if current else batches

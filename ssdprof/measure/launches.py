@@ -1,0 +1,61 @@
+"""Which Triton kernels a call launched, and what the compiler made of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from triton.compiler import ASTSource, CompiledKernel
+
+from ssdprof.schema import Launch
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Fills the list, when the block ends, with the kernels launched in it: each once, in order of the first launch.
+
+    Stays empty in Triton's interpreter, and for libraries that launch no Triton kernel.
+    """
+    handles: dict[int, None] = {}
+
+    def note(metadata: Any) -> None:
+        handles[metadata.data["function"]] = None
+
+    launches: list[Launch] = []
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(note)
+    try:
+        yield launches
+    finally:
+        hooks.remove(note)
+    if handles:
+        loaded = _loaded_kernels()
+        launches += [describe(loaded[handle]) for handle in handles if handle in loaded]
+
+
+def describe(kernel: Any) -> Launch:
+    """A compiled kernel: its compile-time arguments and options as `config`, its resources as the driver loaded it."""
+    metadata, source = kernel.metadata, kernel.src
+    config: dict[str, int | str | bool] = {}
+    if isinstance(source, ASTSource):
+        for path, value in source.constants.items():
+            parameter = source.fn.params[path[0]]
+            if parameter.is_constexpr and len(path) == 1:
+                config[parameter.name] = value if isinstance(value, int | str) else str(value)
+    config |= {"num_warps": metadata.num_warps, "num_stages": metadata.num_stages}
+    return Launch(
+        kernel=metadata.name,
+        config=config,
+        registers=kernel.n_regs,
+        spills=kernel.n_spills,
+        shared_bytes=metadata.shared,
+    )
+
+
+def _loaded_kernels() -> dict[int, Any]:
+    """Function handle -> compiled kernel.  Triton keeps no list of them, the garbage collector does."""
+    kernels = (thing for thing in gc.get_objects() if isinstance(thing, CompiledKernel))
+    return {kernel.function: kernel for kernel in kernels if kernel.function is not None}
