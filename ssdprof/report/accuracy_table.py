@@ -1,0 +1,71 @@
+"""What `ssdprof accuracy` prints: what to do, and the match table of the chosen precisions behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from rich.console import Group as Renderables
+from rich.console import RenderableType
+from rich.text import Text
+
+from ssdprof.errors import BadInputError
+from ssdprof.report import format as fmt
+from ssdprof.report import summary, terminal
+from ssdprof.report.groups import Group, groups, precision_order, tokens
+from ssdprof.report.tables import accuracy
+from ssdprof.schema import CaseResult, DType, Intermediates, RunReport
+
+
+def accuracy_table(
+    report: RunReport,
+    intermediates: Intermediates | Literal["all"] = "all",
+    state_dtypes: Sequence[DType] = ("fp32", "fp16", "bf16"),
+) -> RenderableType:
+    """Match percentages against the baseline and fp64, one column per chosen precision, under a verdict.
+
+    Raises BadInputError if the run compared nothing at these precisions.
+    """
+    kinds = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+
+    def chosen(case: CaseResult) -> bool:
+        return case.precision.intermediates in kinds and case.precision.state_dtype in state_dtypes
+
+    found = [
+        (_with_baseline(group, name, chosen), name)
+        for group in groups(report)
+        for name in group.compared
+        if any(chosen(case) for case in group.cases if case.implementation == name)
+    ]
+    if not found:
+        raise _nothing_compared(report, f"{fmt.words(kinds, 'or')} with {fmt.words(state_dtypes, 'or')} states")
+    parts: list[RenderableType] = [Text(f"{report.checkpoint.repo_id}, run {report.run_id}", style="bold")]
+    if report.state == "partial":
+        parts.append(terminal.verdict("PARTIAL: this run did not reach its end.", good=False))
+    advice: dict[tuple[str, bool], list[Group]] = {}
+    for group, name in found:
+        series = group.series(name)
+        advice.setdefault((summary.advice(series), all(s.passed for s in series)), []).append(group)
+    parts += [terminal.verdict(f"At {tokens(own)}: {text}", good=good) for (text, good), own in advice.items()]
+    parts += [terminal.bullet(line) for line in summary.caveats(report)]
+    for group, name in found:
+        for tensor in accuracy.TENSORS:
+            if table := accuracy.match(group, name, tensor):
+                parts += ["", terminal.SplitTable(table)]
+    return Renderables(*parts)
+
+
+def _with_baseline(group: Group, name: str, chosen: Callable[[CaseResult], bool]) -> Group:
+    """The chosen cases of an implementation, and every case of the baseline beside it."""
+    return group.keep(
+        lambda case: chosen(case) if case.implementation == name else case.implementation == group.baseline
+    )
+
+
+def _nothing_compared(report: RunReport, asked: str) -> BadInputError:
+    held = {s.precision for group in groups(report) for name in group.compared for s in group.series(name)}
+    names = "; ".join(str(precision) for precision in sorted(held, key=precision_order))
+    return BadInputError(
+        f"Run {report.run_id} compared nothing at {asked}.",
+        f"It compared: {names}." if held else "It ended before its first comparison.  Run again.",
+    )

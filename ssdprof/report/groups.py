@@ -1,0 +1,283 @@
+"""Cases that belong together, and what they come to when layers are added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ssdprof.report import format as fmt
+from ssdprof.schema import (
+    CaseResult,
+    Deviation,
+    Interval,
+    LayerRef,
+    Precision,
+    RunReport,
+    TensorAccuracy,
+)
+
+TensorName = Literal["out", "final_states"]
+Verdict = Literal["faster", "slower", "no difference"]
+
+_INTERMEDIATES = ("exact", "relaxed")
+_STATES = ("fp64", "fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One implementation at one precision, over the layers of a group."""
+
+    implementation: str
+    precision: Precision
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(case.layer.index for case in self.cases)
+
+    @property
+    def passed(self) -> bool:
+        return all(case.status == "passed" for case in self.cases)
+
+    @property
+    def variant(self) -> str:
+        """The kernels that ran, by name; several if layers differ."""
+        return "/".join(dict.fromkeys(case.variant for case in self.cases if case.variant))
+
+    @property
+    def name(self) -> str:
+        """ "fused hopper"; the variant only where it says more than the implementation."""
+        if self.variant in ("", self.implementation):
+            return self.implementation
+        return f"{self.implementation} {self.variant}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """All cases of one prompt: they may be compared and added up."""
+
+    seqlen: int
+    batch: int
+    cases: tuple[CaseResult, ...]
+    baseline: str
+
+    @property
+    def tokens(self) -> str:
+        """ "131,072 tokens", "32 x 1,024 tokens"."""
+        return f"{self.seqlen:,} tokens" if self.batch == 1 else f"{self.batch} x {self.seqlen:,} tokens"
+
+    @property
+    def layers(self) -> tuple[LayerRef, ...]:
+        by_index = {case.layer.index: case.layer for case in self.cases}
+        return tuple(by_index[index] for index in sorted(by_index))
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """The baseline first, the others in the order in which they ran."""
+        names = dict.fromkeys(case.implementation for case in self.cases)
+        return tuple(sorted(names, key=lambda name: name != self.baseline))
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Implementations with something to compare: all but a baseline that is only that."""
+        return tuple(
+            name
+            for name in self.implementations
+            if name != self.baseline
+            or any(a.vs_baseline for case in self.cases if case.implementation == name for a in case.accuracy)
+        )
+
+    def series(self, implementation: str | None = None) -> tuple[Series, ...]:
+        """Every series, or those of one implementation: exact before relaxed, wide states before narrow ones."""
+        wanted = self.implementations if implementation is None else (implementation,)
+        found = []
+        for name in wanted:
+            cases = [case for case in self.cases if case.implementation == name]
+            for precision in sorted({case.precision for case in cases}, key=precision_order):
+                own = (case for case in cases if case.precision == precision)
+                found.append(Series(name, precision, tuple(sorted(own, key=lambda case: case.layer.index))))
+        return tuple(found)
+
+    def keep(self, wanted: Callable[[CaseResult], bool]) -> Group:
+        """The group of the wanted cases alone."""
+        return replace(self, cases=tuple(case for case in self.cases if wanted(case)))
+
+    def at_layer(self, layer: LayerRef) -> Group:
+        return self.keep(lambda case: case.layer.index == layer.index)
+
+    def baseline_of(self, precision: Precision) -> Series | None:
+        """The unfused original that a precision is compared with: exact, with the same state dtype."""
+        exact = Precision(intermediates="exact", state_dtype=precision.state_dtype)
+        return next((series for series in self.series(self.baseline) if series.precision == exact), None)
+
+
+def groups(report: RunReport) -> tuple[Group, ...]:
+    """One group per prompt length and batch, the longest prompt first."""
+    keys = sorted({(case.dims.seqlen, case.dims.batch) for case in report.cases}, reverse=True)
+    return tuple(
+        Group(
+            seqlen,
+            batch,
+            tuple(case for case in report.cases if (case.dims.seqlen, case.dims.batch) == (seqlen, batch)),
+            baseline=report.baseline,
+        )
+        for seqlen, batch in keys
+    )
+
+
+def baselines(name: str, pairs: Iterable[tuple[Precision, str]]) -> str:
+    """With what each precision was compared, in words; pairs: a precision and the baseline it names."""
+    found = list(pairs)
+    if not found:
+        return name
+    if all(against == f"{name} exact, {precision.state_dtype} states" for precision, against in found):
+        return f"{name}, exact, with the same state dtype"
+    return " or ".join(dict.fromkeys(against for _, against in found))
+
+
+def tokens(prompts: Iterable[Group]) -> str:
+    """ "131,072, 16,384 and 1,024 tokens"."""
+    return fmt.words(group.tokens.removesuffix(" tokens") for group in prompts) + " tokens"
+
+
+def precision_order(precision: Precision) -> tuple[int, int]:
+    return _INTERMEDIATES.index(precision.intermediates), _STATES.index(precision.state_dtype)
+
+
+# --- accuracy
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Deviations of several layers as one: elements pooled, the worst of all maxima.
+
+    `largest` is the deviation that holds max_abs, `layer` its layer; rms_ratio is that of the worst layer.
+    """
+
+    elements: int
+    rms_ratio: float
+    max_abs: float
+    largest: Deviation
+    layer: LayerRef
+    parts: tuple[Deviation, ...]
+
+    def match_pct(self, tolerance: float) -> float | None:
+        """Share of all elements that match; 100 only if all do."""
+        shares = [
+            (match.match_pct, part.elements)
+            for part in self.parts
+            for match in part.matches
+            if match.tolerance == tolerance
+        ]
+        total = sum(elements for _, elements in shares)
+        if not total:
+            return None
+        if all(share == 100.0 for share, _ in shares):
+            return 100.0
+        pooled = math.fsum(share * elements for share, elements in shares) / total
+        return min(pooled, math.nextafter(100.0, 0.0))
+
+
+def pool(
+    cases: Iterable[CaseResult], tensor: TensorName, which: Callable[[TensorAccuracy], Deviation | None]
+) -> Pooled | None:
+    """The deviations that `which` picks out of every case that has one; None if none has."""
+    found = [
+        (case.layer, deviation)
+        for case in cases
+        for accuracy in case.accuracy
+        if accuracy.tensor == tensor and (deviation := which(accuracy)) is not None
+    ]
+    if not found:
+        return None
+    layer, largest = max(found, key=lambda pair: _nan_is_worst(pair[1].max_abs))
+    return Pooled(
+        elements=sum(deviation.elements for _, deviation in found),
+        rms_ratio=max((deviation.rms_ratio for _, deviation in found), key=_nan_is_worst),
+        max_abs=largest.max_abs,
+        largest=largest,
+        layer=layer,
+        parts=tuple(deviation for _, deviation in found),
+    )
+
+
+def _nan_is_worst(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+# --- speed
+
+
+@dataclass(frozen=True)
+class TotalSpeed:
+    """Times of the timed layers of a series, added up.
+
+    A ratio is the sum of the baseline's times over the sum of ours, over the same layers.  Its interval takes every
+    layer at its own bound, as if all erred the same way: it covers at least 95 %.
+    """
+
+    layers: tuple[int, ...]
+    device_us: float
+    call_us: float
+    device_ratio: float | None
+    device_interval: Interval | None
+    call_ratio: float | None
+    call_interval: Interval | None
+    verdict: Verdict | None
+    floor_pct: float | None
+    workspace_bytes: int | None
+    baselines: tuple[str, ...]
+
+
+def total_speed(series: Series) -> TotalSpeed | None:
+    """None if no layer was timed."""
+    timed = [(case, case.timing) for case in series.cases if case.timing is not None]
+    if not timed:
+        return None
+    device = [timing.device_median_us for _, timing in timed]
+    call = [timing.call_median_us for _, timing in timed]
+    speedups = [case.speedup for case, _ in timed if case.speedup is not None]
+    floors = [case.roofline.floor_us for case, _ in timed if case.roofline is not None]
+    workspaces = [case.memory.workspace_bytes for case, _ in timed if case.memory is not None]
+    device_ratio = call_ratio = device_interval = call_interval = verdict = None
+    if len(speedups) == len(timed):
+        device_ratio = _weighted((s.device_ratio for s in speedups), device)
+        device_interval = _interval((s.device_interval for s in speedups), device)
+        call_ratio = _weighted((s.call_ratio for s in speedups), call)
+        call_interval = _interval((s.call_interval for s in speedups), call)
+        verdicts = {s.verdict for s in speedups}
+        verdict = verdicts.pop() if len(verdicts) == 1 else _verdict(device_interval)
+    return TotalSpeed(
+        layers=tuple(case.layer.index for case, _ in timed),
+        device_us=sum(device),
+        call_us=sum(call),
+        device_ratio=device_ratio,
+        device_interval=device_interval,
+        call_ratio=call_ratio,
+        call_interval=call_interval,
+        verdict=verdict,
+        floor_pct=100 * sum(floors) / sum(device) if len(floors) == len(timed) else None,
+        workspace_bytes=max(workspaces, default=None),
+        baselines=tuple(dict.fromkeys(s.baseline for s in speedups)),
+    )
+
+
+def _weighted(values: Iterable[float], weights: list[float]) -> float:
+    """A layer's ratio is baseline / own time, so its weight is its own time."""
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+
+
+def _interval(intervals: Iterable[Interval], weights: list[float]) -> Interval:
+    bounds = list(intervals)
+    return Interval(
+        low=_weighted((bound.low for bound in bounds), weights),
+        high=_weighted((bound.high for bound in bounds), weights),
+    )
+
+
+def _verdict(interval: Interval) -> Verdict:
+    if interval.low > 1:
+        return "faster"
+    return "slower" if interval.high < 1 else "no difference"

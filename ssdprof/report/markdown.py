@@ -1,0 +1,105 @@
+"""The report in GitHub's Markdown, for a file, a comment or a job summary."""
+
+from __future__ import annotations
+
+import re
+
+from tabulate import tabulate
+
+from ssdprof.report import format as fmt
+from ssdprof.report.document import Document, Section, compose
+from ssdprof.report.tables import Note, Table
+from ssdprof.schema import RunReport
+
+LIMIT_BYTES = 1_000_000  # GitHub drops a job summary beyond 1 MiB; other steps of the job may want a line too
+_ROOM_FOR_THE_REST = 1_000  # the sentence about what was left out
+
+
+def render(report: RunReport, *, limit_bytes: int = LIMIT_BYTES) -> str:
+    """The whole report.  Sections that would exceed the limit are left out from the end, and the last line says so."""
+    document = compose(report)
+    text = _head(document)
+    used = len(text.encode())
+    parts = [text]
+    left_out: list[Section] = []
+    for section in document.sections:
+        drawn = _section(section)
+        used += len(drawn.encode())
+        if left_out or used > limit_bytes - _ROOM_FOR_THE_REST:
+            left_out.append(section)
+        else:
+            parts.append(drawn)
+    if left_out:
+        parts.append(_rest(left_out, document.run_id, limit_bytes))
+    return "".join(parts)
+
+
+def _head(document: Document) -> str:
+    lines = [f"## {escape(document.title)}", ""]
+    for line in document.verdict:
+        lines += [f"**{escape(line)}**", ""]
+    lines += [f"- **{escape(said.subject)}** {escape(said.text)}" for said in document.summary]
+    if document.caveats:
+        lines += ["", "Caveats:", "", *(f"- {escape(line)}" for line in document.caveats)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(section: Section) -> str:
+    body = "\n\n".join(_block(block, section.title) for block in section.blocks)
+    if section.depth == "main":
+        return f"\n### {escape(section.title)}\n\n{body}\n"
+    return f"\n<details>\n<summary>{_html(section.title)}</summary>\n\n{body}\n\n</details>\n"
+
+
+def _block(block: Table | Note | str, section: str) -> str:
+    match block:
+        case Table():
+            return _table(block, section)
+        case Note(text):
+            return f"<sub>{escape(text)}</sub>"
+        case _:
+            return escape(block)
+
+
+def _table(table: Table, section: str) -> str:
+    rigid = [align == "right" or (column == 0 and bool(table.headings)) for column, align in enumerate(table.align)]
+    rows = []
+    for index, row in enumerate(table.rows):
+        cells = [_unbroken(escape(cell)) if keep else escape(cell) for cell, keep in zip(row, rigid, strict=True)]
+        rows.append([f"**{cell}**" if cell and index in table.headings else cell for cell in cells])
+    drawn = tabulate(
+        rows,
+        headers=[escape(header) for header in table.headers],
+        tablefmt="pipe",
+        colalign=table.align if rows else None,
+        disable_numparse=True,
+    )
+    title = [] if table.title == section else [f"**{escape(table.title)}**"]
+    note = [f"<sub>{escape(table.note)}</sub>"] if table.note else []
+    return "\n\n".join([*title, drawn, *note])
+
+
+def _unbroken(cell: str) -> str:
+    """A number and its unit on one line; an interval may go below its ratio."""
+    return re.sub(r" (?!\[)", "\u00a0", cell)
+
+
+def _rest(sections: list[Section], run_id: str, limit_bytes: int) -> str:
+    titles = [f'"{section.title}"' for section in sections]
+    which = titles[0] if len(titles) == 1 else f"from {titles[0]} to {titles[-1]}"
+    return (
+        f"\nLeft out to stay below {limit_bytes:,} bytes (GitHub drops a job summary beyond 1 MiB): "
+        f"{fmt.plural(len(sections), 'section')}, {escape(which)}.  All of it is in report.json of run "
+        f"{escape(run_id)}; `ssdprof export --format json` prints it.\n"
+    )
+
+
+def escape(text: str) -> str:
+    """Text that Markdown, HTML and GitHub's mathematics leave as it is, on one line."""
+    text = _html(" ".join(text.split()))
+    text = re.sub(r"[\\`*|~$]|\](?=[(\[:])", r"\\\g<0>", text)
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside a word GitHub leaves it alone
+
+
+def _html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

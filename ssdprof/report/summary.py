@@ -1,0 +1,172 @@
+"""The first lines of a report: how much faster, how exact, and what to mind before trusting it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ssdprof.report import format as fmt
+from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
+from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
+from ssdprof.schema import CaseResult, Precision, RunReport
+
+GOOD = ("PASSED", "So far")  # how a line begins that holds no bad news
+_STATUSES = {"nonfinite": "not finite"}  # the others are words already
+
+
+def verdict(report: RunReport) -> tuple[str, ...]:
+    """A line each on whether the run is whole, what passed or failed, and what was refused."""
+    lines = []
+    if report.state == "partial":
+        lines.append("PARTIAL: this run did not reach its end.  What is here is valid; the rest is missing.")
+    if not report.cases:
+        return (*lines, "Nothing was compared.")
+    failed = [case for case in report.cases if case.status not in ("passed", "refused")]
+    refused = [case for case in report.cases if case.status == "refused"]
+    judged = len(report.cases) - len(refused)
+    if failed:
+        lines.append(f"FAILED: {len(failed)} of {fmt.plural(judged, 'case')}: {_which(failed)}.")
+    elif judged:
+        head = "So far" if report.state == "partial" else "PASSED:"
+        who = "the one case is" if judged == 1 else f"all {judged} cases are"
+        lines.append(f"{head} {who} within the error budget against the fp64 oracle.")
+    if refused:
+        lines.append(f"Refused: {_which(refused)}.")
+    return tuple(lines)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """subject: what the sentences speak of, to be set apart."""
+
+    subject: str
+    text: str
+
+
+def statements(report: RunReport) -> tuple[Statement, ...]:
+    """One per implementation and precision that is compared with something: speed first, then accuracy."""
+    found = groups(report)
+    names = dict.fromkeys(name for group in found for name in group.compared)
+    said = [Statement("No speed:", untimed)] if (untimed := nothing_timed(report)) else []
+    for name in names:
+        precisions = {s.precision for group in found for s in group.series(name)}
+        for precision in sorted(precisions, key=precision_order):
+            if text := _text(report, found, name, precision):
+                said.append(Statement(f"{name}, {_with(precision)}:", text))
+    return tuple(said)
+
+
+def caveats(report: RunReport) -> tuple[str, ...]:
+    """What a reader must know to trust the numbers: the run's own notes, and what the results say themselves."""
+    return (*_of_results(report), *report.notes)
+
+
+def nothing_timed(report: RunReport) -> str:
+    """Why there is no speed; empty if there is one."""
+    if not report.cases or any(case.timing for case in report.cases):
+        return ""
+    if report.environment.gpu is not None:
+        return "nothing was timed in this run."
+    interpreted = any(case.variant == "interpreter" for case in report.cases)
+    how = "; kernels ran in Triton's interpreter" if interpreted else ""
+    return f"nothing was timed, because this machine has no GPU{how}."
+
+
+def advice(series: tuple[Series, ...]) -> str:
+    """Which precisions of an implementation may be used, as far as the operator's own output tells."""
+    name = series[0].implementation
+    good = [s for s in series if s.passed]
+    bad = "; ".join(f"{_with(s.precision)}: {_trouble(s)}" for s in series if not s.passed)
+    if not good:
+        return f"{name} may not be used: {bad}."
+    layers = len({case.layer for s in good for case in s.cases})
+    where = f"all {layers} layers" if layers > 1 else "the layer replayed"
+    which = fmt.words((_with(s.precision) for s in good), "or")
+    text = f"{name} may be used {which}: within the error budget in {where}."
+    return f"{text}  Not so {bad}." if bad else text
+
+
+def _trouble(series: Series) -> str:
+    """ "not finite in layer 9" """
+    found: dict[str, list[int]] = {}
+    for case in series.cases:
+        if case.status != "passed":
+            found.setdefault(_STATUSES.get(case.status, case.status), []).append(case.layer.index)
+    return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
+
+
+def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: Precision) -> str:
+    own = [(group, s) for group in found for s in group.series(name) if s.precision == precision]
+    speeds = [(group, speed) for group, s in own if (speed := total_speed(s)) and speed.device_ratio is not None]
+    compared = [(group, s) for group, s in own if pool(s.cases, "out", vs_oracle)]
+    parts = []
+    if troubles := list(dict.fromkeys(_trouble(s) for _, s in own if _failed(s))):
+        parts.append(f"FAILED: {'; '.join(troubles)}." + (" Elsewhere" if speeds else ""))
+    if speeds:
+        parts.append(_speed(report.baseline, speeds))
+    if compared:
+        parts.append(_exactness(report.baseline, *compared[0]))
+    return " ".join(parts)
+
+
+def _speed(baseline: str, speeds: list[tuple[Group, TotalSpeed]]) -> str:
+    """ "3.10x [3.01, 3.21] faster than unfused by device time (call 3.02x) at 4,096 tokens, summed over 4 layers." """
+    group, speed = speeds[0]
+    ratio = fmt.speedup(speed.device_ratio, speed.device_interval)
+    said = {
+        "faster": f"{ratio} faster than {baseline}",
+        "slower": f"slower than {baseline}, {ratio}",
+        "no difference": f"as fast as {baseline}, {ratio}",
+        None: f"compared with {baseline} {ratio}",
+    }[speed.verdict]
+    layers = f"summed over {len(speed.layers)} layers" if len(speed.layers) > 1 else f"in layer {speed.layers[0]}"
+    others = [
+        f"; {fmt.speedup(other.device_ratio, other.device_interval)} (call {fmt.ratio(other.call_ratio)}) "
+        f"at {shorter.tokens}"
+        for shorter, other in speeds[1:]
+    ]
+    return f"{said} by device time (call {fmt.ratio(speed.call_ratio)}) at {group.tokens}, {layers}{''.join(others)}."
+
+
+def _exactness(baseline: str, group: Group, series: Series) -> str:
+    ours, limit = pool(series.cases, "out", vs_oracle), pool(series.cases, "out", floor)
+    against = pool(series.cases, "out", vs_baseline)
+    original = group.baseline_of(series.precision)
+    theirs = pool(original.cases, "out", vs_oracle) if original else None
+    parts = []
+    if against:
+        equal, near = (fmt.percent(against.match_pct(tolerance)) for tolerance in (0.0, 1e-3))
+        parts.append(f"{equal} of output elements equal {baseline}'s, {near} within 1e-3")
+    beside = [f"{baseline} {fmt.small(theirs.rms_ratio)}"] if theirs else []
+    beside += [f"floor {fmt.small(limit.rms_ratio)}"] if limit else []
+    parts.append(f"rms error against fp64 {fmt.small(ours.rms_ratio if ours else None)} ({', '.join(beside)})")
+    return f"{'; '.join(parts)}."
+
+
+def _failed(series: Series) -> bool:
+    return any(case.status not in ("passed", "refused") for case in series.cases)
+
+
+def _with(precision: Precision) -> str:
+    return f"{precision.intermediates} with {precision.state_dtype} states"
+
+
+def _of_results(report: RunReport) -> Iterator[str]:
+    if report.clocks and report.clocks.throttle_reasons:
+        yield (
+            f"The GPU throttled while it was timed ({', '.join(report.clocks.throttle_reasons)}): absolute times are "
+            "too long, and ratios stand only because both sides were timed in turns."
+        )
+
+
+def _which(cases: list[CaseResult]) -> str:
+    """ "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..." """
+    found: dict[str, list[int]] = {}
+    for case in cases:
+        status = "" if case.status == "refused" else f" {_STATUSES.get(case.status, case.status)}"
+        found.setdefault(f"{case.implementation} ({case.precision}){status}", []).append(case.layer.index)
+    return "; ".join(f"{name} in {_layers(layers)}" for name, layers in found.items())
+
+
+def _layers(indices: list[int]) -> str:
+    return f"{'layer' if len(set(indices)) == 1 else 'layers'} {fmt.indices(indices)}"

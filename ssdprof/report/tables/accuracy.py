@@ -1,0 +1,164 @@
+"""How exact: one column per precision, as in the table of the fused SSD kernel's authors, with fp64 beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ssdprof.report import format as fmt
+from ssdprof.report.groups import Group, Pooled, Series, TensorName, baselines, pool
+from ssdprof.report.tables.table import Note, Table, columns
+from ssdprof.schema import TOLERANCES, Deviation, Precision, TensorAccuracy
+
+TENSORS: tuple[TensorName, ...] = ("out", "final_states")
+READING = Note(
+    "Match: share of elements with |a - b| <= atol + rtol |b|, rounded down.  Rms error: rms(a - b) / rms(b).  Floor: "
+    "how the fp64 answer itself scores once it is rounded; no implementation can do better."
+)
+_SHOWN = {"out": "output", "final_states": "final states"}
+
+
+def vs_baseline(accuracy: TensorAccuracy) -> Deviation | None:
+    return accuracy.vs_baseline
+
+
+def vs_oracle(accuracy: TensorAccuracy) -> Deviation | None:
+    return accuracy.vs_oracle
+
+
+def floor(accuracy: TensorAccuracy) -> Deviation | None:
+    return accuracy.floor
+
+
+def match(group: Group, implementation: str, tensor: TensorName) -> Table | None:
+    """Match percentages and errors of one tensor, all layers of the group pooled; None if nothing was compared."""
+    series = tuple(s for s in group.series(implementation) if pool(s.cases, tensor, vs_oracle))
+    if not series:
+        return None
+    several = len(group.layers) > 1
+    rows: list[tuple[str, ...]] = [
+        ("within the error budget", *(_budget(s, tensor) for s in series), ""),
+        ("kernel", *(s.variant for s in series), ""),
+    ]
+    headings = set()
+    for title, pooled, beside in _comparisons(group, series, tensor):
+        if any(pooled):
+            headings.add(len(rows))
+            rows.append((title, *[""] * (len(series) + 1)))
+            rows += _block(pooled, beside, several=several)
+    layers = f"{len(group.layers)} layers pooled" if several else f"layer {group.layers[0].index}"
+    return Table(
+        title=f"Accuracy of {implementation}'s {_SHOWN[tensor]} at {group.tokens}, {layers}",
+        headers=("", *(_header(s.precision) for s in series), "floor"),
+        rows=tuple(rows),
+        align=columns(1, len(series) + 1),
+        note=_note(series, group, tensor),
+        headings=frozenset(headings),
+    )
+
+
+def by_layer(group: Group, implementation: str, tensor: TensorName = "out") -> Table | None:
+    """RMS error against fp64, one row per layer: which layer is the worst?"""
+    series = tuple(s for s in group.series(implementation) if pool(s.cases, tensor, vs_oracle))
+    if not series:
+        return None
+    rows = []
+    for layer in group.layers:
+        own = [[case for case in s.cases if case.layer.index == layer.index] for s in series]
+        cells = [pool(cases, tensor, vs_oracle) for cases in own]
+        limit = pool((case for cases in own for case in cases), tensor, floor)
+        rows.append((str(layer.index), *(fmt.small(p.rms_ratio if p else None) for p in (*cells, limit))))
+    return Table(
+        title=f"Rms error of {implementation}'s {_SHOWN[tensor]} against fp64 in each layer at {group.tokens}",
+        headers=("layer", *(_header(s.precision) for s in series), "floor"),
+        rows=tuple(rows),
+        align=columns(0, len(series) + 2),
+    )
+
+
+def largest(group: Group, implementation: str) -> Table | None:
+    """Where the largest differences are, over all layers of the group."""
+    rows = []
+    for tensor in TENSORS:
+        for series in group.series(implementation):
+            for against, which in (("fp64", vs_oracle), (group.baseline, vs_baseline)):
+                pooled = pool(series.cases, tensor, which)
+                if pooled is not None:
+                    rows.append(_largest_row(_SHOWN[tensor], series, against, pooled))
+    if not rows:
+        return None
+    return Table(
+        title=f"Largest differences of {implementation} at {group.tokens}",
+        headers=("tensor", "precision", "against", "max abs", "layer", "position", "worst head"),
+        rows=tuple(rows),
+        align=("left", "left", "left", "right", "right", "left", "right"),
+        note="Positions are (b, l, h, p) in the output and (b, h, p, n) in the final states, counted from 0.",
+        keys=3,
+    )
+
+
+def _comparisons(
+    group: Group, series: Sequence[Series], tensor: TensorName
+) -> Iterator[tuple[str, list[Pooled | None], Pooled | None]]:
+    """Heading, one entry per column, and the floor where there is one."""
+    name = series[0].implementation
+    limit = pool((case for s in series for case in s.cases), tensor, floor)
+    yield f"{name} against {group.baseline}", [pool(s.cases, tensor, vs_baseline) for s in series], None
+    yield f"{name} against fp64", [pool(s.cases, tensor, vs_oracle) for s in series], limit
+    if name != group.baseline:
+        originals = [group.baseline_of(s.precision) for s in series]
+        yield (
+            f"{group.baseline} against fp64",
+            [pool(s.cases, tensor, vs_oracle) if s else None for s in originals],
+            limit,
+        )
+
+
+def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, *, several: bool) -> list[tuple[str, ...]]:
+    def row(label: str, cell: Callable[[Pooled], str]) -> tuple[str, ...]:
+        return (label, *(cell(p) if p else fmt.MISSING for p in pooled), cell(beside) if beside else "")
+
+    worst = ", worst layer" if several else ""
+    return [
+        *(
+            row(f"match @ atol,rtol={fmt.tolerance(t)}", lambda p, t=t: fmt.percent(p.match_pct(t)))  # type: ignore[misc]
+            for t in TOLERANCES
+        ),
+        row(f"rms error{worst}", lambda p: fmt.small(p.rms_ratio)),
+        row(f"largest error{worst}", lambda p: fmt.small(p.max_abs)),
+    ]
+
+
+def _budget(series: Series, tensor: TensorName) -> str:
+    judged = [a.passed for case in series.cases for a in case.accuracy if a.tensor == tensor]
+    if all(judged):
+        return "yes"
+    return "NO" if len(judged) == 1 else f"NO: {judged.count(False)}/{len(judged)}"
+
+
+def _header(precision: Precision) -> str:
+    return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
+
+
+def _note(series: Sequence[Series], group: Group, tensor: TensorName) -> str:
+    dtypes = dict.fromkeys(case.dims.dtype for s in series for case in s.cases)
+    pairs = [
+        (s.precision, a.vs_baseline.against)
+        for s in series
+        for case in s.cases
+        for a in case.accuracy
+        if a.tensor == tensor and a.vs_baseline
+    ]
+    rounded = fmt.words(dtypes) if tensor == "out" else "the dtype in which states are returned"
+    return f"Baseline: {baselines(group.baseline, pairs)}.  Floor: fp64 itself, rounded to {rounded}."
+
+
+def _largest_row(tensor: str, series: Series, against: str, pooled: Pooled) -> tuple[str, ...]:
+    return (
+        tensor,
+        str(series.precision),
+        against,
+        fmt.small(pooled.max_abs),
+        str(pooled.layer.index),
+        fmt.position(pooled.largest.worst_position),
+        str(pooled.largest.worst_head),
+    )

@@ -1,0 +1,214 @@
+"""What ran, where, and what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ssdprof.report import format as fmt
+from ssdprof.report.groups import groups, precision_order
+from ssdprof.report.tables.table import Table, columns
+from ssdprof.schema import CaseResult, Clocks, Launch, Precision, Prompt, RunReport, SSDDims
+
+_MOST_FAILURES = 40  # rows: a run that fails everywhere fails alike
+_LONGEST_REASON = 300  # characters
+_PRECISION = "intermediates,\nstates"
+
+
+def facts(report: RunReport) -> Table:
+    """The model, the prompt, the machine and the settings behind every number."""
+    return Table(
+        title="What ran",
+        headers=("run", report.run_id),
+        rows=tuple((name, value) for name, value in _facts(report) if value),
+        align=("left", "left"),
+        wraps=1,
+    )
+
+
+def launches(report: RunReport) -> Table | None:
+    """Every kernel as it was launched; equal ones once."""
+    used: dict[tuple[str, ...], list[CaseResult]] = {}
+    for case in report.cases:
+        for launch in case.launches:
+            used.setdefault((case.implementation, case.variant, *_launch_cells(launch)), []).append(case)
+    if not used:
+        return None
+    tokens = {case.dims.seqlen for case in report.cases}
+    return Table(
+        title="Kernels as they were launched",
+        headers=("implementation", "variant", "kernel", "registers", "spills", "shared", "configuration", "used for"),
+        rows=tuple((*cells, _uses(cases, tokens, _precisions(report, cells[0]))) for cells, cases in used.items()),
+        align=("left", "left", "left", "right", "right", "right", "left", "left"),
+        note="Registers and spills are per thread, shared memory per block.",
+        keys=3,
+        wraps=6,
+    )
+
+
+def failures(report: RunReport) -> Table | None:
+    """Every case that did not pass; cases that differ only in the layer or the prompt share a row."""
+    places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
+    for group in groups(report):
+        for case in group.cases:
+            if case.status != "passed":
+                layers = places.setdefault(_failure(case), {}).setdefault(group.tokens.removesuffix(" tokens"), [])
+                layers.append(case.layer.index)
+    if not places:
+        return None
+    rows: list[tuple[str, ...]] = []
+    for cells, prompts in places.items():
+        same: dict[str, list[str]] = {}
+        for tokens, layers in prompts.items():
+            same.setdefault(fmt.indices(layers), []).append(tokens)
+        rows += [(layers, "; ".join(tokens), *cells) for layers, tokens in same.items()]
+    hidden = len(rows) - _MOST_FAILURES
+    return Table(
+        title="Failures and refusals",
+        headers=("case", "layers", "tokens", "implementation", _PRECISION, "status", "reason", "first NaN\nor Inf"),
+        rows=tuple((str(number), *row) for number, row in enumerate(rows[:_MOST_FAILURES], start=1)),
+        align=("right", *columns(7, 0)),
+        note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
+        keys=1,
+        wraps=6,
+    )
+
+
+def shape(dims: SSDDims) -> str:
+    """A layer's dimensions in words."""
+    return (
+        f"{dims.nheads} heads x {dims.headdim}, state {dims.dstate}, {fmt.plural(dims.ngroups, 'group')}, "
+        f"chunk {dims.chunk_size}, {dims.dtype}"
+    )
+
+
+def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
+    ref, environment = report.checkpoint, report.environment
+    yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]})"
+    yield "revision", ref.revision or ""
+    if ref.requested != ref.repo_id:
+        yield "asked for", ref.requested
+    yield "siblings", ", ".join(ref.siblings)
+    yield "quantisation", ref.quantization or ""
+    yield "layers", _layers(report)
+    for dims, indices in _shapes(report).items():
+        yield "dimensions", dims if len(_shapes(report)) == 1 else f"{dims} (layers {fmt.indices(indices)})"
+    for prompt in report.prompts:
+        yield "prompt", _prompt(prompt)
+    yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
+    yield "segments", f"{report.segment_length:,} tokens per forward call of the model"
+    yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
+    yield "baseline", report.baseline
+    if environment.gpu:
+        gpu = environment.gpu
+        yield (
+            "GPU",
+            f"{gpu.name}, {gpu.sm_count} SMs, compute capability {gpu.compute_capability}, "
+            f"{fmt.size(gpu.memory_bytes)}, L2 {fmt.size(gpu.l2_bytes)}",
+        )
+        yield "driver", f"{gpu.driver}, CUDA {gpu.cuda}"
+    else:
+        yield "GPU", "none"
+    if report.clocks:
+        yield "clocks", clocks(report.clocks)
+    if report.ceilings:
+        yield (
+            "ceilings",
+            f"copy {report.ceilings.copy_gb_per_s:,.0f} GB/s (read + written), matrix product "
+            f"{report.ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
+        )
+    if report.model_peak_bytes is not None:
+        yield "peak memory", f"{fmt.size(report.model_peak_bytes)} of GPU memory, model and replay"
+    yield "CPU", f"{environment.cpu}, {environment.platform}"
+    packages = {"ssdprof": report.ssdprof_version, "Python": environment.python, **environment.packages}
+    yield "versions", ", ".join(f"{name} {version}" for name, version in packages.items())
+    yield "started", report.created
+    yield "command", " ".join(report.command)
+
+
+_SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"}
+
+
+def clocks(clocks: Clocks) -> str:
+    """Before and after the timed region, and whether the GPU held back."""
+    pairs = (
+        f"SM {clocks.sm_mhz[0]:,} to {clocks.sm_mhz[1]:,} MHz",
+        f"memory {clocks.memory_mhz[0]:,} to {clocks.memory_mhz[1]:,} MHz",
+        f"{clocks.temperature_c[0]} to {clocks.temperature_c[1]} °C",
+        f"throttled: {', '.join(clocks.throttle_reasons)}" if clocks.throttle_reasons else "not throttled",
+    )
+    return ", ".join(pairs)
+
+
+def _layers(report: RunReport) -> str:
+    ref = report.checkpoint
+    operators = "/".join(dict.fromkeys(layer.operator.upper() for layer in ref.layers))
+    captured = [layer.index for layer in report.captured_layers]
+    return (
+        f"{len(captured)} of {len(ref.layers)} {operators} layers replayed ({fmt.indices(captured)}); "
+        f"the model has {fmt.plural(ref.layer_count, 'layer')}"
+    )
+
+
+def _shapes(report: RunReport) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for case in report.cases:
+        found.setdefault(shape(case.dims), []).append(case.layer.index)
+    return found
+
+
+def _prompt(prompt: Prompt) -> str:
+    size = f"{prompt.seqlen:,} tokens" if prompt.batch == 1 else f"{prompt.batch} x {prompt.seqlen:,} tokens"
+    kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
+    return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
+
+
+def _all_precisions(report: RunReport) -> list[Precision]:
+    return sorted({case.precision for case in report.cases}, key=precision_order)
+
+
+def _precisions(report: RunReport, implementation: str) -> set[Precision]:
+    return {case.precision for case in report.cases if case.implementation == implementation}
+
+
+def _launch_cells(launch: Launch) -> tuple[str, ...]:
+    return (
+        launch.kernel,
+        fmt.count(launch.registers),
+        fmt.count(launch.spills),
+        fmt.size(launch.shared_bytes),
+        ", ".join(f"{name}={value}" for name, value in launch.config.items()) or fmt.MISSING,
+    )
+
+
+def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[Precision]) -> str:
+    """Which prompts and precisions a launch belongs to, if not to all."""
+    used_tokens = sorted({case.dims.seqlen for case in cases}, reverse=True)
+    used = sorted({case.precision for case in cases}, key=precision_order)
+    parts = []
+    if set(used) != precisions:
+        parts.append("; ".join(str(p) for p in used))
+    if set(used_tokens) != tokens:
+        parts.append(f"{fmt.words(f'{n:,}' for n in used_tokens)} tokens")
+    return " at ".join(parts) or "all"
+
+
+def _failure(case: CaseResult) -> tuple[str, ...]:
+    return (
+        case.implementation,
+        f"{case.precision.intermediates}, {case.precision.state_dtype}",
+        case.status,
+        _shortened(case.reason),
+        _first_nonfinite(case),
+    )
+
+
+def _first_nonfinite(case: CaseResult) -> str:
+    for accuracy in case.accuracy:
+        if accuracy.vs_oracle.first_nonfinite is not None:
+            return f"{accuracy.tensor}{list(accuracy.vs_oracle.first_nonfinite)}"
+    return fmt.MISSING
+
+
+def _shortened(reason: str) -> str:
+    reason = " ".join(reason.split())
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."

@@ -1,0 +1,102 @@
+"""How fast: one row per implementation and precision, of one layer or of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ssdprof.report import format as fmt
+from ssdprof.report.groups import Group, Series, TotalSpeed, baselines, total_speed
+from ssdprof.report.tables.table import Note, Table, columns
+
+_HEADERS = (
+    "speedup,\ndevice",
+    "speedup,\ncall",
+    "verdict",
+    "device\ntime",
+    "call\ntime",
+    "of\nfloor",
+    "extra\nmemory",
+)
+_PRECISION = "intermediates,\nstates"
+READING = Note(
+    "Device: the GPU's own time.  Call: what a Python caller waits for, launches included.  In brackets: 95 % "
+    "intervals.  The verdict goes by device time.  Of floor: the least time that the bytes and the arithmetic take on "
+    "this GPU, as a share of the device time.  Extra memory: allocated by the call beyond its outputs."
+)
+
+
+def total(group: Group) -> Table | None:
+    """Every series, its layers added up; None if nothing was timed."""
+    found = [(series, total_speed(series)) for series in group.series()]
+    if not any(speed for _, speed in found):
+        return None
+    every = len(group.layers)
+    incomplete = any(speed is None or len(speed.layers) < every for _, speed in found)
+    rows = []
+    for series, speed in found:
+        layers = f"{len(speed.layers) if speed else 0} of {every}"
+        names = (series.name, _short(series), *((layers,) if incomplete else ()))
+        rows.append((*names, *_cells(series, speed)))
+    note = [_baselines(group, found)]
+    if every > 1:
+        note.append("The interval of a sum takes every layer at its own bound, so it covers more than 95 %.")
+    if incomplete:
+        note.append("Each speedup compares the same layers; times over different numbers of layers do not compare.")
+    return Table(
+        title=f"Speed at {group.tokens}, " + (f"sum over {every} layers" if every > 1 else f"layer {_only(group)}"),
+        headers=("implementation", _PRECISION, *(("layers",) if incomplete else ()), *_HEADERS),
+        rows=tuple(rows),
+        align=columns(2, len(_HEADERS) + incomplete),
+        note="  ".join(note),
+        keys=2,
+    )
+
+
+def per_layer(group: Group) -> Table | None:
+    """Every case, layer by layer; None if nothing was timed."""
+    if not any(case.timing for case in group.cases):
+        return None
+    rows = []
+    found: list[tuple[Series, TotalSpeed | None]] = []
+    for layer in group.layers:
+        for series in group.at_layer(layer).series():
+            speed = total_speed(series)
+            found.append((series, speed))
+            names = (str(layer.index), series.name, _short(series))
+            rows.append((*names, *_cells(series, speed)))
+    return Table(
+        title=f"Speed of each layer at {group.tokens}",
+        headers=("layer", "implementation", _PRECISION, *_HEADERS),
+        rows=tuple(rows),
+        align=("right", *columns(2, len(_HEADERS))),
+        note=_baselines(group, found),
+        keys=3,
+    )
+
+
+def _cells(series: Series, speed: TotalSpeed | None) -> tuple[str, ...]:
+    if speed is None:
+        statuses = dict.fromkeys(case.status for case in series.cases)
+        return (fmt.MISSING, fmt.MISSING, fmt.words(statuses), *(fmt.MISSING,) * 4)
+    return (
+        fmt.speedup(speed.device_ratio, speed.device_interval),
+        fmt.speedup(speed.call_ratio, speed.call_interval),
+        speed.verdict or fmt.MISSING,
+        fmt.duration(speed.device_us),
+        fmt.duration(speed.call_us),
+        fmt.percent(speed.floor_pct, 1),
+        fmt.size(speed.workspace_bytes),
+    )
+
+
+def _baselines(group: Group, found: Iterable[tuple[Series, TotalSpeed | None]]) -> str:
+    pairs = [(series.precision, name) for series, speed in found if speed for name in speed.baselines]
+    return f"Baseline: {baselines(group.baseline, pairs)}."
+
+
+def _short(series: Series) -> str:
+    return f"{series.precision.intermediates}, {series.precision.state_dtype}"
+
+
+def _only(group: Group) -> int:
+    return group.layers[0].index

@@ -1,0 +1,46 @@
+"""A table before it is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Align = Literal["left", "right"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """How to read what stands above it."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Strings in rows; how it is drawn is the renderer's affair.
+
+    keys: leading columns that say what a row is about; they are repeated where a wide table is split.
+    headings: indices of rows that are the title of those below them: all cells but the first are empty.
+    wraps: index of the column whose text may run over several lines.
+    A header may hold line breaks.
+    """
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    align: tuple[Align, ...]
+    note: str = ""
+    keys: int = 1
+    headings: frozenset[int] = frozenset()
+    wraps: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.align) != len(self.headers) or any(len(row) != len(self.headers) for row in self.rows):
+            raise ValueError(f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has")
+
+
+def columns(left: int, right: int) -> tuple[Align, ...]:
+    """Alignment of a table that begins with words and ends with numbers."""
+    words: list[Align] = ["left"] * left
+    numbers: list[Align] = ["right"] * right
+    return (*words, *numbers)

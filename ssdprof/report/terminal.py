@@ -1,0 +1,153 @@
+"""The report on a terminal.  Tables that are wider than it are split, never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from ssdprof.report import summary
+from ssdprof.report.document import Section, compose
+from ssdprof.report.format import MISSING
+from ssdprof.report.tables import Note, Table
+from ssdprof.schema import RunReport
+
+_GAP = 2  # blanks between columns: one of padding, one of the box
+_LEAST_WRAPPED = 30  # a column of prose is not made narrower than this without need
+_MOST_ROWS = 60  # of a table with one row per case
+_STYLES = {
+    "faster": "green",
+    "slower": "red",
+    "passed": "green",
+    "inaccurate": "red",
+    "nonfinite": "red",
+    "failed": "red",
+    "out of memory": "red",
+}
+
+
+def render(report: RunReport) -> RenderableType:
+    """Everything but the accuracy tables of single layers, which the Markdown report and the JSON hold."""
+    document = compose(report)
+    parts: list[RenderableType] = [
+        Text(document.title, style="bold"),
+        *(verdict(line, good=line.startswith(summary.GOOD)) for line in document.verdict),
+        "",
+        *(bullet(said.text, said.subject) for said in document.summary),
+    ]
+    if document.caveats:
+        parts += ["", Text("Caveats:", style="yellow"), *(bullet(line) for line in document.caveats)]
+    for section in document.sections:
+        if section.depth != "layer":
+            parts += _section(section)
+    if any(section.depth == "layer" for section in document.sections):
+        parts.append(Text("\nAccuracy tables of single layers: ssdprof export --format markdown", style="dim"))
+    return Group(*parts)
+
+
+def verdict(text: str, *, good: bool) -> RenderableType:
+    return Text(text, style="bold green" if good else "bold red")
+
+
+def bullet(text: str, subject: str = "") -> RenderableType:
+    """A line of a list; what does not fit goes on under its beginning."""
+    grid = RichTable.grid(padding=(0, 1, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    grid.add_row("-", Text.assemble((f"{subject} ", "bold"), text) if subject else Text(text))
+    return grid
+
+
+@dataclass(frozen=True)
+class SplitTable:
+    """A table that becomes several below each other where the console is too narrow, each with its key columns."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.table.title, style="bold")
+        rows = self.table.rows[:_MOST_ROWS]
+        blocks = _blocks(self.table, options.max_width)
+        for number, block in enumerate(blocks):
+            if number:
+                yield ""
+            yield _drawn(self.table, rows, block, part=len(blocks) > 1)
+        hidden = len(self.table.rows) - len(rows)
+        if hidden:
+            yield Text(f"{hidden:,} more rows: ssdprof export --format markdown", style="dim")
+        if self.table.note:
+            yield Text(self.table.note, style="dim")
+
+
+def _section(section: Section) -> Iterable[RenderableType]:
+    for block in section.blocks:
+        yield ""
+        match block:
+            case Table():
+                yield SplitTable(block)
+            case Note(text):
+                yield Text(text, style="dim")
+            case _:
+                yield Text(block)
+
+
+def _drawn(table: Table, rows: Sequence[tuple[str, ...]], block: Sequence[int], *, part: bool) -> RenderableType:
+    """The columns of a block; in a part of a table, without the rows that have nothing in it."""
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
+    for column in block:
+        drawn.add_column(
+            Text(table.headers[column]),
+            justify=table.align[column],
+            no_wrap=column != table.wraps,
+            overflow="fold",
+            vertical="top",
+        )
+    first_heading = min(table.headings, default=len(rows))
+    for index, row in enumerate(rows):
+        if part and all(row[column] == MISSING for column in block[table.keys :]):
+            continue
+        cells = [Text(row[column], style=_style(row[column])) for column in block]
+        if index in table.headings:
+            cells[0].stylize("bold")
+        elif index > first_heading:
+            cells[0] = Text("  ") + cells[0]
+        drawn.add_row(*cells)
+    return drawn
+
+
+def _style(cell: str) -> str:
+    return "red" if cell.startswith("NO") else _STYLES.get(cell, "")
+
+
+def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
+    """Columns of each part: the fewest parts that fit, and among those the ones most alike in width."""
+    keys = tuple(range(table.keys))
+    rest = range(table.keys, len(table.headers))
+    widths = [_width(table, column) for column in range(len(table.headers))]
+    room = width - sum(widths[key] + _GAP for key in keys)
+
+    def taken(columns: Sequence[int]) -> int:
+        return sum(widths[column] for column in columns) + _GAP * (len(columns) - 1)
+
+    for parts in range(1, len(rest) + 1):
+        splits = []
+        for cuts in combinations(rest[1:], parts - 1):
+            edges = (rest.start, *cuts, rest.stop)
+            splits.append([tuple(range(low, high)) for low, high in pairwise(edges)])
+        best = min(splits, key=lambda split: max(taken(columns) for columns in split))
+        if parts == len(rest) or max(taken(columns) for columns in best) <= room:
+            return [keys + columns for columns in best]
+    return [keys]
+
+
+def _width(table: Table, column: int) -> int:
+    indent = 2 if table.headings and column == 0 else 0
+    cells = [*table.headers[column].split("\n"), *(row[column] for row in table.rows)]
+    widest = max(cell_len(cell) for cell in cells) + indent
+    return min(widest, _LEAST_WRAPPED) if column == table.wraps else widest

@@ -1,0 +1,234 @@
+"""What is in the tables, whoever draws them."""
+
+import pytest
+from report.make import (
+    ALL_PRECISIONS,
+    EXACT_FP32,
+    RELAXED_FP16,
+    RELAXED_FP32,
+    failed,
+    make_checkpoint,
+    make_clocks,
+    make_report,
+)
+
+from ssdprof.report import format as fmt
+from ssdprof.report.groups import groups
+from ssdprof.report.tables import Table, accuracy, run, speed
+
+
+def rows(table):
+    """First column -> cells, of a table whose first column is unique."""
+    return {row[0]: row[1:] for row in table.rows}
+
+
+def below(table, heading):
+    """The rows under a heading, as a dict."""
+    start = next(i for i in table.headings if table.rows[i][0] == heading)
+    stop = min((i for i in table.headings if i > start), default=len(table.rows))
+    return {row[0]: row[1:] for row in table.rows[start + 1 : stop]}
+
+
+def test_a_table_refuses_rows_of_another_length():
+    with pytest.raises(ValueError, match="2 cells"):
+        Table(title="t", headers=("a", "b"), rows=(("1",),), align=("left", "left"))
+
+
+def test_facts_name_everything_behind_the_numbers():
+    facts = {name: value for name, (value,) in rows(run.facts(make_report())).items()}
+    assert facts["model"].startswith("ibm-granite/granite-4.0-h-small (granitemoehybrid")
+    assert facts["revision"] == "0123456789abcdef0123456789abcdef01234567"
+    assert facts["asked for"] == "ibm-granite/granite-4.0"
+    assert "granite-4.0-h-tiny" in facts["siblings"]
+    assert facts["layers"] == "4 of 36 SSD layers replayed (0, 9, 18, 27); the model has 40 layers"
+    assert facts["dimensions"] == "128 heads x 64, state 128, 1 group, chunk 256, bf16"
+    assert "131,072 tokens of built-in text" in facts["prompt"]
+    assert "9f9f9f9f9f9f9f9f" in facts["prompt"]
+    assert facts["baseline"] == "unfused"
+    assert "NVIDIA H200" in facts["GPU"]
+    assert facts["driver"] == "580.65.06, CUDA 13.0"
+    assert "SM 1,980 to 1,965 MHz" in facts["clocks"]
+    assert "not throttled" in facts["clocks"]
+    assert "4,312 GB/s" in facts["ceilings"]
+    assert "torch 2.11.0" in facts["versions"]
+    assert "ssdprof 0.1.0" in facts["versions"]
+    assert facts["precisions"].count("states") == 4
+    assert facts["command"] == "ssdprof run ibm-granite/granite-4.0 --seq 131072"
+
+
+def test_facts_leave_out_what_there_is_not():
+    facts = rows(run.facts(make_report(gpu=False, checkpoint=make_checkpoint(siblings=(), revision=None))))
+    assert facts["GPU"] == ("none",)
+    assert not {"driver", "clocks", "ceilings", "siblings", "revision", "quantisation", "peak memory"} & facts.keys()
+
+
+def test_throttling_is_a_fact():
+    facts = rows(run.facts(make_report(clocks=make_clocks(throttle_reasons=("SwPowerCap", "HwThermal")))))
+    assert "throttled: SwPowerCap, HwThermal" in facts["clocks"][0]
+
+
+def test_equal_launches_share_a_row():
+    table = run.launches(make_report())
+    assert len(table.rows) == 6  # five of unfused, one of fused
+    last = dict(zip(table.headers, table.rows[-1], strict=True))
+    assert last == {
+        "implementation": "fused",
+        "variant": "hopper",
+        "kernel": "segment_kernel",
+        "registers": "168",
+        "spills": "0",
+        "shared": "200 KiB",
+        "configuration": "segment_chunks=32, chunk=64, num_warps=12, stages=3",
+        "used for": "all",
+    }
+
+
+def test_a_launch_of_some_precisions_says_of_which():
+    def change(case):
+        if case.precision != RELAXED_FP16 or case.implementation != "fused":
+            return case
+        return case.model_copy(update={"launches": (case.launches[0].model_copy(update={"registers": 255}),)})
+
+    table = run.launches(make_report(change=change))
+    used = {row[3]: row[-1] for row in table.rows if row[0] == "fused"}
+    assert used == {
+        "168": "exact, fp32 states; exact, fp16 states; relaxed, fp32 states",
+        "255": "relaxed, fp16 states",
+    }
+
+
+def test_both_speedups_stand_side_by_side_with_their_intervals():
+    group = groups(make_report(layers=(9,), precisions=(EXACT_FP32,)))[0]
+    case = group.cases[-1]
+    for table in (speed.total(group), speed.per_layer(group)):
+        cells = dict(zip(table.headers, table.rows[-1], strict=True))
+        assert cells["speedup,\ndevice"] == fmt.speedup(case.speedup.device_ratio, case.speedup.device_interval)
+        assert cells["speedup,\ncall"] == fmt.speedup(case.speedup.call_ratio, case.speedup.call_interval)
+        assert cells["device\ntime"] == fmt.duration(case.timing.device_median_us)
+        assert cells["call\ntime"] == fmt.duration(case.timing.call_median_us)
+        assert cells["verdict"] == "faster"
+        assert cells["of\nfloor"] == fmt.percent(case.roofline.floor_pct, 1)
+        assert cells["extra\nmemory"] == "126 MiB"
+
+
+def test_the_sum_names_its_layers_and_its_baseline():
+    group = groups(make_report())[0]
+    table = speed.total(group)
+    assert table.title == "Speed at 131,072 tokens, sum over 4 layers"
+    assert "unfused, exact, with the same state dtype" in table.note
+    cells = dict(zip(table.headers, table.rows[2], strict=True))
+    own = [case for case in group.cases if case.implementation == "fused" and case.precision == EXACT_FP32]
+    assert cells["device\ntime"] == fmt.duration(sum(case.timing.device_median_us for case in own))
+
+
+def test_a_layer_that_failed_is_not_in_the_sum_and_the_row_says_so():
+    report = make_report(
+        change=lambda case: (
+            failed(case, "inaccurate")
+            if (case.layer.index, case.implementation, case.precision) == (9, "fused", EXACT_FP32)
+            else case
+        )
+    )
+    table = speed.total(groups(report)[0])
+    cells = {(row[0], row[1]): row[2] for row in table.rows}
+    assert cells["fused hopper", "exact, fp32"] == "3 of 4"
+    assert cells["unfused portable", "exact, fp32"] == "4 of 4"
+    assert "do not compare" in table.note
+    layer = next(
+        row for row in speed.per_layer(groups(report)[0]).rows if row[:3] == ("9", "fused hopper", "exact, fp32")
+    )
+    assert layer[3:] == ("-", "-", "inaccurate", "-", "-", "-", "-")
+
+
+def test_nothing_timed_is_no_table():
+    group = groups(make_report(gpu=False))[0]
+    assert speed.total(group) is None
+    assert speed.per_layer(group) is None
+
+
+def test_the_match_table_has_a_column_per_precision_and_fp64_and_the_floor_beside():
+    group = groups(make_report(precisions=ALL_PRECISIONS))[0]
+    table = accuracy.match(group, "fused", "out")
+    assert [header.replace("\n", " ") for header in table.headers] == [
+        "",
+        *(f"{p.intermediates}, {p.state_dtype} states" for p in ALL_PRECISIONS),
+        "floor",
+    ]
+    ours = below(table, "fused against unfused")
+    assert ours["match @ atol,rtol=0"] == ("99.696%", "99.337%", "99.337%", "66.823%", "66.823%", "66.823%", "")
+    assert ours["match @ atol,rtol=1e-3"] == (*["100.000%"] * 3, *["99.743%"] * 3, "")
+    assert ours["match @ atol,rtol=1e-2"] == (*["100.000%"] * 6, "")
+    exact = below(table, "fused against fp64")
+    assert exact["match @ atol,rtol=1e-3"] == (*["41.500%"] * 6, "43.250%")
+    assert exact["rms error, worst layer"][-1] == "1.66e-3"
+    assert exact["largest error, worst layer"] == (*["0.058"] * 6, "0.0156")  # layer 27
+    original = below(table, "unfused against fp64")
+    assert original["rms error, worst layer"][0] == original["rms error, worst layer"][3] == "2.16e-3"
+    assert original["rms error, worst layer"][1] == "2.22e-3"
+    assert rows(table)["within the error budget"] == (*["yes"] * 6, "")
+
+
+def test_final_states_have_a_table_too():
+    table = accuracy.match(groups(make_report(layers=(0,)))[0], "fused", "final_states")
+    assert below(table, "fused against unfused")["match @ atol,rtol=1e-3"][0] == "99.999%"
+    assert "final states" in table.title
+
+
+def test_a_case_over_its_budget_is_counted():
+    report = make_report(change=lambda case: failed(case, "inaccurate") if case.layer.index == 9 else case)
+    table = accuracy.match(groups(report)[0], "fused", "out")
+    assert rows(table)["within the error budget"][0] == "NO: 1/4"
+    assert below(table, "fused against fp64")["rms error, worst layer"][0] == "0.4"
+
+
+def test_a_refused_precision_has_no_column():
+    report = make_report(change=lambda case: failed(case, "refused") if case.precision == RELAXED_FP32 else case)
+    assert not any("relaxed,\nfp32" in h for h in accuracy.match(groups(report)[0], "fused", "out").headers)
+
+
+def test_errors_of_each_layer():
+    table = accuracy.by_layer(groups(make_report())[0], "fused")
+    assert [row[0] for row in table.rows] == ["0", "9", "18", "27"]
+    assert table.rows[0][1] == "2.10e-3"
+    assert table.rows[-1][-1] == "1.66e-3"
+
+
+def test_the_largest_difference_is_placed():
+    table = accuracy.largest(groups(make_report())[0], "fused")
+    assert table.rows[0] == ("output", "exact, fp32 states", "fp64", "0.058", "27", "(0, 131044, 79, 63)", "79")
+    assert table.rows[1][2:5] == ("unfused", "0.0156", "0")
+
+
+def test_failures_say_where_the_first_nan_is_and_share_rows():
+    def change(case):
+        return failed(case, "nonfinite", "out: 7\nelements") if case.implementation == "fused" else case
+
+    table = run.failures(
+        make_report(layers=(0, 1, 2, 5), seqlens=(1024, 2048), precisions=(EXACT_FP32,), change=change)
+    )
+    assert table.rows == (
+        ("1", "0-2, 5", "2,048; 1,024", "fused", "exact, fp32", "nonfinite", "out: 7 elements", "out[0, 777, 5, 9]"),
+    )
+
+
+def test_failures_of_other_layers_at_another_prompt_keep_their_rows():
+    def change(case):
+        wanted = (case.layer.index, case.dims.seqlen) in ((0, 1024), (1, 2048))
+        return failed(case, "refused", "too long") if wanted and case.implementation == "fused" else case
+
+    table = run.failures(make_report(layers=(0, 1), seqlens=(1024, 2048), precisions=(EXACT_FP32,), change=change))
+    assert [row[1:3] for row in table.rows] == [("1", "2,048"), ("0", "1,024")]
+
+
+def test_endless_failures_are_cut_and_counted():
+    def change(case):
+        return failed(case, "failed", f"{case.layer.index} " + "x" * 1000)
+
+    table = run.failures(make_report(layers=range(50), precisions=(EXACT_FP32,), change=change))
+    assert len(table.rows) == 40
+    assert table.note.startswith("60 more rows")
+    assert all(len(row[6]) == 300 for row in table.rows)
+
+
+def test_no_failures_no_table():
+    assert run.failures(make_report()) is None
