@@ -1,0 +1,7 @@
+"""The machine behind a number: what it is, how fast its clocks ran, and what it lacks."""
+
+from ssdprof.environment.checks import Check, doctor
+from ssdprof.environment.clocks import ClockWatch
+from ssdprof.environment.machine import collect
+
+__all__ = ["Check", "ClockWatch", "collect", "doctor"]

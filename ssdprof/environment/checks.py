@@ -1,0 +1,177 @@
+"""`ssdprof doctor`: what this machine has, what it lacks, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from ssdprof.environment.clocks import read
+from ssdprof.environment.machine import gpu, installed_version
+from ssdprof.schema import Record
+
+_ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
+_NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
+_NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
+
+
+class Check(Record):
+    """ok: works.  warn: works with a restriction.  missing: what needs it does not work here."""
+
+    name: str
+    status: Literal["ok", "warn", "missing"]
+    detail: str
+    hint: str = ""  # empty if ok
+
+
+def doctor() -> tuple[Check, ...]:
+    """Every check, in the order in which their absence hurts."""
+    return (
+        Check(name="python", status="ok", detail=platform.python_version()),
+        *_packages(),
+        *_gpu(),
+        _kernels(),
+        _ncu(),
+        _counters(_NVIDIA_PARAMETERS),
+        _hub(),
+        _cache(),
+    )
+
+
+def _packages() -> Iterator[Check]:
+    """What ssdprof's own metadata asks for."""
+    for text in requires("ssdprof") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found, name = installed_version(requirement.name), requirement.name
+        if found is None:
+            yield Check(name=name, status="missing", detail="not installed", hint=f"pip install '{requirement}'")
+        elif not requirement.specifier.contains(found, prereleases=True):
+            hint = f"pip install '{requirement}'"
+            yield Check(name=name, status="warn", detail=f"{found} is not {requirement.specifier}", hint=hint)
+        else:
+            yield Check(name=name, status="ok", detail=found)
+
+
+def _gpu() -> Iterator[Check]:
+    import torch
+
+    found = gpu()
+    if found is None:
+        why = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
+        yield Check(
+            name="gpu",
+            status="missing",
+            detail=why,
+            hint="Short prompts work without one; timings need one, its driver and a CUDA build of torch.",
+        )
+        return
+    details = f"{found.name}, compute capability {found.compute_capability}, driver {found.driver}, CUDA {found.cuda}"
+    if float(found.compute_capability) < 8:
+        hint = "The kernels are written for compute capability 8.0 and later."
+        yield Check(name="gpu", status="warn", detail=details, hint=hint)
+    else:
+        yield Check(name="gpu", status="ok", detail=details)
+    free, total = torch.cuda.mem_get_info()
+    yield Check(name="gpu memory", status="ok", detail=f"{_gib(free)} free of {_gib(total)}")
+    if read() is None:
+        hint = "Reports will not say whether the GPU was throttled."
+        yield Check(name="clocks", status="warn", detail="NVML does not tell this GPU's clocks", hint=hint)
+    else:
+        yield Check(name="clocks", status="ok", detail="readable through NVML")
+
+
+def _kernels() -> Check:
+    import torch
+
+    from ssdprof.kernels._triton import INTERPRETED
+
+    if not INTERPRETED:
+        return Check(name="kernels", status="ok", detail="compiled by Triton for the GPU")
+    hint = (
+        "Unset TRITON_INTERPRET to use the GPU."
+        if torch.cuda.is_available()
+        else "Numbers are right and slow to come by; nothing is timed."
+    )
+    return Check(name="kernels", status="warn", detail="run in Triton's interpreter", hint=hint)
+
+
+def _ncu() -> Check:
+    path = _find_ncu()
+    if path is None:
+        return Check(
+            name="ncu", status="missing", detail="not found", hint="Install Nsight Compute to see warp stalls."
+        )
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check(name="ncu", status="missing", detail=f"does not run: {error}", hint="Reinstall Nsight Compute.")
+    version = re.search(r"Version (\S+)", answer)
+    return Check(name="ncu", status="ok", detail=version.group(1) if version else answer.strip())
+
+
+def _find_ncu() -> str | None:
+    """On PATH, else where NVIDIA's installers put it, the latest."""
+    on_path = shutil.which("ncu")
+    if on_path is not None:
+        return on_path
+    for pattern in _NCU_FOLDERS:
+        for folder in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
+            if os.access(folder / "ncu", os.X_OK):
+                return str(folder / "ncu")
+    return None
+
+
+def _counters(parameters: Path) -> Check:
+    """Whether the driver lets this user read hardware counters."""
+    name = "hardware counters"
+    if not parameters.exists():
+        return Check(name=name, status="missing", detail="no NVIDIA driver", hint="Warp stalls need one.")
+    admin_only = "RmProfilingAdminOnly: 1" in parameters.read_text()
+    if not admin_only:
+        return Check(name=name, status="ok", detail="open to every user")
+    if os.geteuid() == 0:
+        return Check(name=name, status="ok", detail="for administrators only, which this process is")
+    return Check(
+        name=name,
+        status="missing",
+        detail="for administrators only",
+        hint="Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0.",
+    )
+
+
+def _hub() -> Check:
+    from huggingface_hub import constants, is_offline_mode
+
+    if is_offline_mode():
+        hint = "Unset HF_HUB_OFFLINE to download."
+        return Check(name="hub", status="warn", detail="HF_HUB_OFFLINE is set: cached models only", hint=hint)
+    return Check(name="hub", status="ok", detail=f"{constants.ENDPOINT}, not contacted by this check")
+
+
+def _cache() -> Check:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        hint = "Set HF_HOME to a folder that you can write to."
+        return Check(name="cache", status="missing", detail="the hub's cache is not writable", hint=hint)
+    free = shutil.disk_usage(existing).free
+    if free < _ROOMY_BYTES:
+        hint = "Large checkpoints will not fit: set HF_HOME to a larger disk."
+        return Check(name="cache", status="warn", detail=f"{_gib(free)} free", hint=hint)
+    return Check(name="cache", status="ok", detail=f"{_gib(free)} free")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

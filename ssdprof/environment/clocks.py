@@ -1,0 +1,135 @@
+"""What NVML says of the GPU while it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import pynvml
+
+from ssdprof.schema import Clocks
+
+# The reasons that make a GPU slower than it could be now.  Idling and a clock that its owner has set are not among
+# them: the first says nothing about the timed region, and the second is a choice that the clocks themselves show.
+_THROTTLE_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature, by the driver",
+    0x40: "temperature, by the hardware",
+    0x80: "power brake",
+}
+
+
+def throttle_reasons(bits: int) -> tuple[str, ...]:
+    """NVML's mask of clock event reasons in words, without those that slow nothing down."""
+    return tuple(words for bit, words in _THROTTLE_REASONS.items() if bits & bit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One look at the GPU."""
+
+    sm_mhz: int
+    memory_mhz: int
+    temperature_c: int
+    reason_bits: int
+
+
+class ClockWatch:
+    """Reads the clocks when entered, at every `poll`, and on the way out if nothing polled.
+
+        with ClockWatch() as watch:
+            ...  # time something
+            watch.poll()
+        watch.clocks
+
+    Poll where the GPU is still warm.  Without NVML or a GPU, `clocks` is None.
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[Reading] = []
+
+    def __enter__(self) -> ClockWatch:
+        self.poll()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if len(self._readings) == 1:
+            self.poll()
+
+    def poll(self) -> None:
+        """Take a reading."""
+        reading = read()
+        if reading is not None:
+            self._readings.append(reading)
+
+    @property
+    def clocks(self) -> Clocks | None:
+        """The first reading and the last, and every reason to throttle that any of them had."""
+        if not self._readings:
+            return None
+        first, last = self._readings[0], self._readings[-1]
+        bits = 0
+        for reading in self._readings:
+            bits |= reading.reason_bits
+        return Clocks(
+            sm_mhz=(first.sm_mhz, last.sm_mhz),
+            memory_mhz=(first.memory_mhz, last.memory_mhz),
+            temperature_c=(first.temperature_c, last.temperature_c),
+            throttle_reasons=throttle_reasons(bits),
+        )
+
+
+def read() -> Reading | None:
+    """torch's current GPU, now; None without a GPU, without NVML, or where the driver does not tell."""
+    uuid = _current_uuid()
+    if uuid is None:
+        return None
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            return Reading(
+                sm_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+                memory_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+                temperature_c=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+                reason_bits=nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+            )
+        except nvml.NVMLError:
+            return None
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None where NVML cannot say."""
+    with _nvml() as nvml:
+        return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+
+
+def _current_uuid() -> str | None:
+    """By its UUID, NVML finds the device that torch means, whatever CUDA_VISIBLE_DEVICES hides or reorders."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, open; None where its library cannot be loaded or its driver does not run."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()

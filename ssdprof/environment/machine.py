@@ -1,0 +1,71 @@
+"""What ran: GPU, processor and versions."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ssdprof.environment.clocks import driver_version
+from ssdprof.schema import Environment, Gpu
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "huggingface-hub",
+    "nvidia-ml-py",
+    "mamba-ssm",
+    "flash-linear-attention",
+    "flashinfer-python",
+)
+
+
+def collect() -> Environment:
+    """The current GPU, if there is one, the machine and the versions.  Holds no host name, user name, path or token."""
+    return Environment(
+        gpu=gpu(),
+        cpu=_cpu_model(),
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages={name: found for name in _PACKAGES if (found := installed_version(name)) is not None},
+    )
+
+
+def gpu() -> Gpu | None:
+    """torch's current CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        sm_count=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        driver=driver_version() or "unknown",
+        cuda=torch.version.cuda or "unknown",
+    )
+
+
+def installed_version(package: str) -> str | None:
+    """None if the distribution is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    """The processor's name in words where Linux knows it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,210 @@
+"""What the machine is and lacks, with NVML, ncu and the driver played by stand-ins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from ssdprof import environment
+from ssdprof.environment import checks, clocks, machine
+from ssdprof.environment.clocks import ClockWatch, Reading, throttle_reasons
+
+
+def reading(sm_mhz: int, reason_bits: int = 0) -> Reading:
+    return Reading(sm_mhz=sm_mhz, memory_mhz=3201, temperature_c=40, reason_bits=reason_bits)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, readings: list[Reading]) -> None:
+    left = iter(readings)
+    monkeypatch.setattr(clocks, "read", lambda: next(left))
+
+
+def check(name: str) -> environment.Check:
+    return next(found for found in environment.doctor() if found.name == name)
+
+
+# --- collect
+
+
+def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "secret-host")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = environment.collect()
+    assert found.packages["torch"] == torch.__version__
+    assert "mamba-ssm" not in found.packages or machine.installed_version("mamba-ssm")
+    text = json.dumps(found.model_dump())
+    assert "secret" not in text
+    assert str(Path.home()) not in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
+    assert environment.collect().gpu is None
+    with ClockWatch() as watch:
+        watch.poll()
+    assert watch.clocks is None
+
+
+# --- clocks
+
+
+def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, [reading(1980), reading(1200, 0x24), reading(1830, 0x01)])
+    with ClockWatch() as watch:
+        watch.poll()
+        watch.poll()
+    assert watch.clocks is not None
+    assert watch.clocks.sm_mhz == (1980, 1830)
+    assert watch.clocks.throttle_reasons == ("power cap", "temperature, by the driver")
+
+
+def test_a_watch_that_nobody_polled_reads_on_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, [reading(1980), reading(1700)])
+    with ClockWatch() as watch:
+        pass
+    assert watch.clocks is not None
+    assert watch.clocks.sm_mhz == (1980, 1700)
+
+
+def test_reasons_are_nvmls_bits() -> None:
+    assert throttle_reasons(pynvml.nvmlClocksEventReasonSwPowerCap) == ("power cap",)
+    assert throttle_reasons(pynvml.nvmlClocksEventReasonHwSlowdown) == ("hardware slowdown",)
+    assert throttle_reasons(pynvml.nvmlClocksEventReasonSyncBoost) == ("sync boost",)
+    assert throttle_reasons(pynvml.nvmlClocksEventReasonSwThermalSlowdown) == ("temperature, by the driver",)
+    assert throttle_reasons(pynvml.nvmlClocksEventReasonHwThermalSlowdown) == ("temperature, by the hardware",)
+    assert throttle_reasons(pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown) == ("power brake",)
+
+
+@pytest.mark.parametrize(
+    "harmless", [pynvml.nvmlClocksEventReasonGpuIdle, pynvml.nvmlClocksEventReasonApplicationsClocksSetting]
+)
+def test_idling_and_a_set_clock_are_no_throttling(harmless: int) -> None:
+    assert throttle_reasons(harmless) == ()
+
+
+class FakeNvml:
+    """As pynvml, for one device."""
+
+    NVMLError = pynvml.NVMLError
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self, broken: bool = False) -> None:
+        self.open, self.broken = 0, broken
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if self.broken:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        assert handle == "GPU-1234"
+        return {1: 1980, 2: 3201}[kind]
+
+    def nvmlDeviceGetTemperature(self, _handle: str, _sensor: int) -> int:
+        return 41
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, _handle: str) -> int:
+        return 0x40
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    nvml = FakeNvml(broken)
+    monkeypatch.setattr(clocks, "pynvml", nvml)
+    monkeypatch.setattr(clocks, "_current_uuid", lambda: "GPU-1234")
+    expected = Reading(sm_mhz=1980, memory_mhz=3201, temperature_c=41, reason_bits=0x40)
+    assert clocks.read() == (None if broken else expected)
+    assert nvml.open == 0
+
+
+# --- doctor
+
+
+def test_every_check_that_is_not_ok_has_a_hint() -> None:
+    for found in environment.doctor():
+        assert (found.hint == "") == (found.status == "ok"), found
+
+
+def test_each_requirement_is_checked_against_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0", "triton": None, "numpy": "2.4.0"}
+    monkeypatch.setattr(checks, "requires", lambda _: ["torch>=2.11", "triton>=3.6", "numpy<2.4", 'x; extra == "dev"'])
+    monkeypatch.setattr(checks, "installed_version", versions.get)
+    statuses = {found.name: found.status for found in checks._packages()}
+    assert statuses == {"torch": "ok", "triton": "missing", "numpy": "warn"}
+
+
+def test_the_drivers_word_on_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = tmp_path / "params"
+    assert checks._counters(parameters).detail == "no NVIDIA driver"
+    parameters.write_text("RmMsg: \nRmProfilingAdminOnly: 0\n")
+    assert checks._counters(parameters).status == "ok"
+    parameters.write_text("RmMsg: \nRmProfilingAdminOnly: 1\n")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert checks._counters(parameters).status == "missing"
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert checks._counters(parameters).status == "ok"
+
+
+def test_ncu_is_found_where_the_toolkit_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr(checks, "_NCU_FOLDERS", (f"{tmp_path}/cuda*/bin",))
+    assert checks._ncu().status == "missing"
+    for toolkit, number in (("cuda-12.8", "2025.1.0"), ("cuda-13.0", "2025.3.1.0")):
+        folder = tmp_path / toolkit / "bin"
+        folder.mkdir(parents=True)
+        (folder / "ncu").write_text(f"#!/bin/sh\necho 'NVIDIA (R) Nsight Compute'\necho 'Version {number} (build 1)'\n")
+        (folder / "ncu").chmod(0o755)
+    found = checks._ncu()
+    assert (found.status, found.detail) == ("ok", "2025.3.1.0")
+    (folder / "ncu").write_text("#!/bin/sh\nexit 3\n")
+    assert checks._ncu().detail.startswith("does not run")
+
+
+def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert checks._hub().status == "warn"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert checks._hub().status == "ok"
+
+
+def test_a_full_or_locked_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_free(size: int) -> Any:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=size))
+        return checks._cache()
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    assert with_free(100 << 30).status == "ok"
+    assert with_free(1 << 30).status == "warn"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert with_free(100 << 30).status == "missing"
+
+
+def test_the_interpreter_is_said() -> None:
+    from ssdprof.kernels._triton import INTERPRETED
+
+    assert check("kernels").status == ("warn" if INTERPRETED else "ok")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_everything_about_it_is_known() -> None:
+    gpu = environment.collect().gpu
+    assert gpu is not None
+    assert gpu.l2_bytes > 1 << 20
+    assert gpu.driver != "unknown"
+    with ClockWatch() as watch:
+        pass
+    assert watch.clocks is not None
+    assert watch.clocks.sm_mhz[0] > 0
+    assert {check("gpu").status, check("gpu memory").status, check("clocks").status} == {"ok"}
