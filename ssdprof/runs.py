@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.schema import SCHEMA_VERSION, RunReport
+from ssdprof.report import json
+from ssdprof.schema import RunReport
 
 RUNS = Path("runs")
 REPORT = "report.json"
@@ -36,7 +35,7 @@ class RunFolder:
 
     def write(self, report: RunReport) -> None:
         """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
-        write_text(self.path / REPORT, report.model_dump_json(indent=1) + "\n")
+        write_text(self.path / REPORT, json.dump(report) + "\n")
 
     def discard(self) -> None:
         """Take the report back: there is nothing worth keeping."""
@@ -78,24 +77,11 @@ def read(where: str | Path | None) -> tuple[Path, RunReport]:
     """
     file = _report_file(where)
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.parent, json.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file} cannot be read: {_why(error)}.") from error
-    try:
-        report = RunReport.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise BadInputError(
-            f"{file} is no report of schema version {SCHEMA_VERSION}: {place}: {first['msg']}.",
-            "It may come from another version of ssdprof, or be damaged.  Run again.",
-        ) from error
-    if report.schema_version != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{file} has schema version {report.schema_version}; this ssdprof reads {SCHEMA_VERSION}.",
-            f"It was written by ssdprof {report.ssdprof_version}; read it with that version.",
-        )
-    return file.parent, report
+    except BadInputError as error:
+        raise BadInputError(f"{file}: {error.message}", error.hint) from error
 
 
 def latest() -> Path | None:

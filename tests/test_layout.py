@@ -1,10 +1,10 @@
 """What the tree promises: who may import whom, a quick command line, and documents that tell the truth."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -29,9 +29,9 @@ MAY_IMPORT = {
     "environment": {"errors", "schema"},
     "measure": {"errors", "schema", "kernels"},
     "replay": {"errors", "schema", "progress", "kernels", "measure"},
-    "report": {"schema"},
+    "report": {"errors", "schema"},
     "request": {"errors", "schema"},
-    "runs": {"errors", "schema"},
+    "runs": {"errors", "schema", "report"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -62,7 +62,7 @@ def is_module(name: str) -> bool:
 
 
 def part(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 @pytest.mark.parametrize("name", MAY_IMPORT)
@@ -75,7 +75,7 @@ def test_a_part_imports_only_what_it_may(name: str) -> None:
 
 
 def test_every_part_has_a_rule() -> None:
-    top = {"", "__main__", "cli", "commands", "pipeline", "limits", "plan"}
+    top = {"", "__main__", "cli", "commands", "pipeline", "limits", "plan", "record", "notes"}
     assert {part(module_name(file)) for file in SOURCES} - top == set(MAY_IMPORT)
 
 
@@ -111,10 +111,13 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 
 def test_help_answers_at_once() -> None:
+    """By processor time, which says the same on a busy machine: the wall-clock time is that of the program alone."""
+
     def seconds() -> float:
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, "-m", "ssdprof", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - start
+        after = os.times()
+        return after.children_user - before.children_user + after.children_system - before.children_system
 
     assert min(seconds() for _ in range(3)) < 0.5
 

@@ -1,0 +1,44 @@
+"""`ssdprof capture`: store the inputs of a model's operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssdprof.commands import options, terminal
+
+
+def capture(
+    model: options.Model,
+    seq: options.Seq = None,
+    layers: options.Layers = "all",
+    prompt: options.PromptText = "default",
+    prompt_file: options.PromptFile = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    segment: options.Segment = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the captures.", show_default="in the hub's cache of assets"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a complete capture in DIR.")] = False,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+) -> None:
+    """Store the inputs of a model's SSD and GDN layers, for 'ssdprof run DIR'.
+
+    A layer of a large model at 128k tokens takes gigabytes.
+    """
+    from ssdprof import pipeline
+
+    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    if dry_run:
+        terminal.show_plan(pipeline.plan(request), as_json)
+        return
+    folder, manifest = pipeline.capture(request, out, overwrite=force, watcher=terminal.TerminalWatcher())
+    if as_json:
+        terminal.print_json({"folder": str(folder), "manifest": manifest.model_dump(mode="json")})
+    else:
+        terminal.out().print(folder)

@@ -1,0 +1,36 @@
+"""`ssdprof export`: a kept run as a file for people or for machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ssdprof.commands import options, terminal
+
+
+def export(
+    run: options.Run = None,
+    format: Annotated[Literal["markdown", "json"], typer.Option(help="What to write.")] = "markdown",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="stdout"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Write a run's report as Markdown or JSON."""
+    from ssdprof import runs
+    from ssdprof.report import json, markdown
+
+    folder, report = runs.read(run)
+    text = markdown.render(report) if format == "markdown" else json.dump(report)
+    if output is None or str(output) == "-":
+        print(text)
+        return
+    runs.write_text(output, text.rstrip("\n") + "\n", replace=force)
+    if as_json:
+        terminal.print_json({"run": str(folder), "format": format, "file": str(output)})
+    else:
+        terminal.err().print(f"Wrote {output} from {folder}.")

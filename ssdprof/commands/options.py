@@ -1,0 +1,86 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from ssdprof.request import CaptureRequest
+
+MODEL_HELP = "Hub id, local folder, family name or [bold]demo[/bold]."
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+ModelOrCaptures = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a folder of stored captures.", show_default=False),
+]
+Run = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", show_default="the latest run"),
+]
+Seq = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N[,N...]",
+        help="Tokens of the prompt: 16384, 128k, or several: 1k,16k.",
+        show_default="16k on a GPU, 512 without",
+    ),
+]
+Layers = Annotated[str, typer.Option(metavar="WHICH", help="all, first:N, every:K, or layer numbers: 3,7.")]
+PromptText = Annotated[
+    Literal["default", "random"],
+    typer.Option("--prompt", help="The built-in text, or random tokens (whose statistics no real prompt has)."),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Take the prompt from a UTF-8 text file.", exists=True, dir_okay=False, show_default=False
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(metavar="REV", help="Branch, tag or commit on the hub.", show_default="the main branch"),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Take the tokenizer from another model.", show_default="the model's own"),
+]
+Segment = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Tokens per forward call of the model.", show_default="by length"),
+]
+Dtypes = Annotated[
+    Literal["exact", "relaxed", "all"],
+    typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
+]
+States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and stop.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def capture_request(
+    model: str,
+    revision: str | None,
+    tokenizer: str | None,
+    prompt: Literal["default", "random"],
+    prompt_file: Path | None,
+    seq: str | None,
+    layers: str,
+    segment: int | None,
+) -> CaptureRequest:
+    """The options of `run` and `capture` as one value."""
+    from ssdprof.capture.prompt import parse_seqs
+    from ssdprof.errors import BadInputError
+    from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest
+
+    if prompt_file is not None and prompt == "random":
+        raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")
+    return CaptureRequest(
+        model=ModelRequest(model=model, revision=revision, tokenizer=tokenizer),
+        prompt=PromptRequest(text=prompt_file or prompt, seqlens=None if seq is None else parse_seqs(seq)),
+        layers=layers,
+        segment_length=segment,
+    )

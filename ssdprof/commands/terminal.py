@@ -1,0 +1,144 @@
+"""What a person sees: data on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ssdprof.plan import Plan
+    from ssdprof.progress import Advance
+
+WIDTH_OF_A_PIPE = 120
+
+
+def out() -> Console:
+    """stdout, for data.  A pipe or a file has no width of its own."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_A_PIPE)
+
+
+def err() -> Console:
+    """stderr, for progress, warnings and errors."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """A value of plain types as JSON on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def command_line() -> tuple[str, ...]:
+    """The command as typed, for the report; an access token in it is masked."""
+    return ("ssdprof", *(re.sub(r"hf_\w+", "hf_...", word) for word in sys.argv[1:]))
+
+
+def show_plan(plan: Plan, as_json: bool) -> None:
+    """The answer of --dry-run, on stdout."""
+    if as_json:
+        print_json(plan.model_dump(mode="json") | {"download_bytes": plan.download_bytes})
+        return
+    console = out()
+    checkpoint = plan.checkpoint
+    console.print(Text(f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip(), style="bold"))
+    for note in plan.notes:
+        console.print(Text(f"  {note}"))
+    indices = ", ".join(str(layer.index) for layer in plan.layers)
+    rows = {
+        "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
+        "prompt": f"{', '.join(f'{seqlen:,}' for seqlen in plan.seqlens)} tokens",
+        "download": _megabytes(plan.download_bytes),
+        "weights": f"{_megabytes(plan.weight_bytes)} loaded; {_megabytes(plan.free_bytes)} are free on {plan.device}",
+    }
+    for name, value in rows.items():
+        console.print(Text(f"  {name:<10}{value}"))
+    for file in plan.files:
+        size = _megabytes(file.size_bytes)
+        console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+class TerminalWatcher:
+    """Draws steps as progress bars on a terminal's stderr; where stderr is no terminal, prints a line now and then."""
+
+    def __init__(self) -> None:
+        self._console = err()
+        self._bars: Progress | None = None
+        self._depth = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    @contextmanager
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
+        self._depth += 1
+        try:
+            if self._console.is_terminal:
+                with self._shown() as bars:
+                    yield from self._bar(bars, text, total, unit)
+            else:
+                yield self._lines(text, total, unit)
+        finally:
+            self._depth -= 1
+
+    def _lines(self, text: str, total: int | None, unit: str) -> Advance:
+        """Steps inside others are left out: a log is read afterwards."""
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+            if outermost and total is not None:
+                self.say(f"{text}: {done} of {total} {unit}".rstrip())
+
+        if outermost := self._depth == 1:
+            self.say(text)
+        return advance
+
+    def _bar(self, bars: Progress, text: str, total: int | None, unit: str) -> Iterator[Advance]:
+        task = bars.add_task(text, total=total, unit=unit)
+        bars.refresh()
+
+        def advance(amount: int) -> None:
+            bars.advance(task, amount)
+            bars.refresh()
+
+        try:
+            yield advance
+        finally:
+            bars.remove_task(task)
+
+    @contextmanager
+    def _shown(self) -> Iterator[Progress]:
+        """The bars on screen, the outermost step's first.  They are drawn when a step says something, and not by a
+        thread of their own: what is being timed must not share its interpreter."""
+        if self._bars is not None:
+            yield self._bars
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+            TimeElapsedColumn(),
+        )
+        self._bars = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
+        try:
+            with self._bars:
+                yield self._bars
+        finally:
+            self._bars = None

@@ -1,0 +1,38 @@
+"""What a reader must know before trusting a run's numbers, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ssdprof.schema import CheckpointRef, Prompt
+
+
+def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """Notes on the checkpoint and the prompts.  What the results themselves say is the report's to tell."""
+    return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
+
+
+def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
+    if ref.siblings:
+        yield (
+            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
+        )
+    if ref.quantization is not None:
+        yield (
+            f"The checkpoint is quantised ({ref.quantization}): the error of its projections is part of the values "
+            "that were replayed."
+        )
+
+
+def _of_prompts(ref: CheckpointRef, prompts: Sequence[Prompt]) -> Iterator[str]:
+    longest = max(prompt.seqlen for prompt in prompts)
+    if ref.trained_context is not None and longest > ref.trained_context:
+        yield (
+            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "
+            "that may be unlike those in use."
+        )
+    if any(prompt.kind == "random" for prompt in prompts):
+        yield (
+            "The prompt is random tokens: good for speed, but no text has such statistics, so decays, states and "
+            "accuracy may be unlike those in use."
+        )

@@ -1,0 +1,232 @@
+"""The command line: words in, exit codes and two streams out.  What a model computes is in test_end_to_end.py."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import ssdprof
+from ssdprof import cli, runs
+from ssdprof.cli import app
+from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+
+
+class Answer:
+    """What one call of the command line gave."""
+
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def refused(code: int, *words: str) -> str:
+    """stderr of a call that must end in two lines, print no data and leave no run behind."""
+    answer = Answer(*words)
+    assert answer.code == code, answer.err
+    assert answer.out == ""
+    assert answer.err.startswith("error: ")
+    assert not list(Path("runs").glob("*"))
+    return answer.err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"]])
+def test_help_lists_every_command_and_exit_code(words: list[str]) -> None:
+    answer = Answer(*words)
+    assert answer.code == 0
+    for name in ("run", "capture", "accuracy", "export", "models", "doctor", "Exit codes"):
+        assert name in answer.out
+
+
+def test_version() -> None:
+    answer = Answer("--version")
+    assert (answer.code, answer.out) == (0, f"ssdprof {ssdprof.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing"],
+        ["run"],
+        ["run", "demo", "--bogus"],
+        ["run", "demo", "--dtypes", "some"],
+        ["run", "demo", "--prompt", "poem"],
+        ["run", "demo", "--segment", "0"],
+        ["run", "demo", "--prompt-file", "absent.txt"],
+        ["run", "demo", "--prompt-file", "."],
+        ["export", "--format", "xml"],
+    ],
+)
+def test_wrong_usage_is_2_and_only_on_stderr(words: list[str]) -> None:
+    answer = Answer(*words)
+    assert answer.code == 2
+    assert answer.out == ""
+    assert answer.err
+
+
+@pytest.mark.parametrize("command", ["run", "capture"])
+@pytest.mark.parametrize("seq", ["0", "-5", "128q", "", "1k,,2k", "1e3", "99999999m"])
+def test_a_prompt_length_that_is_none(command: str, seq: str) -> None:
+    assert "is not a prompt length" in refused(2, command, "demo", "--seq", seq)
+
+
+@pytest.mark.parametrize("states", ["fp64", "", "fp32,,bf16", "fp32;bf16"])
+def test_a_state_dtype_that_is_none(states: str) -> None:
+    assert "fp32, fp16, bf16" in refused(2, "run", "demo", "--states", states)
+
+
+@pytest.mark.parametrize(("layers", "words"), [("99", "Layer 99"), ("2", "Layer 2"), ("first:0", ""), ("x", "read")])
+def test_a_layer_that_is_not_there(layers: str, words: str) -> None:
+    """Layer 2 of the demo model is there, but it is attention."""
+    assert words in refused(2, "run", "demo", "--layers", layers)
+
+
+def test_two_kinds_of_prompt() -> None:
+    Path("prompt.txt").write_text("some text")
+    error = refused(2, "run", "demo", "--prompt", "random", "--prompt-file", "prompt.txt")
+    assert "exclude each other" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "is empty"), (b" \n ", "is empty"), (b"\xff\xfe\x00", "not UTF-8"), (b"short", "too short")],
+)
+def test_a_prompt_file_without_enough_text(content: bytes, words: str) -> None:
+    Path("prompt.txt").write_bytes(content)
+    assert words in refused(2, "run", "demo", "--seq", "64", "--prompt-file", "prompt.txt")
+
+
+def test_a_long_prompt_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = refused(3, "run", "demo", "--seq", "128k")
+    assert "131,072 tokens need an NVIDIA GPU" in error
+    assert "the limit is" in error
+    assert "hint: Use --seq" in error
+
+
+def test_a_model_that_is_nowhere() -> None:
+    assert "no folder" in refused(4, "run", "./nowhere")
+
+
+def test_a_revision_of_something_local() -> None:
+    assert "no revisions" in refused(2, "run", "demo", "--revision", "main")
+
+
+@pytest.mark.parametrize("command", [["accuracy"], ["export"], ["export", "-o", "report.md"]])
+def test_without_a_run(command: list[str]) -> None:
+    error = refused(2, *command)
+    assert "There is no run" in error
+    assert "ssdprof run" in error
+    assert not Path("report.md").exists()
+
+
+def test_another_run_in_the_same_folder() -> None:
+    with runs.opened(Path("shared"), "demo"):
+        assert "Another run is writing into shared" in refused(2, "run", "demo", "--out", "shared", "--seq", "16")
+    assert not Path("shared").exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (BadInputError("Wrong.", "Do\n  this."), 2, "error: Wrong. hint: Do this."),
+        (MissingCapabilityError("Small."), 3, "error: Small."),
+        (ModelUnavailableError("Gone."), 4, "error: Gone."),
+        (KeyboardInterrupt(), 130, "interrupted: Nothing was kept."),
+        (KeyboardInterrupt("Two cases are kept."), 130, "interrupted: Two cases are kept."),
+        (OSError(errno.ENOSPC, "No space left on device", "file"), 3, "error: The disk is full"),
+    ],
+)
+def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str) -> None:
+    def fail(_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(runs, "read", fail)
+    answer = Answer("export")
+    assert answer.code == code
+    assert answer.out == ""
+    assert answer.err.startswith(words)
+
+
+def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("somewhere deep")
+
+    monkeypatch.setattr(runs, "read", fail)
+    monkeypatch.setattr(sys, "argv", ["ssdprof", "export"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == cli.INTERNAL_ERROR
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "ZeroDivisionError: somewhere deep" in shown.err
+    assert "Traceback" not in shown.err
+    (log,) = tmp_path.glob("ssdprof-*.log")
+    assert "in fail" in log.read_text()
+
+
+def test_models_as_a_table_and_as_json() -> None:
+    table = Answer("models")
+    assert table.code == 0
+    assert "ibm-granite/granite-4.0-h-small" in table.out
+    rows = json.loads(Answer("models", "--json").out)
+    assert {"granitemoehybrid", "mamba2", "qwen3_next"} <= {row["model_type"] for row in rows}
+
+
+def test_doctor_says_what_there_is() -> None:
+    answer = Answer("doctor")
+    assert "torch" in answer.out
+    checks = json.loads(Answer("doctor", "--json").out)
+    assert checks
+
+
+def test_a_dry_run_downloads_and_leaves_nothing() -> None:
+    answer = Answer("run", "demo", "--layers", "first:2", "--dry-run")
+    assert answer.code == 0
+    assert "model.safetensors" in answer.out
+    plan = json.loads(Answer("run", "demo", "--layers", "first:2", "--dry-run", "--json").out)
+    assert [layer["index"] for layer in plan["layers"]] == [0, 1]
+    assert plan["download_bytes"] == 0
+    assert (
+        0
+        < plan["weight_bytes"]
+        < Path(ssdprof.__file__).with_name("checkpoint").joinpath("demo/model.safetensors").stat().st_size
+    )
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_shell_completes_commands() -> None:
+    environment = os.environ | {"_SSDPROF_COMPLETE": "complete_bash", "COMP_WORDS": "ssdprof acc", "COMP_CWORD": "1"}
+    shown = subprocess.run(
+        [sys.executable, "-m", "ssdprof"], env=environment, capture_output=True, text=True, check=False
+    ).stdout
+    assert shown.split() == ["accuracy"]
+
+
+def test_a_reader_that_stops_early_is_no_mistake() -> None:
+    """ssdprof models | head -1"""
+    command = f"{sys.executable} -m ssdprof models | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout
+    assert "Traceback" not in done.stderr
+    assert "mistake" not in done.stderr
+
+
+def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ssdprof.commands import terminal
+
+    monkeypatch.setattr(sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"])
+    assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
