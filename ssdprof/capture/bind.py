@@ -128,7 +128,8 @@ _BINDERS: dict[Operator, Callable[..., BoundCall]] = {"ssd": _bind_ssd, "gdn": _
 def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """How often each q and k head was repeated before the call.
 
-    Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.
+    Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.  The strides of
+    such a capture are those of every n-th head.
     """
     own_heads = getattr(mixer, "num_k_heads", q.shape[2])
     if q.shape[2] == own_heads or q.shape[2] != v.shape[2] or v.shape[2] % own_heads:

@@ -169,6 +169,11 @@ class CaptureWriter:
         self.manifest = manifest
 
 
+def is_capture(path: Path) -> bool:
+    """Whether `path` is a folder of captures, good or damaged."""
+    return (path / MANIFEST).is_file()
+
+
 def load(folder: Path) -> tuple[CaptureManifest, Loader]:
     """The manifest of a folder of captures, and a function that reads one of its layers.
 

@@ -107,10 +107,12 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     views = ("q", "k", "v") if isinstance(first.inputs, GDNInputs) else ("x", "B", "C")
     pieces = [tensors(first.inputs)[argument] for argument in views]
     conv_dim = sum(piece.shape[2] * piece.shape[3] for piece in pieces)
-    assert first.model_strides[views[0]][1] == 1  # transformers' convolution leaves positions side by side
     assert {piece.stride(1) for piece in pieces} == {conv_dim}
     assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
+    widths = [piece.shape[2] * piece.shape[3] for piece in pieces]
+    assert [piece.storage_offset() for piece in pieces] == [0, widths[0], widths[0] + widths[1]]
     if isinstance(first.inputs, SSDInputs):
+        assert first.model_strides["x"][1] == 1  # transformers' convolution leaves positions side by side
         assert first.inputs.D is not None
         assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
     assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())

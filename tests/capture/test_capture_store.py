@@ -15,7 +15,7 @@ import torch
 
 from ssdprof.capture import CapturedLayer, capture_layers
 from ssdprof.capture.layout import tensors
-from ssdprof.capture.store import MANIFEST, CaptureWriter, default_folder, load
+from ssdprof.capture.store import MANIFEST, CaptureWriter, default_folder, is_capture, load
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt
@@ -85,6 +85,7 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
         assert not load(out.folder)[0].complete
     manifest, read = load(out.folder)
     assert manifest.complete
+    assert is_capture(out.folder)
     assert manifest.checkpoint == tiny_models.checkpoint_ref(name)
     assert (manifest.prompts, manifest.segment_length) == ((prompt(),), LENGTH)
     for layer, record in zip(layers, manifest.layers, strict=True):
@@ -217,6 +218,7 @@ def test_a_damaged_manifest(stored: Path) -> None:
 
 
 def test_no_manifest(tmp_path: Path) -> None:
+    assert not is_capture(tmp_path)
     with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
         load(tmp_path)
 
@@ -261,6 +263,7 @@ def test_a_disk_too_full_for_the_manifest(tmp_path: Path, mamba2: list[CapturedL
     with disk_with_room_for(100), pytest.raises(MissingCapabilityError, match=r"manifest\.json cannot be written"):
         out.__exit__(None, None, None)
     assert (tmp_path / MANIFEST).read_bytes() == before
+    assert not list(tmp_path.glob(".*.tmp"))
     assert len(read_all(tmp_path)) == 1
 
 
