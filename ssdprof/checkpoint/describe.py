@@ -138,9 +138,9 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method is None and isinstance(found, dict) and (found.get("load_in_4bit") or found.get("load_in_8bit")):
         method = "bitsandbytes"  # configs of its first releases name no method
-    if method not in QUANT_METHODS:
+    if not isinstance(method, str) or method not in QUANT_METHODS:
         raise refuse_quantization(method, where)
-    return str(method)
+    return method
 
 
 def refuse_quantization(method: object, where: str) -> BadInputError:
@@ -174,6 +174,9 @@ def _text_config(config: Mapping[str, Any], kind: ModelType, where: str) -> Mapp
         return config
     nested = config.get("text_config")
     if not isinstance(nested, dict):
-        raise BadInputError(f"{where} has no text_config, where a {kind.name} config describes its layers.")
+        raise BadInputError(
+            f"{where} has no text_config, where a {kind.name} config describes its layers.",
+            f"A config of the language model alone has model_type {kind.text_type}.",
+        )
     outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
     return {**outer, **nested, "model_type": kind.text_type}

@@ -43,25 +43,41 @@ class HubRepo:
         ModelUnavailableError: not found, gated, unknown revision, or out of reach and not cached.
         BadInputError: no repo id, or a repo without `first`.
         """
-        from huggingface_hub.errors import RemoteEntryNotFoundError
-
         self.label = repo_id
         self._api = api()
         with hub_errors(repo_id, revision):
-            try:
-                path = Path(self._api.hf_hub_download(repo_id, first, revision=revision))
-            except RemoteEntryNotFoundError:
-                raise BadInputError(
-                    f"{repo_id} has no {first}.",
-                    "It is not in transformers' format; repos with only GGUF files are not.",
-                ) from None
+            path = self._fetch_first(first, revision)
         # It lies in snapshots/<commit>/, by the server's answer or, when that is out of reach, by the cache's own refs.
         self.snapshot = path.parent
         self.revision: str | None = path.parent.name
 
-    @cached_property
+    def _fetch_first(self, first: str, revision: str | None) -> Path:
+        from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+
+        try:
+            return Path(self._api.hf_hub_download(self.label, first, revision=revision))
+        except RemoteEntryNotFoundError:
+            raise BadInputError(
+                f"{self.label} has no {first}.",
+                "It is not in transformers' format; repos with only GGUF files are not.",
+            ) from None
+        except HfHubHTTPError:
+            raise
+        except transport_error():
+            # The client takes a file from the cache when it cannot connect, but not when the server hangs up.
+            return Path(self._api.hf_hub_download(self.label, first, revision=revision, local_files_only=True))
+
+    @property
     def sizes(self) -> Mapping[str, int]:
-        """Every file's name -> bytes; only the cached ones when the hub is out of reach."""
+        return self._listing[0]
+
+    @property
+    def complete(self) -> bool:
+        return self._listing[1]
+
+    @cached_property
+    def _listing(self) -> tuple[Mapping[str, int], bool]:
+        """Sizes, and whether they are those of all files: when the hub is out of reach, of the cached ones only."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         with hub_errors(self.label, self.revision):
@@ -70,8 +86,9 @@ class HubRepo:
             except (transport_error(), OfflineModeIsEnabled) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
                     raise
-                return self._cached_sizes()
-        return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+                cached = (path for path in self.snapshot.rglob("*") if path.is_file())
+                return {path.relative_to(self.snapshot).as_posix(): path.stat().st_size for path in cached}, False
+        return {file.rfilename: file.size or 0 for file in info.siblings or ()}, True
 
     def cached(self, name: str) -> bool:
         return (self.snapshot / name).is_file()
@@ -104,10 +121,6 @@ class HubRepo:
                 f"The download needs {need_bytes / 1e9:.1f} GB, but the hub cache's disk has {free / 1e9:.1f} GB left.",
                 "Make room, set HF_HOME to a larger disk, or take fewer layers: --layers first:4.",
             )
-
-    def _cached_sizes(self) -> dict[str, int]:
-        files = (path for path in self.snapshot.rglob("*") if path.is_file())
-        return {path.relative_to(self.snapshot).as_posix(): path.stat().st_size for path in files}
 
 
 def transport_error() -> type[Exception]:

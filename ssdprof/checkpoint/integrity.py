@@ -52,11 +52,11 @@ def broken_file(path: Path, name: str, why: str) -> ModelUnavailableError:
     )
 
 
-def read_index(path: Path, name: str, files: Collection[str]) -> dict[str, str]:
+def read_index(path: Path, name: str) -> dict[str, str]:
     """The weight map of a safetensors index: tensor name -> file name.
 
     BadInputError when it names a file outside the folder or one that holds no safetensors;
-    ModelUnavailableError when the index cannot be read or names a file that is not among `files`.
+    ModelUnavailableError when the index cannot be read.
     """
     try:
         index = json.loads(path.read_bytes())
@@ -76,11 +76,6 @@ def read_index(path: Path, name: str, files: Collection[str]) -> dict[str, str]:
             )
         if not file.endswith(".safetensors"):
             raise BadInputError(f"{name} names {shown(file)}, which is no safetensors file.", "Fetch the index again.")
-        if file not in files:
-            raise ModelUnavailableError(
-                f"{name} names {shown(file)}, but the checkpoint has no such file.",
-                "The download or copy is incomplete.",
-            )
     return dict(pairs)
 
 

@@ -27,10 +27,12 @@ def _listed_kinds(sizes: Sizes, *keys: str) -> list[str] | None:
             continue
         if not isinstance(listed, list) or not listed or len(listed) > LAYER_LIMIT:
             raise sizes.refuse(f"has {key} = {shown(listed)}, which is no list of 1 to {LAYER_LIMIT} layer kinds")
-        kinds = [_LEGACY_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
-        for kind in kinds:
+        kinds: list[str] = []
+        for entry in listed:
+            kind = _LEGACY_KINDS.get(entry, entry) if isinstance(entry, str) else None
             if kind not in _KINDS:
-                raise sizes.refuse(f"names the layer kind {shown(kind)} in {key}, which is none that ssdprof knows")
+                raise sizes.refuse(f"names the layer kind {shown(entry)} in {key}, which is none that ssdprof knows")
+            kinds.append(kind)
         return kinds
     return None
 

@@ -145,7 +145,7 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         raise BadInputError(
             f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "It is no checkpoint."
         )
-    return state
+    return pickled
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

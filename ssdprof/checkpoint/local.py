@@ -15,6 +15,7 @@ class LocalFolder:
     """The files that lie directly in one folder (`checkpoint.source.Source`)."""
 
     revision: str | None = None
+    complete = True
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.folder = folder
@@ -34,14 +35,16 @@ class LocalFolder:
         try:
             return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
         except OSError as error:
-            raise ModelUnavailableError(f"{self.folder} cannot be read: {error.strerror}.") from None
+            raise ModelUnavailableError(
+                f"{self.folder} cannot be read: {error.strerror}.", "Check the folder's permissions."
+            ) from None
 
     def cached(self, name: str) -> bool:
         return name in self.sizes
 
     def path(self, name: str) -> Path:
         if name not in self.sizes:
-            raise ModelUnavailableError(f"{self.label} has no {name}.", "The copy or download is incomplete.")
+            raise ModelUnavailableError(f"{self.label} has no {name}.", "The folder is an incomplete copy.")
         return self.folder / name
 
     def header(self, name: str) -> Mapping[str, StoredTensor]:

@@ -14,7 +14,7 @@ from ssdprof.checkpoint.describe import Description, describe, read_config, refu
 from ssdprof.checkpoint.families import FamilyRow, family_named, known
 from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.local import LocalFolder
-from ssdprof.checkpoint.source import CONFIG, FileInfo, Source, tokenizer_files
+from ssdprof.checkpoint.source import CONFIG, TOKENIZER_FILES, FileInfo, Source, tokenizer_files
 from ssdprof.checkpoint.weights import INDEX, Weights, find_weights
 from ssdprof.errors import BadInputError, ModelUnavailableError
 from ssdprof.schema import CheckpointRef, LayerRef
@@ -43,7 +43,8 @@ class Located:
         """Sizes of `layer`'s operator; BadInputError when the model has no such layer."""
         if layer not in self.ref.layers:
             raise BadInputError(
-                f"{self.ref.repo_id} has no layer {layer.name} with an SSD or gated-delta-rule operator."
+                f"{self.ref.repo_id} has no SSD or gated-delta-rule layer {layer.name}.",
+                f"Layers with the operator: {', '.join(str(there.index) for there in self.ref.layers)}.",
             )
         return self.description.dims  # one size for all layers, in every model type that there is
 
@@ -63,6 +64,8 @@ class Located:
             if tokenizer_files(self.source):
                 return self.source
             if not self.description.original:
+                if not self.source.complete:
+                    self.source.path(TOKENIZER_FILES[0])  # raises: it may be there, but is not in the cache
                 return None
             named = original.DEFAULT_TOKENIZER
         found = LocalFolder(_expanded(named)) if is_folder(named) else _open_tokenizer(named)
@@ -188,4 +191,7 @@ def _family_note(typed: str, taken: str, family: FamilyRow) -> str:
 
 
 def _file_info(source: Source, name: str) -> FileInfo:
-    return FileInfo(name, source.sizes[name], source.cached(name))
+    size = source.sizes.get(name)
+    if size is None:
+        size = source.path(name).stat().st_size  # not listed: asking for it says why
+    return FileInfo(name, size, source.cached(name))

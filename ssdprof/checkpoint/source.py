@@ -54,6 +54,10 @@ class Source(Protocol):
     def sizes(self) -> Mapping[str, int]:
         """Every file's name -> bytes."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether `sizes` has every file; not so for a hub out of reach, of which only cached files are known."""
+
     def cached(self, name: str) -> bool:
         """Whether `name` is on this machine."""
 

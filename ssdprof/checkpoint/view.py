@@ -19,6 +19,7 @@ from ssdprof.checkpoint.weights import INDEX, is_needed
 
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
+_WAYS: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil.copyfile)
 _DROPPED = ("auto_map", "vision_config")  # remote code; a part that is not loaded
 
 
@@ -65,14 +66,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def link_all(folder: Path, files: Iterable[tuple[str, Path]]) -> None:
     """Make every (name, place) appear in `folder`: as a symlink, else a hard link, else a copy."""
-    ways: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil.copyfile)
     for name, place in files:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        for way in ways:
+        for way in _WAYS:
             try:
                 way(place.resolve(), target)
                 break
             except OSError:
-                if way is ways[-1]:
+                if way is _WAYS[-1]:
                     raise

@@ -91,14 +91,16 @@ class Weights:
 def find_weights(source: Source, *, is_original: bool) -> Weights:
     """The checkpoint's weights; safetensors wherever there are any.
 
-    BadInputError when there are none that ssdprof reads.
+    BadInputError when there are none that ssdprof reads; ModelUnavailableError when they are out of reach.
     """
     if SINGLE in source.sizes:
         return Weights(source, None, SINGLE)
     if INDEX in source.sizes:
-        return Weights(source, read_index(source.path(INDEX), INDEX, source.sizes), None)
+        return Weights(source, read_index(source.path(INDEX), INDEX), None)
     if is_original and original.PICKLE in source.sizes:
         return Weights(source, None, original.PICKLE)
+    if not source.complete:
+        source.path(INDEX)  # raises: it may be there, but is not in the cache
     found = sorted(name for name in source.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
     raise BadInputError(
         f"{source.label} has no {SINGLE} and no {INDEX}" + (f", only {', '.join(found[:3])}." if found else "."),

@@ -1,0 +1,394 @@
+"""The real huggingface_hub client against a hub on localhost: what is fetched, and every way in which it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import constants
+from minihub import TOKEN, MiniHub
+from safetensors.torch import save_file
+
+from ssdprof import checkpoint
+from ssdprof.checkpoint import hub as hub_module
+from ssdprof.checkpoint.original import DEFAULT_TOKENIZER, PICKLE
+from ssdprof.checkpoint.weights import INDEX
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+
+Save = Callable[[str], Path]
+
+
+def failure(model: str, **options: str) -> SsdprofError:
+    with pytest.raises(SsdprofError) as caught:
+        checkpoint.fetch(checkpoint.locate(model, **options))
+    assert caught.value.hint
+    return caught.value
+
+
+def publish_config(hub: MiniHub, repo_id: str, folder: Path, downloads: int = 0, **config: object) -> None:
+    """A repo with nothing but a config."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    hub.publish(repo_id, folder, downloads=downloads)
+
+
+def granite(layer_types: list[str]) -> dict[str, object]:
+    return {
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
+        "hidden_size": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+    }
+
+
+# --- what is fetched
+
+
+def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Save) -> None:
+    folder = saved("granitemoehybrid")
+    commit = hub.publish("org/tiny", folder)
+    located = checkpoint.locate("org/tiny")
+    assert hub.downloads() == ["config.json"]
+    assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("hub", "org/tiny", commit)
+
+    planned = located.files(0)
+    assert not [info for info in planned if info.name.endswith(".safetensors") and info.cached]
+    assert {info.name: info.size_bytes for info in planned} == {
+        info.name: (folder / info.name).stat().st_size for info in planned
+    }
+    lines: list[str] = []
+    local = checkpoint.fetch(located, deepest_layer=0, progress=lines.append)
+    assert len(lines) == 1
+    assert "org/tiny" in lines[0]
+    assert sorted(hub.downloads()) == sorted(info.name for info in planned)
+    shards = json.loads((folder / INDEX).read_text())["weight_map"]
+    unneeded = set(shards.values()) - {info.name for info in planned}
+    assert unneeded
+    assert len(checkpoint.load_model(local, device="cpu").layers) == 1
+
+    hub.log.clear()
+    again = checkpoint.locate("org/tiny")
+    assert all(info.cached for info in again.files(0))
+    checkpoint.fetch(again, deepest_layer=0, progress=lines.append)
+    assert hub.downloads() == []
+    assert len(lines) == 1
+
+
+def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Save) -> None:
+    folder = copied("mamba2")
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf"):
+        (folder / name).write_bytes(b"not wanted")
+    hub.publish("org/tiny", folder)
+    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    wanted = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}
+    assert {name for name in hub.downloads() if not name.startswith("model-0")} == wanted
+
+
+def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: Save) -> None:
+    folder = saved("granitemoehybrid")
+    hub.publish("org/tiny", folder)
+    located = checkpoint.locate("org/tiny")
+    assert located.weight_bytes(1) == checkpoint.locate(str(folder)).weight_bytes(1)
+    parts = [request for request in hub.log if request.range is not None]
+    assert parts
+    assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
+
+
+def test_a_revision_is_resolved_once_and_stays(hub: MiniHub, saved: Save, copied: Save) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    commit = hub.publish("org/tiny", copied("mamba2"), revision="v1")
+    located = checkpoint.locate("org/tiny", revision="v1")
+    assert located.ref.revision == commit
+    hub.publish("org/tiny", saved("bamba"), revision="v1")  # the branch moves on; the run does not
+    assert checkpoint.fetch(located).ref.model_type == "mamba2"
+    assert checkpoint.locate("org/tiny", revision=commit).ref.revision == commit
+    by_branch = [request for request in hub.log if "/resolve/v1/" in request.path]
+    assert len(by_branch) == 2  # HEAD and GET of config.json
+
+
+def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save) -> None:
+    hub.publish("ibm-granite/granite-4.0-h-small", saved("granitemoehybrid"))
+    located = checkpoint.locate("ibm-granite/granite-4.0")
+    assert located.ref.requested == "ibm-granite/granite-4.0"
+    assert located.ref.repo_id == "ibm-granite/granite-4.0-h-small"
+    assert "ibm-granite/granite-4.0-h-tiny" in located.ref.siblings
+    assert located.ref.repo_id not in located.ref.siblings
+    assert "taking ibm-granite/granite-4.0-h-small" in located.notes[0]
+    assert checkpoint.locate("ibm-granite/granite-4.0-h-small").ref.siblings == ()
+
+
+def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, saved: Save) -> None:
+    hub.publish("ibm-ai-platform/Bamba-9B", saved("bamba"))
+    hub.publish("org/tiny", saved("bamba"))
+    assert checkpoint.locate("ibm-ai-platform/Bamba-9B").ref.trained_context == 4096
+    assert checkpoint.locate("org/tiny").ref.trained_context == 262144  # max_position_embeddings
+
+
+def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
+    hub.publish(DEFAULT_TOKENIZER, saved("bamba"))
+    main, pull_request = tmp_path / "main", tmp_path / "pr"
+    config = {"d_model": 64, "n_layer": 1, "vocab_size": 128, "ssm_cfg": {"layer": "Mamba2"}}
+    for folder in (main, pull_request):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"backbone.embedding.weight": torch.zeros(128, 64)}, main / PICKLE)
+    save_file({"backbone.embedding.weight": torch.zeros(128, 64)}, pull_request / "model.safetensors")
+    hub.publish("state-spaces/mamba2-130m", main)
+    hub.publish("state-spaces/mamba2-130m", pull_request, revision="refs/pr/1")
+
+    names = [info.name for info in checkpoint.locate("state-spaces/mamba2-130m").files()]
+    assert PICKLE in names
+    assert f"{DEFAULT_TOKENIZER}/tokenizer.json" in names
+    local = checkpoint.fetch(checkpoint.locate("state-spaces/mamba2-130m", revision="refs/pr/1"))
+    assert (local.folder / "model.safetensors").is_symlink()
+    assert local.tokenizer_name == DEFAULT_TOKENIZER
+    assert local.ref.trained_context == 2048
+    assert PICKLE not in hub.downloads()
+
+
+# --- interrupted
+
+
+def test_a_broken_connection_continues_where_it_broke(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, of 10 MB otherwise
+    hub.publish("org/tiny", saved("mamba2"))
+    located = checkpoint.locate("org/tiny")
+    shard = next(info for info in located.files(0) if info.name.endswith(".safetensors"))
+    hub.cut(shard.name, 1200)
+    local = checkpoint.fetch(located, deepest_layer=0)
+    ranges = [request.range for request in hub.log if request.path.endswith(shard.name) and request.method == "GET"]
+    assert ranges == [None, "bytes=1000-"]
+    checkpoint.load_model(local, device="cpu")
+
+
+def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    located = checkpoint.locate("org/tiny")
+    shards = [info.name for info in located.files() if info.name.endswith(".safetensors")]
+    path = hub_module.HubRepo.path
+
+    def interrupted(repo: hub_module.HubRepo, name: str) -> Path:
+        if name == shards[-1]:
+            raise KeyboardInterrupt
+        return path(repo, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module.HubRepo, "path", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.fetch(located)
+    hub.log.clear()
+    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    assert hub.downloads() == [shards[-1]]
+
+
+def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied: Save) -> None:
+    folder = copied("mamba2")
+    shard = min(folder.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    hub.publish("org/tiny", folder)
+    error = failure("org/tiny")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert shard.name in error.message
+
+
+def test_too_little_disk_is_said_before_the_download(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    located = checkpoint.locate("org/tiny")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
+        checkpoint.fetch(located)
+    assert "HF_HOME" in caught.value.hint
+    assert not [name for name in hub.downloads() if name.endswith(".safetensors")]
+
+
+# --- not to be had
+
+
+def test_a_missing_repo_names_those_with_operator_layers(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
+    hub.publish("org/granite-9-h-tiny", saved("granitemoehybrid"), downloads=5)
+    hub.publish("org/granite-9-h-mamba", saved("mamba2"), downloads=50)
+    hub.publish("other/granite-9-h", saved("granitemoehybrid"))
+    hub.publish("org/granite-9-gated", saved("granitemoehybrid"), gated=True)
+    publish_config(hub, "org/granite-9-micro", tmp_path / "micro", **granite(["attention"] * 4))
+    publish_config(hub, "org/granite-9-llama", tmp_path / "llama", model_type="llama")
+    error = failure("org/granite-9")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "There is no repo org/granite-9" in error.message
+    assert error.hint.endswith(": org/granite-9-h-mamba, org/granite-9-h-tiny.")
+    assert "org/granite-9-h-tiny" in failure("org/granite-9-h-tinny").hint  # a typo finds what its beginning matches
+    assert not [name for name in hub.downloads() if name != "config.json"]
+
+
+def test_a_missing_repo_without_any_like_it(hub: MiniHub) -> None:
+    error = failure("org/nothing")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "hf auth login" in error.hint
+    assert [request.path for request in hub.log].count("/api/models") == 1
+
+
+def test_a_private_repo_looks_missing_until_the_token_is_there(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.publish("org/private", saved("mamba2"), private=True)
+    error = failure("org/private")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "or it is private" in error.message
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "the token's account" in failure("org/private").hint
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert checkpoint.fetch(checkpoint.locate("org/private")).ref.repo_id == "org/private"
+
+
+def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.publish("org/gated", saved("mamba2"), gated=True)
+    error = failure("org/gated")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "gated" in error.message
+    assert f"{hub.url}/org/gated" in error.hint
+    assert "not logged in" in error.message
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "not on the list" in failure("org/gated").message
+    assert "hf_wrong" not in str(vars(failure("org/gated")))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert checkpoint.fetch(checkpoint.locate("org/gated")).ref.repo_id == "org/gated"
+
+
+def test_an_unknown_revision_names_those_there_are(hub: MiniHub, saved: Save) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    hub.publish("org/tiny", saved("bamba"), revision="v2")
+    error = failure("org/tiny", revision="v9")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "'v9'" in error.message
+    assert error.hint == "Branches and tags: main, v2."
+
+
+@pytest.mark.parametrize("name", ["org/name/more", "org/na me", "a" * 300, "-x", "org/..", "", " "])
+def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name: str) -> None:
+    assert failure(name).exit_code == ExitCode.BAD_INPUT
+    assert hub.log == []
+
+
+def test_a_repo_without_config(hub: MiniHub, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    hub.publish("org/gguf", tmp_path)
+    error = failure("org/gguf")
+    assert isinstance(error, BadInputError)
+    assert "GGUF" in error.hint
+
+
+def test_modelopt_is_refused_where_only_its_own_file_names_it(hub: MiniHub, copied: Save) -> None:
+    folder = copied("nemotron_h")
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}}))
+    hub.publish("org/fp8", folder)
+    assert "codes would load as weights" in failure("org/fp8").message
+
+
+def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) -> None:
+    folder = copied("mamba2")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["backbone.norm_f.weight"] = "../../../secret.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    hub.publish("org/evil", folder)
+    error = failure("org/evil")
+    assert isinstance(error, BadInputError)
+    assert "outside" in error.message
+
+
+# --- out of reach
+
+
+def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.publish("org/tiny", saved("mamba2"))
+    hub.publish("org/other", saved("bamba"))
+    checkpoint.fetch(checkpoint.locate("org/tiny"), deepest_layer=0)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.log.clear()
+    located = checkpoint.locate("org/tiny")
+    assert located.ref.revision == commit
+    checkpoint.load_model(checkpoint.fetch(located, deepest_layer=0), device="cpu")
+    assert hub.log == []
+
+    error = failure("org/other")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "HF_HUB_OFFLINE is set" in error.message
+    assert error.hint == "In the cache: org/tiny."
+
+    with pytest.raises(ModelUnavailableError, match="only partly in the cache"):  # its other layers were never fetched
+        checkpoint.fetch(located, deepest_layer=2)
+
+
+def test_a_hub_that_cannot_be_reached(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the client tries again for 23 s where nothing is cached
+    hub.publish("org/tiny", saved("mamba2"))
+    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    hub.close()
+    assert checkpoint.fetch(checkpoint.locate("org/tiny")).ref.repo_id == "org/tiny"
+    error = failure("org/other")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert f"the hub at {hub.url} cannot be reached" in error.message
+    assert "org/tiny" in error.hint
+
+
+def test_what_was_only_looked_at_is_not_in_the_cache(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    checkpoint.locate("org/tiny")  # config.json only
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    error = failure("org/tiny")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "only partly in the cache" in error.message
+
+
+# --- local names
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert failure(str(tmp_path / "nothing")).exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert failure("./nothing").exit_code == ExitCode.MODEL_UNAVAILABLE
+    file = tmp_path / "file"
+    file.touch()
+    assert failure(str(file)).exit_code == ExitCode.BAD_INPUT
+    assert "no config.json" in failure(str(tmp_path)).message
+
+
+def test_a_folder_has_no_revisions(saved: Save) -> None:
+    assert failure(str(saved("mamba2")), revision="v1").exit_code == ExitCode.BAD_INPUT
+    assert failure("demo", revision="v1").exit_code == ExitCode.BAD_INPUT
+
+
+# --- the client's own settings, in a process of their own because it reads them on import
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_clients_variables_count(hub: MiniHub, saved: Save, tmp_path: Path, offline: bool) -> None:
+    hub.publish("org/private", saved("mamba2"), private=True)
+    code = (
+        "from ssdprof import checkpoint, errors\n"
+        "try: print(*sorted(i.name for i in checkpoint.fetch(checkpoint.locate('org/private')).ref.layers[0]))\n"
+        "except errors.SsdprofError as error: print(int(error.exit_code), error.message)"
+    )
+    code = code.replace("*sorted(i.name for i in ", "").replace(".ref.layers[0])", ".ref.revision")
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    environment = {**os.environ, **settings, "HF_HUB_OFFLINE": "1" if offline else "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if offline:
+        assert done.stdout.startswith("4 org/private is not in the cache")
+        assert hub.log == []
+    else:
+        assert len(done.stdout.strip()) == 40
+        assert (tmp_path / "home" / "hub" / "models--org--private").is_dir()
+        assert TOKEN not in done.stdout + done.stderr

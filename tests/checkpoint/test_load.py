@@ -1,0 +1,380 @@
+"""Checkpoints of every family through the whole stage: located, fetched, cut to a few layers, loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from ssdprof import checkpoint
+from ssdprof.checkpoint.original import PICKLE
+from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError
+
+ORIGINAL_CONFIG = {
+    "d_model": 64,
+    "d_intermediate": 0,
+    "n_layer": 3,
+    "vocab_size": 121,
+    "ssm_cfg": {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+
+
+def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
+    local = checkpoint.fetch(checkpoint.locate(str(folder), **options), deepest_layer=deepest_layer)
+    return checkpoint.load_model(local, device="cpu")
+
+
+def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What every decoder layer of a model, with or without a head, hands on."""
+    outputs: list[torch.Tensor] = []
+    layers = model.get_submodule("layers") if hasattr(model, "layers") else model.base_model.layers
+    hooks = [
+        layer.register_forward_hook(
+            lambda _module, _args, out: outputs.append(out[0] if isinstance(out, tuple) else out)
+        )
+        for layer in layers
+    ]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return outputs
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("deepest_layer", [0, None])
+def test_a_cut_model_computes_what_the_whole_one_does(
+    saved: Callable[[str], Path], name: str, deepest_layer: int | None
+) -> None:
+    located = checkpoint.locate(str(saved(name)))
+    local = checkpoint.fetch(located, deepest_layer=deepest_layer)
+    model = checkpoint.load_model(local, device="cpu")
+    ids = tiny_models.prompt(40)
+    whole = layer_outputs(tiny_models.shared(name), ids)
+    cut = layer_outputs(model, ids)
+    assert len(cut) == local.depth == located.description.depth(deepest_layer)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(cut, whole, strict=False))
+    assert not model.training
+    assert not hasattr(model, "lm_head")
+    assert sum(t.numel() * t.element_size() for t in model.state_dict().values()) == located.weight_bytes(deepest_layer)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
+def test_a_cut_model_needs_fewer_files(saved: Callable[[str], Path], name: str) -> None:
+    located = checkpoint.locate(str(saved(name)))
+    few, many = located.files(0), located.files()
+    assert {info.name for info in few} < {info.name for info in many}
+    assert not [info.name for info in many if info.name.endswith((".py", ".bin"))]
+    assert all(info.cached and info.size_bytes > 0 for info in many)
+    assert {"config.json", "tokenizer.json"} <= {info.name for info in few}
+    assert located.weight_bytes(0) < located.weight_bytes()
+
+
+def test_the_layers_of_a_located_model_are_modules_of_the_loaded_one(saved: Callable[[str], Path]) -> None:
+    located = checkpoint.locate(str(saved("zamba2")))
+    model = checkpoint.load_model(checkpoint.fetch(located), device="cpu")
+    for layer in located.ref.layers:
+        assert hasattr(model.get_submodule(layer.name.removeprefix("model.")), "A_log")
+
+
+def test_a_shared_block_stays_shared(tmp_path: Path) -> None:
+    config = tiny_models.shared("zamba2").config.to_dict()
+    kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]  # two blocks, used twice each
+    config = {key: value for key, value in config.items() if key not in ("layers_block_type", "hybrid_layer_ids")}
+    model = type(tiny_models.shared("zamba2"))(
+        tiny_models.shared("zamba2").config_class(**config, layers_block_type=kinds)
+    )
+    model.eval().save_pretrained(tmp_path)
+    for deepest_layer in (0, 3, None):
+        cut = layer_outputs(load(tmp_path, deepest_layer), tiny_models.prompt(20))
+        whole = layer_outputs(model, tiny_models.prompt(20))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(cut, whole, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("text_type", "whole_type"), [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
+)
+def test_a_vision_language_repo_gives_its_language_model(
+    saved: Callable[[str], Path], tmp_path: Path, text_type: str, whole_type: str
+) -> None:
+    folder = saved(text_type)
+    text_config = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": whole_type, "dtype": "float32", "vision_config": {"model_type": whole_type}}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": text_config}))
+    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    tensors = {
+        key.replace("model.", "model.language_model.", 1) if key.startswith("model.") else key: value
+        for key, value in stored.items()
+    }
+    tensors["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(3, 3)
+    tensors["mtp.layers.0.mlp.gate_proj.weight"] = torch.zeros(3, 3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    located = checkpoint.locate(str(tmp_path))
+    assert located.ref.model_type == whole_type
+    assert located.ref.layers[0].name == "model.language_model.layers.0.linear_attn"
+    model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=1), device="cpu")
+    whole = layer_outputs(tiny_models.shared(text_type), tiny_models.prompt(20))
+    cut = layer_outputs(model, tiny_models.prompt(20))
+    assert len(cut) == 2
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(cut, whole, strict=False))
+
+
+def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Callable[[str], Path]) -> None:
+    local = checkpoint.fetch(checkpoint.locate(str(saved("granitemoehybrid"))), deepest_layer=0)
+    folder = local.folder
+    assert all(file.is_symlink() for file in folder.glob("*.safetensors"))
+    assert not list(folder.rglob("*.py"))
+    assert AutoTokenizer.from_pretrained(local.tokenizer_folder)("word5 word7")["input_ids"] == [5, 7]
+    del local
+    assert not folder.exists()
+
+
+def test_where_symlinks_fail_the_shards_are_linked_or_copied(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no symlinks here")
+
+    monkeypatch.setattr("ssdprof.checkpoint.view._WAYS", (refuse, shutil.copyfile))
+    local = checkpoint.fetch(checkpoint.locate(str(saved("mamba2"))), deepest_layer=0)
+    shards = list(local.folder.glob("*.safetensors"))
+    assert shards
+    assert not any(file.is_symlink() for file in shards)
+    checkpoint.load_model(local, device="cpu")
+
+
+def test_a_checkpoint_without_tokenizer_says_so_only_when_it_is_wanted(copied: Callable[[str], Path]) -> None:
+    folder = copied("mamba2")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    local = checkpoint.fetch(checkpoint.locate(str(folder)))
+    with pytest.raises(BadInputError, match="no tokenizer"):
+        _ = local.tokenizer_folder
+
+
+def test_a_tokenizer_from_another_folder(saved: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
+    folder = copied("mamba2")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    located = checkpoint.locate(str(folder), tokenizer=str(saved("bamba")))
+    assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
+    local = checkpoint.fetch(located)
+    assert local.tokenizer_name == "tiny-bamba"
+    assert AutoTokenizer.from_pretrained(local.tokenizer_folder)("word9")["input_ids"] == [9]
+
+
+def test_a_folder_that_is_no_tokenizer_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="holds no tokenizer"):
+        checkpoint.fetch(checkpoint.locate(str(saved("mamba2")), tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize("limit", [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
+def test_every_spelling_of_no_limit_loads(copied: Callable[[str], Path], limit: object) -> None:
+    folder = copied("mamba2")
+    edit_config(folder, time_step_limit=limit)
+    assert load(folder, 0).config.time_step_limit[1] == float("inf")
+
+
+def test_the_demo_goes_the_same_way() -> None:
+    located = checkpoint.locate("demo")
+    assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("demo", "demo", None)
+    assert len(located.ref.layers) >= 3
+    model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=1), device="cpu")
+    assert len(model.layers) == 2
+
+
+def test_nan_weights_load(copied: Callable[[str], Path]) -> None:
+    folder = copied("mamba2")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({key: torch.full_like(value, torch.nan) for key, value in tensors.items()}, file, {"format": "pt"})
+    assert all(parameter.isnan().all() for parameter in load(folder).parameters())
+
+
+def test_weights_in_16_bit_stay_so(tmp_path: Path) -> None:
+    tiny_models.build("granitemoehybrid", torch.bfloat16).save_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in load(tmp_path, 0).parameters()} == {torch.bfloat16}
+    local = checkpoint.fetch(checkpoint.locate(str(tmp_path)), deepest_layer=0)
+    model = checkpoint.load_model(local, device="cpu", dtype=torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_fp8_weights_are_decoded(copied: Callable[[str], Path]) -> None:
+    folder = copied("qwen3_5_text")
+    key = "model.layers.0.mlp.gate_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if key in tensors:
+            tensors[key] = torch.full((96, 64), 2.0).to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = torch.full((1, 1), 0.25)
+            save_file(tensors, file, {"format": "pt"})
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            index["weight_map"][f"{key}_scale_inv"] = file.name
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    everything_else = [f"model.layers.{i}" for i in range(1, 4)]
+    everything_else += [f"model.layers.0.{part}" for part in ("linear_attn", "mlp.up_proj", "mlp.down_proj")]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": everything_else}
+    edit_config(folder, quantization_config=quantization)
+    located = checkpoint.locate(str(folder))
+    assert located.ref.quantization == "fp8"
+    model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=0), device="cpu")
+    weight = model.layers[0].mlp.gate_proj.weight
+    assert weight.dtype == torch.float32
+    assert (weight == 0.5).all()
+
+
+# --- what does not belong together
+
+
+def test_missing_weights_are_no_random_weights(copied: Callable[[str], Path]) -> None:
+    folder = copied("mamba2")
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    name = index["weight_map"].pop("backbone.layers.1.mixer.A_log")
+    tensors = load_file(folder / name)
+    tensors["unrelated"] = tensors.pop("backbone.layers.1.mixer.A_log")
+    save_file(tensors, folder / name, {"format": "pt"})
+    index["weight_map"]["unrelated"] = name
+    index_file.write_text(json.dumps(index))
+    with pytest.raises(ModelUnavailableError, match=r"lacks 1 weights.*A_log"):
+        load(folder)
+    assert len(load(folder, 0).layers) == 1  # layer 0 does not need it
+
+
+@pytest.mark.parametrize(
+    "change", [{"intermediate_size": 2**24 - 1}, {"vocab_size": 2**24}, {"num_hidden_layers": 4096}]
+)
+def test_a_config_larger_than_its_weights_is_refused_before_allocation(
+    copied: Callable[[str], Path], change: dict[str, int]
+) -> None:
+    folder = copied("falcon_h1")
+    edit_config(folder, **change)
+    with pytest.raises(BadInputError, match="but the weights hold"):
+        load(folder, 1 if "num_hidden_layers" not in change else 100)
+
+
+def test_weights_of_other_shapes_are_refused(copied: Callable[[str], Path]) -> None:
+    folder = copied("falcon_h1")
+    edit_config(folder, intermediate_size=32)
+    with pytest.raises(BadInputError, match="do not fit its config"):
+        load(folder)
+
+
+def test_a_config_that_transformers_refuses(copied: Callable[[str], Path]) -> None:
+    folder = copied("falcon_h1")
+    edit_config(folder, rms_norm_eps="small")
+    with pytest.raises(BadInputError, match="transformers refuses the config"):
+        load(folder)
+
+
+# --- the original format
+
+
+def original_state() -> dict[str, torch.Tensor]:
+    """The tiny mamba2 model's weights under the names of the original package, in its mixed dtypes."""
+    state = tiny_models.shared("mamba2").state_dict()
+    renamed = {key.replace("backbone.embeddings.", "backbone.embedding."): value for key, value in state.items()}
+    kept = ("A_log", "D", "dt_bias")
+    return {key: value.clone() if key.endswith(kept) else value.half() for key, value in renamed.items()}
+
+
+@pytest.fixture
+def original_folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**ORIGINAL_CONFIG, "vocab_size": 128}))
+    torch.save(original_state(), tmp_path / PICKLE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["pickle", "safetensors"])
+@pytest.mark.parametrize("deepest_layer", [0, None])
+def test_the_original_format_loads(
+    original_folder: Path, saved: Callable[[str], Path], form: str, deepest_layer: int | None
+) -> None:
+    if form == "safetensors":
+        (original_folder / PICKLE).unlink()
+        save_file(original_state(), original_folder / "model.safetensors")
+    located = checkpoint.locate(str(original_folder), tokenizer=str(saved("mamba2")))
+    assert located.ref.model_type == "mamba2"
+    assert located.files()[1].name == ("model.safetensors" if form == "safetensors" else PICKLE)
+    local = checkpoint.fetch(located, deepest_layer=deepest_layer)
+    model = checkpoint.load_model(local, device="cpu", dtype=torch.float32)
+    expected = tiny_models.build("mamba2", torch.float16).float().backbone
+    for layer in model.layers:
+        layer.mixer.A_log = expected.layers[layer.layer_idx].mixer.A_log = (
+            tiny_models.shared("mamba2").backbone.layers[layer.layer_idx].mixer.A_log
+        )
+    assert len(model.layers) == local.depth == (1 if deepest_layer == 0 else 3)
+    for name, value in model.state_dict().items():
+        if not name.endswith(("D", "dt_bias")):
+            assert torch.equal(value, expected.state_dict()[name]), name
+
+
+def test_the_original_format_keeps_its_dtypes(original_folder: Path, saved: Callable[[str], Path]) -> None:
+    model = load(original_folder, tokenizer=str(saved("mamba2")))
+    mixer = model.layers[0].mixer
+    assert (mixer.A_log.dtype, mixer.in_proj.weight.dtype) == (torch.float32, torch.float16)
+    stored = original_state()
+    assert torch.equal(mixer.A_log, stored["backbone.layers.0.mixer.A_log"])
+    assert torch.equal(mixer.in_proj.weight, stored["backbone.layers.0.mixer.in_proj.weight"])
+
+
+@dataclass
+class Malicious:
+    """A pickle of it creates `trace` when it is executed."""
+
+    trace: Path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (str(self.trace),)
+
+
+def test_a_pickle_that_would_run_code_is_refused(original_folder: Path, saved: Callable[[str], Path]) -> None:
+    trace = original_folder / "executed"
+    torch.save({"backbone.embedding.weight": Malicious(trace)}, original_folder / PICKLE)
+    with pytest.raises(BadInputError, match="was not executed"):
+        load(original_folder, tokenizer=str(saved("mamba2")))
+    (original_folder / PICKLE).write_bytes(pickle.dumps(Malicious(trace)))  # no file of torch.save at all
+    with pytest.raises(ModelUnavailableError, match="truncated or corrupt"):
+        load(original_folder, tokenizer=str(saved("mamba2")))
+    assert not trace.exists()
+
+
+def test_a_truncated_pickle_cannot_be_had(original_folder: Path, saved: Callable[[str], Path]) -> None:
+    file = original_folder / PICKLE
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelUnavailableError, match="truncated or corrupt") as caught:
+        load(original_folder, tokenizer=str(saved("mamba2")))
+    assert caught.value.exit_code == ExitCode.MODEL_UNAVAILABLE
+
+
+@pytest.mark.parametrize("change", [{"d_model": 128}, {"n_layer": 4}, {"vocab_size": 10**6}])
+def test_an_original_config_that_is_not_its_weights(
+    original_folder: Path, saved: Callable[[str], Path], change: dict[str, int]
+) -> None:
+    edit_config(original_folder, **change)
+    with pytest.raises((BadInputError, ModelUnavailableError), match=r"do not fit its config|lacks"):
+        load(original_folder, tokenizer=str(saved("mamba2")))
