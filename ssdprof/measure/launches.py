@@ -56,6 +56,9 @@ def describe(kernel: Any) -> Launch:
 
 
 def _loaded_kernels() -> dict[int, Any]:
-    """Function handle -> compiled kernel.  Triton keeps no list of them, the garbage collector does."""
-    kernels = (thing for thing in gc.get_objects() if isinstance(thing, CompiledKernel))
+    """Function handle -> compiled kernel.  Triton keeps no list of them, the garbage collector does.
+
+    By exact type, because isinstance asks every object for its __class__, which wakes lazy modules and proxies.
+    """
+    kernels = (thing for thing in gc.get_objects() if type(thing) is CompiledKernel)
     return {kernel.function: kernel for kernel in kernels if kernel.function is not None}

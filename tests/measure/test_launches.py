@@ -1,0 +1,75 @@
+"""Triton's launch hook, played by hand around a kernel that is compiled for a GPU that need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import LazyDict
+
+from ssdprof.measure.launches import describe, recorded_launches
+
+
+def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + o, tl.load(source_ptr + o).to(DTYPE))
+
+
+def compiled(block: int, handle: int) -> Any:
+    """As after a load: Triton fills the three attributes from the driver."""
+    source = ASTSource(
+        fn=triton.JITFunction(_copy_kernel),
+        signature={"source_ptr": "*fp32", "target_ptr": "*fp32", "BLOCK": "constexpr", "DTYPE": "constexpr"},
+        constexprs={"BLOCK": block, "DTYPE": tl.float32},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
+    kernel.function, kernel.n_regs, kernel.n_spills = handle, 24, 0
+    return kernel
+
+
+def launch(handle: int) -> None:
+    triton.knobs.runtime.launch_enter_hook(LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0}))
+
+
+def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
+    record = describe(compiled(128, 1))
+    assert record.kernel == "_copy_kernel"
+    assert record.config["BLOCK"] == 128
+    assert record.config["DTYPE"] == "fp32"
+    assert (record.config["num_warps"], record.registers, record.spills) == (2, 24, 0)
+    assert "source_ptr" not in record.config
+
+
+def test_kernels_are_listed_once_in_the_order_of_their_first_launch() -> None:
+    kernels = [compiled(128, 0xA1), compiled(256, 0xA2), compiled(512, 0xA3)]
+    with recorded_launches() as launches:
+        for handle in (0xA2, 0xA1, 0xA2):
+            launch(handle)
+    launch(0xA3)
+    assert [record.config["BLOCK"] for record in launches] == [256, 128]
+    assert len(kernels) == 3
+
+
+def test_the_hook_is_taken_off_after_an_error() -> None:
+    before = list(triton.knobs.runtime.launch_enter_hook.calls)
+    with pytest.raises(RuntimeError, match="out of resources"), recorded_launches():
+        raise RuntimeError("out of resources")
+    assert triton.knobs.runtime.launch_enter_hook.calls == before
+
+
+@pytest.mark.gpu
+def test_a_real_launch_is_recorded() -> None:
+    source, target = torch.arange(256.0, device="cuda"), torch.zeros(256, device="cuda")
+    kernel = triton.jit(_copy_kernel)
+    with recorded_launches() as launches:
+        kernel[(2,)](source, target, BLOCK=128, DTYPE=tl.float32)
+    assert torch.equal(source, target)
+    (record,) = launches
+    assert (record.config["BLOCK"], record.config["DTYPE"], record.spills) == (128, "fp32", 0)
+    assert record.registers is not None
+    assert record.registers > 0

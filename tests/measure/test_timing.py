@@ -1,0 +1,175 @@
+"""What is done with samples, failures and changed outputs; on a GPU, whether the stopwatch is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CaptureError, CudaBench, Recording, Run, Sampled, time_in_turns
+
+PLAN = SamplingPlan(warmup_rounds=1, min_rounds=10, max_rounds=10)
+
+
+class FakeBench:
+    """Calls cost what the run's own `cost` says, replays half of it."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def record(self, run: Run) -> Recording:
+        output = run()
+        self.events.append("record")
+        return Recording(graph=run, output=output)
+
+    def call_us(self, run: Run) -> float:
+        self.events.append("call")
+        run()
+        return run.cost  # type: ignore[attr-defined]
+
+    def device_us(self, recording: Recording) -> float:
+        self.events.append("device")
+        return recording.graph.cost / 2
+
+
+class FakeRun:
+    def __init__(self, cost: float, error: Exception | None = None) -> None:
+        self.cost, self.error = cost, error
+
+    def __call__(self) -> SSDOutput:
+        if self.error is not None:
+            raise self.error
+        return SSDOutput(torch.full((1,), self.cost), torch.zeros(1))
+
+
+def fine(_key: str, _output: SSDOutput) -> str:
+    return ""
+
+
+def test_calls_and_replays_of_all_take_turns() -> None:
+    bench = FakeBench()
+    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, bench, PLAN, check=fine)
+    turns = bench.events[2:-2]
+    assert turns == ["call", "device"] * 2 * (PLAN.warmup_rounds + PLAN.min_rounds)
+    assert session.sampled["a"].timing().call_median_us == 200
+    assert session.sampled["a"].timing().device_median_us == 100
+    assert session.sampled["b"].timing().samples == 10
+
+
+@pytest.mark.parametrize("error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")])
+def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception) -> None:
+    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeBench(), PLAN, check=fine)
+    assert list(session.sampled) == ["a"]
+    assert session.untimed["b"].startswith("b is not timed")
+    assert str(error) in session.untimed["b"]
+
+
+def test_nothing_left_to_time_is_no_error() -> None:
+    session = time_in_turns({"a": FakeRun(1, CaptureError("no"))}, FakeBench(), PLAN, check=fine)
+    assert (session.sampled, list(session.untimed)) == ({}, ["a"])
+
+
+def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None:
+    bench, seen = FakeBench(), []
+
+    def check(key: str, output: SSDOutput) -> str:
+        seen.append((key, float(output.out), len(bench.events)))
+        return "" if key == "a" else "head 3 is wrong"
+
+    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, bench, PLAN, check=check)
+    loop = 2 + 2 * 2 * (PLAN.warmup_rounds + PLAN.min_rounds)
+    assert [(key, value) for key, value, _ in seen] == [("a", 200), ("a", 200), ("b", 100)]
+    assert min(events for *_, events in seen) > loop
+    assert list(session.sampled) == ["a"]
+    assert session.changed == {"b": "head 3 is wrong"}
+
+
+def test_the_two_times_make_two_ratios_and_the_device_decides() -> None:
+    """At 1K tokens a fused kernel halves the launch overhead and hardly changes the work."""
+    rounds = np.random.default_rng(0).normal(1, 0.01, (4, 60))
+    unfused = Sampled(call=290 * rounds[0], device=50 * rounds[1])
+    fused = Sampled(call=145 * rounds[2], device=50 * rounds[3])
+    speedup = fused.speedup(unfused, "unfused exact, fp32 states")
+    assert speedup.baseline == "unfused exact, fp32 states"
+    assert speedup.call_ratio == pytest.approx(2, rel=0.01)
+    assert speedup.call_interval.low > 1.9
+    assert speedup.device_ratio == pytest.approx(1, rel=0.01)
+    assert speedup.verdict == "no difference"
+    assert unfused.speedup(Sampled(call=fused.call, device=20 * rounds[3]), "other").verdict == "slower"
+
+
+# --- on a GPU
+
+
+@pytest.fixture
+def bench() -> CudaBench:
+    return CudaBench(torch.device("cuda"))
+
+
+def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
+    """Work of a known length: a kernel that spins for so many cycles, timed alone first."""
+
+    def run() -> SSDOutput:
+        torch.cuda._sleep(int(milliseconds * 1e6))
+        return SSDOutput(torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda"))
+
+    return run
+
+
+@pytest.mark.gpu
+def test_device_time_grows_with_the_work(bench: CudaBench) -> None:
+    short, long = (bench.record(sleeping(milliseconds)) for milliseconds in (1, 4))
+    ratios = [bench.device_us(long) / bench.device_us(short) for _ in range(5)]
+    assert np.median(ratios) == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_call_time_includes_launching_and_device_time_does_not(bench: CudaBench) -> None:
+    x = torch.zeros(1, device="cuda")
+
+    def many_small() -> SSDOutput:
+        y = x
+        for _ in range(100):
+            y = y + 1
+        return SSDOutput(y, x)
+
+    recording = bench.record(many_small)
+    call = np.median([bench.call_us(many_small) for _ in range(10)])
+    device = np.median([bench.device_us(recording) for _ in range(10)])
+    assert call > 1.5 * device
+    assert recording.output.out.item() == 100
+
+
+@pytest.mark.gpu
+def test_the_cache_is_cold(bench: CudaBench) -> None:
+    """A sum over 16 MB: out of L2 it is far faster than what the bench reports."""
+    data = torch.zeros(4 << 20, device="cuda")
+    sums = 20
+
+    def read() -> SSDOutput:
+        return SSDOutput(data.sum(), data[:1])
+
+    def read_often() -> SSDOutput:
+        for _ in range(sums - 1):
+            data.sum()
+        return SSDOutput(data.sum(), data[:1])
+
+    once, often = bench.record(read), bench.record(read_often)
+    cold = np.median([bench.device_us(once) for _ in range(10)])
+    warm = np.median([bench.device_us(often) for _ in range(10)]) / sums
+    assert cold > 1.3 * warm
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_gpu_cannot_be_captured(bench: CudaBench) -> None:
+    def waits() -> SSDOutput:
+        x = torch.zeros(1, device="cuda")
+        return SSDOutput(x + float(x), x)
+
+    with pytest.raises(CaptureError):
+        bench.record(waits)
+    bench.record(sleeping(0.01))
