@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the interpreter.
 
     a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum
@@ -19,16 +19,15 @@ In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D 
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: gates (h * p-slices, 2, b * l) fp32: dt and a, written and read by one program
       states (sequences, h, p, n) state_dtype: the one that is being handed over; final_states itself if fp32
-      sync (32 + 8 * sequences * h * p-slices) int32, zeroed: the ticket counter, and segments handed over per slice
-Grid: (segments * h * p-slices), heads fastest, then sequences, then segments; for packed sequences an upper bound.
+      sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of segments handed over
+Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound if packed.
       The ticket and not the program's number says which segment: a program waits only for lower tickets, which have
-      started, so that progress needs no more than one running program.
+      started, so that progress needs no two programs at once.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,145 +35,257 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2
+from ssdprof.kernels._triton import INTERPRETED, TL_DTYPE, ptr_offset
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_stages import (
+    bmm_chunk,
+    chunk_cumsum,
+    chunk_state,
+    find_segment,
+    hand_over_state,
+    scan_current,
+    scan_previous,
+    scan_residual,
+    segment_chunks,
+    segment_state,
+    take_state,
+    take_ticket,
+    wait_for_state,
+)
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
-GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
-SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
-FLAGS = tl.constexpr(32)  # where flags begin in sync, in int32
-FLAG_STRIDE = tl.constexpr(8)  # one flag per 32-byte sector
+FLAGS = tl.constexpr(32)  # where the flags begin in sync
+FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector each
 
 
-# ---------------------------------------------------------------------------------------------------- which segment
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    x, B, final_states, z = (args[f"{name}_ptr"] for name in ("x", "B", "final_states", "z"))
+    batch, seqlen, nheads, headdim = x.shape
+    dstate, chunk = B.shape[3], args["CHUNK"]
+    tensors = (x, x, args["dt_ptr"], B, B, z, args["initial_states_ptr"], final_states)  # x and out, B and C
+    return {
+        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
+        "flops": 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate),
+        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
+    }
 
 
-@triton.jit
-def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
-    """Earlier tickets belong to programs that run or have ended.  Where nobody waits, the program's number will do."""
-    if HANDOVER:
-        return tl.atomic_add(sync_ptr, 1, sem="relaxed")
-    else:
-        return tl.program_id(0)
-
-
-@triton.jit
-def segment_chunks(nchunks, MIN_CHUNKS: tl.constexpr, MAX_CHUNKS: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
-    """Chunks per segment of a sequence of `nchunks`.  It depends on nothing else, for the sake of batch invariance."""
-    return tl.minimum(tl.maximum(tl.cdiv(nchunks, MAX_SEGMENTS), MIN_CHUNKS), MAX_CHUNKS)
-
-
-@triton.jit
-def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.constexpr, RULE: tl.constexpr):
-    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences; sequence -1 past the
-    last."""
-    sequence = -1
-    segment = 0
-    begin = tl.zeros((), tl.int64)
-    length = tl.zeros((), tl.int64)
-    before = 0
-    for block in range(0, sequences, SEQUENCE_BLOCK):
-        o_s = block + tl.arange(0, SEQUENCE_BLOCK)
-        m_s = o_s < sequences
-        start = tl.load(cu_seqlens_ptr + o_s * cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
-        stop = tl.load(cu_seqlens_ptr + (o_s + 1) * cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
-        nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
-        # an empty sequence has one empty segment, which hands its initial state on as its final one
-        segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE[0], RULE[1], RULE[2])), 1)
-        segments = tl.where(m_s, segments, 0)
-        after = before + tl.cumsum(segments, axis=0)
-        mine = (after - segments <= rank) & (rank < after)
-        sequence += tl.sum(tl.where(mine, o_s + 1, 0), axis=0)
-        segment += tl.sum(tl.where(mine, rank - (after - segments), 0), axis=0)
-        begin += tl.sum(tl.where(mine, start, 0), axis=0)
-        length += tl.sum(tl.where(mine, stop - start, 0), axis=0)
-        before += tl.sum(segments, axis=0)
-    return sequence, segment, begin, length
-
-
-# ------------------------------------------------------------------------------------------------------- the stages
-# Pointers come as (a scalar base, 64 bit) + (a constant tile of offsets): the base moves from chunk to chunk, and the
-# tile costs no registers where its strides are compile-time constants.
-
-
-@triton.jit
-def softplus(v):
-    """log(1 + exp(v)) without overflow, and without losing the tail of small exp(v)."""
-    e = tl.exp2(-tl.abs(v) * LOG2_E)
-    u = 1.0 + e
-    # log(u) belongs to the rounded u; e / (u - 1) takes the rounding back
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
-
-
-@triton.jit
-def chunk_cumsum(
-    dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates_ptr, gates_plane, first, count, length,
-    DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+def _fused_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr,
+    out_ptr, final_states_ptr, gates_ptr, states_ptr, sync_ptr,
+    x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
+    initial_states_strides, cu_seqlens_strides, out_strides,
+    seqlen, sequences, dt_low, dt_high,
+    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, RULE: tl.constexpr, HANDOVER: tl.constexpr, P_ROWS: tl.constexpr,
+    DT_SOFTPLUS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr, OFFSET: tl.constexpr,
+    STATE_STAGES: tl.constexpr, SCAN_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Stage 1, for chunks first .. first + count - 1 at once: dt and a to memory.
+    # --- which segment of which slice is mine
+    SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    ticket = take_ticket(sync_ptr, HANDOVER)
+    lane, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
+    i_h, first_p = lane // SLICES, (lane % SLICES) * BLOCK_P
+    if cu_seqlens_ptr is None:
+        sequence, segment, begin, length = rank % sequences, rank // sequences, tl.zeros((), tl.int64), seqlen
+        i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
+    else:
+        sequence, segment, begin, length = find_segment(
+            rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, CHUNK, RULE
+        )
+        if sequence < 0:
+            return
+        i_b, position = 0, begin
+    nchunks = tl.cdiv(length, CHUNK)
+    per_segment = segment_chunks(nchunks, RULE)
+    first = segment * per_segment
+    count = tl.minimum(per_segment, nchunks - first)
+    last = first + count >= nchunks
 
-    Returns how many chunks, counted from the segment's end, can still be felt there.  Kept in memory, because every
-    other stage wants these vectors in another layout, and a load makes that cheaper than an exchange between threads.
-    """
-    o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, CHUNK)
-    felt = 0
-    tail = 0.0  # decay from the end of a chunk to the segment's end, log2
-    for block in range(0, tl.cdiv(count, GATE_ROWS)):
-        row = count - (block + 1) * GATE_ROWS + o_r
-        t = (first + row)[:, None] * CHUNK + o_q[None, :]
-        m = (row >= 0)[:, None] & (t < length)
-        dt = tl.load(dt_ptr + t.to(tl.int64) * dt_stride, mask=m, other=0.0).to(tl.float32) + dt_bias
-        if DT_SOFTPLUS:
-            dt = softplus(dt)
-        dt = tl.where(m, tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL), 0.0)
-        # a step past FORGOTTEN decays to zero like FORGOTTEN, and would cost later differences their digits
-        dA = tl.maximum(dt * (A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
-        a = tl.cumsum(dA, axis=1)
-        tl.store(gates_ptr + t, dt, mask=m)
-        tl.store(gates_ptr + gates_plane + t, a, mask=m)
-        end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
-        later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
-        felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
-        tail += tl.sum(end, axis=0)
-    tl.debug_barrier()  # the stages below read what other threads wrote here
-    return felt
-
-
-@triton.jit
-def chunk_state(
-    state, x, B, gates_ptr, gates_plane, t, length, tail, CHUNK: tl.constexpr, P_ROWS: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Stage 2: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T."""
+    # --- where its tensors lie
+    i_g = i_h // HEADS_PER_GROUP
     o_q = tl.arange(0, CHUNK)
-    m_q = o_q < length - t
-    dt = tl.load(gates_ptr + t + o_q, mask=m_q, other=0.0)
-    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=m_q, other=0.0)
-    end = tl.load(gates_ptr + gates_plane + tl.minimum(t + CHUNK, length) - 1)
-    weight = tl.exp2(tl.minimum(end - a + tail, 0.0, propagate_nan=tl.PropagateNan.ALL)) * dt
-    x = (x.to(DTYPE) * weight.to(DTYPE)[:, None]).to(B.dtype)
+    rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P), tl.arange(0, DSTATE)
+    m_p = (o_p < HEADDIM - first_p) | (HEADDIM % BLOCK_P == 0)
+    x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
+    B_tile = rows * B_strides[1] + o_n[None, :] * B_strides[3]
+    C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
+    out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
+    x_ptr += ptr_offset((i_b, begin, i_h, first_p), x_strides)
+    B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3])
+    C_ptr += ptr_offset((i_b, begin, i_g), C_strides[:3])
+    out_ptr += ptr_offset((i_b, begin, i_h, first_p), out_strides)
+    positions = tl.cast(seqlen, tl.int64)  # of all sequences
+    if cu_seqlens_ptr is None:
+        positions *= sequences
+    gates_ptr += 2 * positions * lane + position
+    state_offset = ((tl.cast(sequence, tl.int64) * HEADS + i_h) * HEADDIM + first_p) * DSTATE
     if P_ROWS:
-        return tl.dot(tl.trans(x), B, state, input_precision=DOT_PRECISION)
+        state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
     else:
-        return tl.dot(tl.trans(B), x, state, input_precision=DOT_PRECISION)
+        state_p, state_n, m_state = o_p[None, :], o_n[:, None], m_p[None, :]
+    state_tile = state_p * DSTATE + state_n
+
+    # --- stage 1
+    A = tl.load(A_ptr + i_h * A_strides[0]).to(tl.float32)
+    dt_bias = 0.0
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + i_h * dt_bias_strides[0]).to(tl.float32)
+    felt = chunk_cumsum(
+        dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high,
+        gates_ptr, positions, first, count, length, DT_SOFTPLUS, CHUNK,
+    )  # fmt: skip
+
+    # --- stages 2 and 3: the state that enters the segment
+    state = tl.zeros(state_tile.shape, tl.float32)
+    if HANDOVER:
+        added, decay_log2 = state, 0.0
+        if not last:
+            added, decay_log2 = segment_state(
+                state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], gates_ptr, positions,
+                first, count, felt, length, P_ROWS, INTERMEDIATE, ALIGNED, STATE_STAGES,
+            )  # fmt: skip
+        flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + lane) * FLAG_STRIDE
+        if segment > 0:
+            wait_for_state(flag_ptr, segment)
+            state = take_state(states_ptr + state_offset, state_tile, m_state)
+    if initial_states_ptr is not None and segment == 0:
+        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, first_p, 0), initial_states_strides)
+        initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
+        state = tl.load(initial_ptr + initial_tile, mask=m_state, other=0.0).to(tl.float32)
+    if HANDOVER and not last:
+        hand_over_state(states_ptr + state_offset, state_tile, m_state, flag_ptr, state, added, decay_log2)
+
+    # --- stages 4, 5 and 2 again: the output, chunk after chunk
+    D, z_tile, z_stride = None, None, None
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            D_row = tl.load(D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0)
+            D = D_row.to(tl.float32)[None, :]
+        else:
+            D = tl.load(D_ptr + i_h * D_strides[0]).to(tl.float32)
+    if z_ptr is not None:
+        z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
+        z_tile, z_stride = rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1]
+    for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
+        t = i_c * CHUNK
+        C, B, CB = bmm_chunk(C_ptr, C_tile, C_strides[1], B_ptr, B_tile, B_strides[1], t, length, ALIGNED)
+        out = scan_previous(C, state, gates_ptr, positions, t, length, P_ROWS, ALIGNED)
+        out, x = scan_current(
+            out, CB, x_ptr, x_tile, x_strides[1], m_p[None, :], gates_ptr, positions, t, length, INTERMEDIATE, ALIGNED
+        )
+        state = chunk_state(state, x, B, gates_ptr, positions, t, length, None, P_ROWS, INTERMEDIATE, ALIGNED)
+        scan_residual(
+            out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_strides[1], m_p[None, :], t, length, ALIGNED
+        )
+    if last:
+        tl.store(final_states_ptr + state_offset + state_tile, state, mask=m_state)
 
 
-@triton.jit
-def segment_state(
-    x_ptr, x_tile, m_x, B_ptr, B_tile, gates_ptr, gates_plane, first, count, felt, length, state,
-    CHUNK: tl.constexpr, P_ROWS: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Stage 2 over a segment, from its end backwards: (what it adds to a zero state, log2 of its decay).
+@dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """What a call allocates; shapes are in the module docstring."""
 
-    Only the last `felt` chunks are read.  If those are not all, the decay comes out below FORGOTTEN, that is, as zero.
+    out: torch.Tensor
+    final_states: torch.Tensor
+    gates: torch.Tensor
+    states: torch.Tensor
+    sync: torch.Tensor | None  # None: no segment waits for another
+
+    @classmethod
+    def allocate(cls, inputs: SSDInputs, precision: Precision, config: FusedConfig, device: torch.device) -> Buffers:
+        """On `device`: x's, or meta to learn the sizes."""
+        x, (nheads, headdim) = inputs.x, inputs.x.shape[2:]
+        lanes = nheads * triton.cdiv(headdim, config.block_p)
+        states_shape = (inputs.sequences, nheads, headdim, inputs.B.shape[3])
+        final_states = torch.empty(states_shape, dtype=torch.float32, device=device)
+        states, sync = final_states, None
+        if config.handover(inputs):
+            if precision.state_dtype != torch.float32:
+                states = torch.empty(states_shape, dtype=precision.state_dtype, device=device)
+            flags = FLAGS.value + inputs.sequences * lanes * FLAG_STRIDE.value
+            sync = torch.zeros(flags, dtype=torch.int32, device=device)
+        return cls(
+            out=torch.empty(x.shape, dtype=x.dtype, device=device),
+            final_states=final_states,
+            gates=torch.empty(lanes, 2, x.shape[0] * x.shape[1], dtype=torch.float32, device=device),
+            states=states,
+            sync=sync,
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of what is not output."""
+        states = None if self.states is self.final_states else self.states
+        return sum(tensor.nbytes for tensor in (self.gates, states, self.sync) if tensor is not None)
+
+
+def workspace_bytes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> int:
+    """What a call allocates beyond its outputs."""
+    return Buffers.allocate(inputs, precision, config, torch.device("meta")).workspace_bytes
+
+
+def launch_arguments(
+    inputs: SSDInputs, precision: Precision, config: FusedConfig, buffers: Buffers
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the kernel is called with: positional arguments, and compile-time ones with launch options."""
+    nheads, headdim = inputs.x.shape[2:]
+    tiles = [(inputs.x, headdim), (inputs.B, inputs.B.shape[3]), (inputs.C, inputs.B.shape[3]), (buffers.out, headdim)]
+    if inputs.z is not None:
+        tiles.append((inputs.z, headdim))
+    span = max(config.chunk * tensor.stride(1) + width * tensor.stride(3) for tensor, width in tiles)
+    args = (
+        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias, inputs.initial_states,
+        inputs.cu_seqlens, buffers.out, buffers.final_states, buffers.gates, buffers.states, buffers.sync,
+        _tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), _tile_strides(inputs.B),
+        _tile_strides(inputs.C), _strides(inputs.D), _tile_strides(inputs.z), _strides(inputs.dt_bias),
+        _strides(inputs.initial_states), _strides(inputs.cu_seqlens), _tile_strides(buffers.out),
+        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
+    )  # fmt: skip
+    options = {
+        "HEADS": nheads,
+        "HEADS_PER_GROUP": inputs.heads_per_group,
+        "HEADDIM": headdim,
+        "DSTATE": inputs.B.shape[3],
+        "CHUNK": config.chunk,
+        "BLOCK_P": config.block_p,
+        "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
+        "HANDOVER": buffers.sync is not None,
+        "P_ROWS": config.p_rows,
+        "DT_SOFTPLUS": inputs.dt_softplus,
+        "INTERMEDIATE": TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
+        "ALIGNED": inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
+        "OFFSET": tl.int32 if span < 2**31 else tl.int64,
+        "STATE_STAGES": config.state_stages,
+        "SCAN_STAGES": config.scan_stages,
+        "num_warps": config.num_warps,
+    }
+    return args, options
+
+
+def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tensor.stride()
+
+
+def _tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    """Strides of a tensor that is read in tiles of (l, p) or (l, n).
+
+    Those inside a tile are compile-time constants where rows are contiguous: they then belong to the model and not to
+    the call, and a constant offset costs no register.
     """
-    tail = 0.0
-    for i in tl.range(0, felt, num_stages=STAGES):
-        t = (first + count - 1 - i) * CHUNK
-        x = load_rows(x_ptr, x_tile, m_x, t, length, CHUNK, ALIGNED)
-        B = load_rows(B_ptr, B_tile, None, t, length, CHUNK, ALIGNED)
-        state = chunk_state(state, x, B, gates_ptr, gates_plane, t, length, tail, CHUNK, P_ROWS, DTYPE)
-        tail += tl.load(gates_ptr + gates_plane + tl.minimum(t + CHUNK, length) - 1)
-    return state, tail
+    if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
+        return _strides(tensor)
+    b, l, h, p = tensor.stride()
+    return b, tl.constexpr(l), h, tl.constexpr(p)
+
+
+def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: FusedConfig) -> SSDOutput:
+    """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
+    buffers = Buffers.allocate(inputs, precision, config, inputs.x.device)
+    args, options = launch_arguments(inputs, precision, config, buffers)
+    lanes = buffers.gates.shape[0]
+    with torch.cuda.device_of(inputs.x):
+        _fused_kernel[(config.segments(inputs) * lanes,)](*args, **options)
+    return SSDOutput(buffers.out, buffers.final_states)

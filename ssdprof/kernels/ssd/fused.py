@@ -1,0 +1,178 @@
+"""SSD in one launch: the public function, the torch operator and the choice between kernels.
+
+`ssd_fused(...)` takes tensors, for people who only want the kernel; the registered implementation takes `SSDInputs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.ssd import fused_portable
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+_INF = float("inf")
+MIN_DSTATE, MAX_DSTATE = 16, 256
+
+
+def ssd_fused(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    chunk_size: int = 256,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, _INF),
+    initial_states: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+) -> SSDOutput:
+    """The SSD (Mamba-2) operator, forward only.
+
+        dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
+        h_t  = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
+        out_t = (h_t C_t + D x_t) * silu(z_t)
+
+    x, z: (b, l, h, p)    dt: (b, l, h)    A, dt_bias: (h)    B, C: (b, l, g, n)    D: (h) or (h, p)
+    initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
+    cu_seqlens: (sequences + 1) int32 or int64, for sequences packed along l; then b = 1.  Empty ones are allowed.
+    x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.  A <= 0.
+    chunk_size has no influence on the result: this kernel chunks as suits the GPU.
+
+    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  A sequence's result is bitwise
+    the same in every call and whatever else is in the batch.  No synchronisation with the host; may be captured in a
+    CUDA graph; may be called under torch.compile(fullgraph=True).
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernel does not do.
+    Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+    """
+    tensors = (x, dt, A, B, C, D, z, dt_bias, initial_states)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError("fused: forward only; call it under torch.no_grad() or detach the inputs")
+    if torch.compiler.is_compiling():
+        low, high = dt_limit
+        out, final_states = torch.ops.ssdprof.ssd_fused(
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, low, high, initial_states, cu_seqlens,
+            precision.intermediates, precision.state_dtype,
+        )  # fmt: skip
+        return SSDOutput(out, final_states)
+    inputs = SSDInputs(
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        cu_seqlens=cu_seqlens,
+    )
+    return run(inputs, precision)
+
+
+@torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_low: float,
+    dt_high: float,
+    initial_states: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    intermediates: str,
+    state_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ssd_fused` with a schema that the dispatcher understands."""
+    with torch.no_grad():
+        return ssd_fused(
+            x, dt, A, B, C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=(dt_low, dt_high), initial_states=initial_states, cu_seqlens=cu_seqlens,
+            precision=Precision(intermediates=intermediates, state_dtype=state_dtype),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+@_operator.register_fake
+def _fake(
+    x: torch.Tensor,
+    _dt: torch.Tensor,
+    _A: torch.Tensor,
+    B: torch.Tensor,
+    _C: torch.Tensor,
+    _chunk_size: int,
+    _D: torch.Tensor | None,
+    _z: torch.Tensor | None,
+    _dt_bias: torch.Tensor | None,
+    _dt_softplus: bool,
+    _dt_low: float,
+    _dt_high: float,
+    _initial_states: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    _intermediates: str,
+    _state_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of what `_operator` returns."""
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty(x.shape), x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=torch.float32)
+
+
+def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+    """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does."""
+    _refuse_unsupported(inputs)
+    # a kernel for one chip alone comes first here, and in `plan`: `if fused_hopper.supports(inputs, precision): ...`
+    return fused_portable.ssd_fused_portable(inputs, precision, config=_portable_config(inputs))
+
+
+def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """Which kernel would run, how and why.  Allocates and launches nothing."""
+    _refuse_unsupported(inputs)
+    config = _portable_config(inputs)
+    settings = asdict(config)
+    reason = settings.pop("reason")
+    handover = config.handover(inputs)
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=2 if handover else 1,
+        config=settings,
+        workspace_bytes=fused_portable.workspace_bytes(inputs, precision, config),
+        reason=("one launch, and one to zero the flags; " if handover else "one launch; ") + reason,
+    )
+
+
+def _portable_config(inputs: SSDInputs) -> FusedConfig:
+    # the interpreter has no registers to fit into: it takes what Hopper takes
+    capability = torch.cuda.get_device_capability(inputs.x.device) if inputs.x.is_cuda else (9, 0)
+    return FusedConfig.choose(inputs, capability)
+
+
+def _refuse_unsupported(inputs: SSDInputs) -> None:
+    x, dstate = inputs.x, inputs.B.shape[3]
+    if not MIN_DSTATE <= dstate <= MAX_DSTATE or dstate & (dstate - 1):
+        raise UnsupportedError(f"fused: dstate must be a power of two from {MIN_DSTATE} to {MAX_DSTATE}, not {dstate}")
+    if not x.is_cuda and not INTERPRETED:
+        raise UnsupportedError(f"fused: tensors must be on the GPU, not on {x.device}")
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        raise UnsupportedError("fused: needs a GPU of compute capability 8.0 or newer")
+
+
+register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

@@ -1,0 +1,239 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The stages of `fused_portable.py`, one function each, in the order of the algorithm.
+
+A source line belongs to one stage, whatever the compiler inlines: that is how time and stalls are told apart later.
+
+    ticket         take_ticket, segment_chunks, find_segment
+    chunk_cumsum   softplus, chunk_cumsum
+    chunk_state    chunk_state, segment_state
+    state_passing  wait_for_state, take_state, hand_over_state
+    bmm_chunk      bmm_chunk
+    chunk_scan     scan_previous, scan_current, scan_residual
+
+Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
+A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
+registers where its strides are compile-time constants.  Rows at or past `length` are another sequence's: never read,
+never written.  ALIGNED says that there are none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._triton import DOT_PRECISION
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
+GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
+SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
+
+
+@triton.jit
+def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
+    """Lower tickets belong to programs that run or have ended.  Where nobody waits, the program's number will do."""
+    if HANDOVER:
+        return tl.atomic_add(sync_ptr, 1, sem="relaxed")
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
+def segment_chunks(nchunks, RULE: tl.constexpr):
+    """Chunks per segment of a sequence of `nchunks`: `FusedConfig.segment_chunks`."""
+    return tl.minimum(tl.maximum(tl.cdiv(nchunks, RULE[0]), RULE[1]), RULE[2])
+
+
+@triton.jit
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.constexpr, RULE: tl.constexpr):
+    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences; sequence -1 if there
+    are not so many."""
+    sequence, segment, before = -1, 0, 0
+    begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for block in range(0, sequences, SEQUENCE_BLOCK):
+        o_s = block + tl.arange(0, SEQUENCE_BLOCK)
+        m_s = o_s < sequences
+        start = tl.load(cu_seqlens_ptr + o_s * cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
+        stop = tl.load(cu_seqlens_ptr + (o_s + 1) * cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
+        nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
+        # an empty sequence has one segment of no chunks, which makes its initial state its final one
+        segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE)), 1)
+        segments = tl.where(m_s, segments, 0)
+        after = before + tl.cumsum(segments, axis=0)
+        mine = (after - segments <= rank) & (rank < after)
+        sequence += tl.sum(tl.where(mine, o_s + 1, 0), axis=0)
+        segment += tl.sum(tl.where(mine, rank - (after - segments), 0), axis=0)
+        begin += tl.sum(tl.where(mine, start, 0), axis=0)
+        length += tl.sum(tl.where(mine, stop - start, 0), axis=0)
+        before += tl.sum(segments, axis=0)
+    return sequence, segment, begin, length.to(tl.int32)
+
+
+@triton.jit
+def softplus(v):
+    """log(1 + exp(v)), without overflow and with all digits where exp(v) is small."""
+    e = tl.exp2(-tl.abs(v) * LOG2_E)
+    u = 1.0 + e
+    # log(u) belongs to the rounded u; e / (u - 1) takes the rounding back
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
+
+
+@triton.jit
+def chunk_cumsum(
+    dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates_ptr, gates_plane, first, count, length,
+    DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Stage 1 for the chunks first .. first + count - 1, many at once: dt and a, to memory.
+
+    To memory, because the other stages want them in several layouts: a load in the right layout is cheaper than an
+    exchange between threads in every chunk.  Returns how many chunks are still felt at the segment's end.
+    """
+    o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, CHUNK)
+    felt = 0
+    tail = 0.0  # log2 of the decay from a block of chunks to the segment's end
+    for block in range(0, tl.cdiv(count, GATE_ROWS)):
+        row = count - (block + 1) * GATE_ROWS + o_r
+        t = (first + row)[:, None] * CHUNK + o_q[None, :]
+        m = (row >= 0)[:, None] & (t < length)
+        dt = tl.load(dt_ptr + t.to(tl.int64) * dt_stride, mask=m, other=0.0).to(tl.float32) + dt_bias
+        if DT_SOFTPLUS:
+            dt = softplus(dt)
+        dt = tl.where(m, tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL), 0.0)
+        # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+        dA = tl.maximum(dt * (A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
+        a = tl.cumsum(dA, axis=1)
+        tl.store(gates_ptr + t, dt, mask=m)
+        tl.store(gates_ptr + gates_plane + t, a, mask=m)
+        end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
+        later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
+        felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
+        tail += tl.sum(end, axis=0)
+    tl.debug_barrier()  # every thread's gates are written before another thread reads them
+    return felt
+
+
+@triton.jit
+def chunk_state(
+    state, x, B, gates_ptr, gates_plane, t, length, tail,
+    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
+
+    With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, what the chunk adds to a state 2^tail later.
+    """
+    CHUNK: tl.constexpr = x.shape[0]
+    o_q = tl.arange(0, CHUNK)
+    m_q = (o_q < length - t) | ALIGNED
+    dt = tl.load(gates_ptr + t + o_q, mask=m_q, other=0.0)
+    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=m_q, other=0.0)
+    end = tl.load(gates_ptr + gates_plane + tl.minimum(t + CHUNK, length) - 1)
+    if tail is None:
+        state *= tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        exponent = end - a
+    else:
+        exponent = end - a + tail
+    weight = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)) * dt
+    x = (x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]).to(B.dtype)
+    if P_ROWS:
+        return tl.dot(tl.trans(x), B, state, input_precision=DOT_PRECISION)
+    else:
+        return tl.dot(tl.trans(B), x, state, input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def segment_state(
+    state, x_ptr, x_tile, x_stride, m_p, B_ptr, B_tile, B_stride, gates_ptr, gates_plane, first, count, felt, length,
+    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
+
+    Reads only the last `felt` chunks.  If those are not all, the decay is past FORGOTTEN already, that is, zero.
+    """
+    CHUNK: tl.constexpr = x_tile.shape[0]
+    o_q = tl.arange(0, CHUNK)
+    tail = 0.0
+    for i in tl.range(0, felt, num_stages=STAGES):
+        t = (first + count - 1 - i) * CHUNK
+        m_q = ((o_q < length - t) | ALIGNED)[:, None]
+        x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_q & m_p, other=0.0)
+        B = tl.load(B_ptr + tl.cast(t, tl.int64) * B_stride + B_tile, mask=m_q, other=0.0)
+        state = chunk_state(state, x, B, gates_ptr, gates_plane, t, length, tail, P_ROWS, INTERMEDIATE, ALIGNED)
+        tail += tl.load(gates_ptr + gates_plane + tl.minimum(t + CHUNK, length) - 1)
+    return state, tail
+
+
+@triton.jit
+def wait_for_state(flag_ptr, segment):
+    """Stage 3, until the segment before has handed over."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") < segment:
+        pass
+
+
+@triton.jit
+def take_state(states_ptr, state_tile, m_state):
+    """Stage 3: the state entering the segment, from L2: a line of it in L1 may be older."""
+    return tl.load(states_ptr + state_tile, mask=m_state, other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
+def hand_over_state(states_ptr, state_tile, m_state, flag_ptr, entering, added, decay_log2):
+    """Stage 3: the state leaving the segment, into the place of the one that entered it."""
+    leaving = entering * tl.exp2(tl.minimum(decay_log2, 0.0, propagate_nan=tl.PropagateNan.ALL)) + added
+    tl.debug_barrier()  # every thread has read what entered
+    tl.store(states_ptr + state_tile, leaving.to(states_ptr.dtype.element_ty), mask=m_state)
+    tl.debug_barrier()  # every thread has written what leaves
+    tl.atomic_add(flag_ptr, 1, sem="release")
+
+
+@triton.jit
+def bmm_chunk(C_ptr, C_tile, C_stride, B_ptr, B_tile, B_stride, t, length, ALIGNED: tl.constexpr):
+    """Stage 4: (C, B, C B^T) of one chunk."""
+    m_q = ((tl.arange(0, C_tile.shape[0]) < length - t) | ALIGNED)[:, None]
+    C = tl.load(C_ptr + tl.cast(t, tl.int64) * C_stride + C_tile, mask=m_q, other=0.0)
+    B = tl.load(B_ptr + tl.cast(t, tl.int64) * B_stride + B_tile, mask=m_q, other=0.0)
+    return C, B, tl.dot(C, tl.trans(B), input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def scan_previous(C, state, gates_ptr, gates_plane, t, length, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Stage 5: what entered the chunk, 2^(a_t) h C_t."""
+    o_q = tl.arange(0, C.shape[0])
+    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=(o_q < length - t) | ALIGNED, other=0.0)
+    decay = tl.exp2(tl.minimum(a, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    if P_ROWS:
+        state = tl.trans(state)
+    return tl.dot(C, state.to(C.dtype), input_precision=DOT_PRECISION) * decay[:, None]
+
+
+@triton.jit
+def scan_current(
+    out, CB, x_ptr, x_tile, x_stride, m_p, gates_ptr, gates_plane, t, length,
+    INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Stage 5: (out + what the chunk's own positions leave, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s; x)."""
+    o_q = tl.arange(0, CB.shape[0])
+    m_q = (o_q < length - t) | ALIGNED
+    x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_q[:, None] & m_p, other=0.0)
+    dt = tl.load(gates_ptr + t + o_q, mask=m_q, other=0.0)
+    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=m_q, other=0.0)
+    decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
+    scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
+    return tl.dot(scores.to(x.dtype), x, out, input_precision=DOT_PRECISION), x
+
+
+@triton.jit
+def scan_residual(
+    out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_stride, m_p, t, length, ALIGNED: tl.constexpr
+):
+    """Stage 5: skip, gate and store."""
+    m = ((tl.arange(0, out.shape[0]) < length - t) | ALIGNED)[:, None] & m_p
+    if D is not None:
+        out += D * x.to(tl.float32)
+    if z_ptr is not None:
+        z = tl.load(z_ptr + tl.cast(t, tl.int64) * z_stride + z_tile, mask=m, other=0.0).to(tl.float32)
+        out *= z * tl.sigmoid(z)
+    tl.store(out_ptr + tl.cast(t, tl.int64) * out_stride + out_tile, out.to(out_ptr.dtype.element_ty), mask=m)
