@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ssdprof.capture.attention import lower_right_attention
+from ssdprof.capture.counting_cache import CountingCache, counting_cache
 
 
 def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
@@ -33,7 +34,7 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
     segments = split_prompt(ids.shape[1], segment_length)
     accepted = inspect.signature(model.forward).parameters
     cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
-    cache = None
+    cache = counting_cache(model) if len(segments) > 1 and cache_name == "past_key_values" else None
     with torch.no_grad(), lower_right_attention(model) if len(segments) > 1 else nullcontext():
         for start, stop in segments:
             arguments: dict[str, Any] = {"use_cache": len(segments) > 1, cache_name: cache}
@@ -41,5 +42,7 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
                 arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
             output = model(ids[:, start:stop], **arguments)
             cache = output.get(cache_name)
+            if isinstance(cache, CountingCache):
+                cache.seen = stop
     last: torch.Tensor = output[0]
     return last

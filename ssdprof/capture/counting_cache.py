@@ -1,0 +1,30 @@
+"""The cache of a model that was cut before its first attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+
+class CountingCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
+    """Knows how many tokens it has seen; transformers' own asks an attention layer for that and raises without one.
+
+    `seen` is set by whoever feeds the segments.  The numbers only shape a mask that no layer here reads.
+    """
+
+    seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002  # the base class's signature
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
+        """Length and offset of the keys that a query of `query_length` tokens sees."""
+        return self.seen + query_length, 0
+
+
+def counting_cache(model: Any) -> CountingCache | None:
+    """An empty cache for `model`, or None when it has an attention layer and makes a fitting one itself."""
+    cache = CountingCache(config=model.config)
+    return None if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else cache

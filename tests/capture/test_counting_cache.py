@@ -1,0 +1,30 @@
+"""Segments through models that were cut before their first attention layer."""
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from ssdprof import checkpoint
+from ssdprof.capture.counting_cache import counting_cache
+from ssdprof.capture.prefill import prefill
+
+FP32_ROUNDING = 5e-5
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"])
+def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path) -> None:
+    tiny_models.shared(name).save_pretrained(tmp_path)
+    local = checkpoint.fetch(checkpoint.locate(str(tmp_path)), deepest_layer=1)
+    model = checkpoint.load_model(local, device="cpu")
+    assert counting_cache(model) is not None
+    ids = tiny_models.prompt(90)
+    whole = prefill(model, ids, segment_length=90)
+    segments = prefill(model, ids, segment_length=40)
+    torch.testing.assert_close(segments, whole[:, 80:], rtol=FP32_ROUNDING, atol=FP32_ROUNDING)
+
+
+def test_a_model_with_attention_makes_its_own_cache() -> None:
+    assert counting_cache(tiny_models.shared("granitemoehybrid").base_model) is None
+    assert counting_cache(tiny_models.shared("falcon_h1").base_model) is None
