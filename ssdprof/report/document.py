@@ -56,6 +56,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Speed", "main", *speeds, speed.READING if speeds else None)
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section("Accuracy", "main", *matches, accuracy.READING if matches else None)
+    yield _section("Remarks", "main", run.remarks(report))
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
     for group in found:
@@ -63,6 +64,9 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     for group in found:
         made = (make(group, name) for name in group.compared for make in (accuracy.by_layer, accuracy.largest))
         yield _section(f"Errors by layer and position at {group.tokens}", "detail", *made)
+    for group in found:
+        own = (accuracy.match(group, group.baseline, tensor) for tensor in accuracy.TENSORS)
+        yield _section(f"Accuracy of {group.baseline} at other precisions, {group.tokens}", "detail", *own)
     for group in found:
         if len(group.layers) > 1:
             for layer in group.layers:

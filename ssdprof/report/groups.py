@@ -81,13 +81,8 @@ class Group:
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """Implementations with something to compare: all but a baseline that is only that."""
-        return tuple(
-            name
-            for name in self.implementations
-            if name != self.baseline
-            or any(a.vs_baseline for case in self.cases if case.implementation == name for a in case.accuracy)
-        )
+        """Implementations that a report is about: all but the baseline."""
+        return tuple(name for name in self.implementations if name != self.baseline)
 
     def series(self, implementation: str | None = None) -> tuple[Series, ...]:
         """Every series, or those of one implementation: exact before relaxed, wide states before narrow ones."""

@@ -25,7 +25,7 @@ def render(report: RunReport, *, limit_bytes: int = LIMIT_BYTES) -> str:
     for section in document.sections:
         drawn = _section(section)
         used += len(drawn.encode())
-        if left_out or used > limit_bytes - _ROOM_FOR_THE_REST:
+        if used > limit_bytes - _ROOM_FOR_THE_REST:
             left_out.append(section)
         else:
             parts.append(drawn)

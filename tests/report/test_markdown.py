@@ -126,7 +126,7 @@ def test_each_prompt_has_tables_of_its_own():
 
 def test_the_largest_run_stays_below_the_limit_and_says_what_is_missing():
     report = make_report(layers=range(64), seqlens=(131_072, 16_384, 1024), precisions=ALL_PRECISIONS)
-    assert len(report.cases) == 64 * 3 * 9
+    assert len(report.cases) == 64 * 3 * 12
     text = markdown.render(report)
     assert len(text.encode()) <= 1_000_000 < 1024 * 1024
     last = text.splitlines()[-1]
@@ -163,6 +163,13 @@ def test_names_cannot_break_the_page():
     assert rendered.count("</details>") == text.count("<details>")
     reasons = [row[-2] for row in tables(text)[0][1:]]
     assert set(reasons) == {"x | y </details> [a](http://b) *z*"}
+
+
+def test_escape():
+    assert markdown.escape("a <b> & c\n d") == "a &lt;b&gt; &amp; c d"
+    assert markdown.escape("_x_ a_b 2.1x [2.0, 2.2] [u](v) `c` | $1$") == (
+        r"\_x\_ a_b 2.1x [2.0, 2.2] [u\](v) \`c\` \| \$1\$"
+    )
 
 
 def test_numbers_and_units_do_not_part():

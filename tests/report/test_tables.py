@@ -97,6 +97,12 @@ def test_a_launch_of_some_precisions_says_of_which():
     }
 
 
+def test_the_interpreter_has_no_registers():
+    table = run.launches(make_report(gpu=False))
+    assert table.headers == ("implementation", "variant", "kernel", "configuration", "used for")
+    assert table.rows[0] == ("unfused", "interpreter", "unfused", "chunk=64", "all")
+
+
 def test_both_speedups_stand_side_by_side_with_their_intervals():
     group = groups(make_report(layers=(9,), precisions=(EXACT_FP32,)))[0]
     case = group.cases[-1]
@@ -116,7 +122,8 @@ def test_the_sum_names_its_layers_and_its_baseline():
     table = speed.total(group)
     assert table.title == "Speed at 131,072 tokens, sum over 4 layers"
     assert "unfused, exact, with the same state dtype" in table.note
-    cells = dict(zip(table.headers, table.rows[2], strict=True))
+    (row,) = [row for row in table.rows if row[:2] == ("fused hopper", "exact, fp32")]
+    cells = dict(zip(table.headers, row, strict=True))
     own = [case for case in group.cases if case.implementation == "fused" and case.precision == EXACT_FP32]
     assert cells["device\ntime"] == fmt.duration(sum(case.timing.device_median_us for case in own))
 
@@ -172,6 +179,15 @@ def test_final_states_have_a_table_too():
     table = accuracy.match(groups(make_report(layers=(0,)))[0], "fused", "final_states")
     assert below(table, "fused against unfused")["match @ atol,rtol=1e-3"][0] == "99.999%"
     assert "final states" in table.title
+
+
+def test_the_baseline_at_other_precisions_is_compared_with_itself():
+    table = accuracy.match(groups(make_report(precisions=ALL_PRECISIONS))[0], "unfused", "out")
+    assert [header.split(",")[0] for header in table.headers] == ["", *["relaxed"] * 3, "floor"]
+    assert below(table, "unfused against unfused")["match @ atol,rtol=0"] == (*["66.823%"] * 3, "")
+    assert below(table, "unfused against fp64")["rms error, worst layer"][-1] == "1.66e-3"
+    assert len(table.headings) == 2
+    assert accuracy.match(groups(make_report(precisions=(EXACT_FP32,)))[0], "unfused", "out") is None
 
 
 def test_a_case_over_its_budget_is_counted():
@@ -232,3 +248,15 @@ def test_endless_failures_are_cut_and_counted():
 
 def test_no_failures_no_table():
     assert run.failures(make_report()) is None
+    assert run.remarks(make_report()) is None
+
+
+def test_a_remark_on_a_case_that_passed():
+    def change(case):
+        return case.model_copy(update={"reason": "repeated calls differ"}) if case.implementation == "fused" else case
+
+    report = make_report(precisions=(EXACT_FP32,), change=change)
+    assert run.failures(report) is None
+    assert run.remarks(report).rows == (
+        ("1", "0, 9, 18, 27", "131,072", "fused", "exact, fp32", "passed", "repeated calls differ", "-"),
+    )

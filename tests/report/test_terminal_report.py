@@ -106,6 +106,11 @@ def test_rows_with_nothing_in_a_part_are_left_out_of_it():
     assert [line for line in lines if line and line[0] in ("one", "two")] == [["two", "x" * 20], ["one", "y" * 20]]
 
 
+def test_a_whole_table_keeps_such_rows():
+    table = Table(title="t", headers=("name", "a"), rows=(("one", "-"), ("two", "x")), align=columns(2, 0))
+    assert "one" in printed(terminal.SplitTable(table), 30)
+
+
 def test_long_tables_are_cut_with_a_word_about_the_rest():
     table = Table(title="t", headers=("n",), rows=tuple((str(i),) for i in range(100)), align=columns(1, 0), keys=0)
     text = printed(terminal.SplitTable(table))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import CaseResult, Clocks, Launch, Precision, Prompt, RunReport, SSDDims
 
-_MOST_FAILURES = 40  # rows: a run that fails everywhere fails alike
+_MOST_ROWS = 40  # a run that fails everywhere fails alike
 _LONGEST_REASON = 300  # characters
 _PRECISION = "intermediates,\nstates"
+_RESOURCES = ("registers", "spills", "shared")
 
 
 def facts(report: RunReport) -> Table:
@@ -34,43 +35,32 @@ def launches(report: RunReport) -> Table | None:
     if not used:
         return None
     tokens = {case.dims.seqlen for case in report.cases}
+    headers = ("implementation", "variant", "kernel", *_RESOURCES, "configuration", "used for")
+    rows = [(*cells, _uses(cases, tokens, _precisions(report, cells[0]))) for cells, cases in used.items()]
+    # the interpreter has no registers
+    known = [
+        i for i, name in enumerate(headers) if name not in _RESOURCES or any(row[i] != fmt.MISSING for row in rows)
+    ]
+    numbers = len(known) - len(headers) + len(_RESOURCES)
     return Table(
         title="Kernels as they were launched",
-        headers=("implementation", "variant", "kernel", "registers", "spills", "shared", "configuration", "used for"),
-        rows=tuple((*cells, _uses(cases, tokens, _precisions(report, cells[0]))) for cells, cases in used.items()),
-        align=("left", "left", "left", "right", "right", "right", "left", "left"),
-        note="Registers and spills are per thread, shared memory per block.",
+        headers=tuple(headers[i] for i in known),
+        rows=tuple(tuple(row[i] for i in known) for row in rows),
+        align=(*columns(3, numbers), *columns(2, 0)),
+        note="Registers and spills are per thread, shared memory per block." if numbers else "",
         keys=3,
-        wraps=6,
+        wraps=3 + numbers,
     )
 
 
 def failures(report: RunReport) -> Table | None:
-    """Every case that did not pass; cases that differ only in the layer or the prompt share a row."""
-    places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
-    for group in groups(report):
-        for case in group.cases:
-            if case.status != "passed":
-                layers = places.setdefault(_failure(case), {}).setdefault(group.tokens.removesuffix(" tokens"), [])
-                layers.append(case.layer.index)
-    if not places:
-        return None
-    rows: list[tuple[str, ...]] = []
-    for cells, prompts in places.items():
-        same: dict[str, list[str]] = {}
-        for tokens, layers in prompts.items():
-            same.setdefault(fmt.indices(layers), []).append(tokens)
-        rows += [(layers, "; ".join(tokens), *cells) for layers, tokens in same.items()]
-    hidden = len(rows) - _MOST_FAILURES
-    return Table(
-        title="Failures and refusals",
-        headers=("case", "layers", "tokens", "implementation", _PRECISION, "status", "reason", "first NaN\nor Inf"),
-        rows=tuple((str(number), *row) for number, row in enumerate(rows[:_MOST_FAILURES], start=1)),
-        align=("right", *columns(7, 0)),
-        note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
-        keys=1,
-        wraps=6,
-    )
+    """Every case that did not pass."""
+    return _cases(report, "Failures and refusals", lambda case: case.status != "passed")
+
+
+def remarks(report: RunReport) -> Table | None:
+    """Every case that passed and has something to be said about it."""
+    return _cases(report, "Remarks on cases that passed", lambda case: case.status == "passed" and bool(case.reason))
 
 
 def shape(dims: SSDDims) -> str:
@@ -192,7 +182,34 @@ def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[Precision])
     return " at ".join(parts) or "all"
 
 
-def _failure(case: CaseResult) -> tuple[str, ...]:
+def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) -> Table | None:
+    """The wanted cases; those that differ only in the layer or the prompt share a row."""
+    places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
+    for group in groups(report):
+        for case in filter(wanted, group.cases):
+            layers = places.setdefault(_case(case), {}).setdefault(group.tokens.removesuffix(" tokens"), [])
+            layers.append(case.layer.index)
+    if not places:
+        return None
+    rows: list[tuple[str, ...]] = []
+    for cells, prompts in places.items():
+        same: dict[str, list[str]] = {}
+        for tokens, layers in prompts.items():
+            same.setdefault(fmt.indices(layers), []).append(tokens)
+        rows += [(where, "; ".join(tokens), *cells) for where, tokens in same.items()]
+    hidden = len(rows) - _MOST_ROWS
+    return Table(
+        title=title,
+        headers=("case", "layers", "tokens", "implementation", _PRECISION, "status", "reason", "first NaN\nor Inf"),
+        rows=tuple((str(number), *row) for number, row in enumerate(rows[:_MOST_ROWS], start=1)),
+        align=("right", *columns(7, 0)),
+        note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
+        keys=1,
+        wraps=6,
+    )
+
+
+def _case(case: CaseResult) -> tuple[str, ...]:
     return (
         case.implementation,
         f"{case.precision.intermediates}, {case.precision.state_dtype}",
