@@ -1,0 +1,127 @@
+"""The demo model is small, loads anywhere, and has learnt what its card says."""
+
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
+
+import ssdprof
+from ssdprof.capture import text
+
+DEMO = Path(ssdprof.__file__).parent / "checkpoint" / "demo"
+REPOSITORY = Path(__file__).parents[2]
+SLICE = 16384  # bytes of held-out text; all of it takes too long here
+
+
+@pytest.fixture(scope="module")
+def train_demo() -> ModuleType:
+    """The training script: what it measures with, this file measures with."""
+    spec = importlib.util.spec_from_file_location("train_demo", REPOSITORY / "benchmarks" / "train_demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, dict[str, Any]]:
+    model, info = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, output_loading_info=True)
+    return model.eval(), info
+
+
+def stated(document: Path, row: str) -> list[float]:
+    """The numbers of the table row that starts with `row`."""
+    (line,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", document.read_text(), re.MULTILINE)
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
+
+
+def test_it_is_at_most_3_mb() -> None:
+    assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 3_000_000
+
+
+def test_it_has_the_files_of_a_hub_repository() -> None:
+    names = {file.name for file in DEMO.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+
+
+def test_stock_transformers_loads_every_weight(loaded: tuple[Any, dict[str, Any]]) -> None:
+    model, info = loaded
+    assert not any(info.values()), info
+    stored = load_file(DEMO / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    for name, tensor in stored.items():
+        assert torch.equal(model.get_parameter(name), tensor.float()), name
+
+
+def test_its_layers_are_mamba_2_and_attention(loaded: tuple[Any, dict[str, Any]]) -> None:
+    kinds = json.loads((DEMO / "config.json").read_text())["layer_types"]
+    assert kinds.count("mamba") >= 3
+    assert kinds.count("attention") >= 1
+    for layer, kind in zip(loaded[0].model.layers, kinds, strict=True):
+        assert (layer.mamba is not None) == (kind == "mamba")
+        assert (layer.self_attn is not None) == (kind == "attention")
+
+
+def test_its_token_ids_are_bytes() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    sample = "".join(chr(point) for point in (*range(0x100), 0x20AC, 0x1F600)) + "plain words\r\n\ttoo"
+    ids = tokenizer(sample)["input_ids"]
+    assert ids == list(sample.encode())
+    assert tokenizer.decode(ids) == sample
+    assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_logits_are_finite_over_4096_tokens(loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype) -> None:
+    model = loaded[0] if dtype == torch.float32 else AutoModelForCausalLM.from_pretrained(DEMO, dtype="auto").eval()
+    assert model.dtype == dtype
+    with torch.no_grad():
+        logits = model(torch.tensor([list(text.held_out()[:4096])]), use_cache=False).logits
+    assert logits.shape == (1, 4096, 256)
+    assert logits.isfinite().all()
+
+
+def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
+    loaded: tuple[Any, dict[str, Any]], train_demo: ModuleType
+) -> None:
+    held_out = text.held_out()[:SLICE]
+    ours = train_demo.model_bits_per_byte(loaded[0], held_out)
+    bigram = train_demo.best_bigram_bits_per_byte(text.training(), held_out)
+    assert ours < bigram - 1
+    for document in (REPOSITORY / "docs" / "demo-model.md", DEMO / "README.md"):
+        assert stated(document, "first 16,384 bytes") == pytest.approx([ours, bigram], abs=0.002)
+
+
+def test_the_bigram_model_of_the_card_is_the_one_measured(train_demo: ModuleType) -> None:
+    bigram = train_demo.best_bigram_bits_per_byte(text.training(), text.held_out())
+    for document in (REPOSITORY / "docs" / "demo-model.md", DEMO / "README.md"):
+        assert stated(document, "all 100,000 bytes")[1] == pytest.approx(bigram, abs=0.001)
+
+
+def test_the_bigram_model_is_right_on_a_text_worked_by_hand(train_demo: ModuleType) -> None:
+    # In "aaba", a is followed once by a and once by b, and b once by a; add one: p(a) = 4/260, p(b) = 2/260.
+    b_after_a = (1 + 2 * 2 / 260) / (2 + 2)
+    a_after_b = (1 + 2 * 4 / 260) / (1 + 2)
+    expected = -(math.log2(b_after_a) + math.log2(a_after_b)) / 2
+    assert train_demo.bigram_bits_per_byte(b"aaba", b"aba", prior=2) == pytest.approx(expected)
+
+
+def test_the_operator_used_in_training_is_that_of_transformers(train_demo: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, dt, B, C = normal(2, 192, 4, 8), normal(2, 192, 4), normal(2, 192, 1, 16), normal(2, 192, 1, 16)
+    parameters = {"D": normal(4), "dt_bias": normal(4)}
+    A = -normal(4).exp()
+    theirs = modeling.mamba2_chunk_scan(x, dt, A, B, C, chunk_size=32, dt_softplus=True, **parameters)
+    torch.testing.assert_close(train_demo.ssd(x, dt, A, B, C, **parameters), theirs, rtol=1e-4, atol=1e-4)
