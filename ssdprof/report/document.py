@@ -11,12 +11,12 @@ from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.tables import Note, Table, accuracy, run, speed
 from ssdprof.schema import RunReport
 
-Depth = Literal["main", "detail", "layer"]
+Depth = Literal["main", "detail", "file"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """depth: "main" is always in sight; "detail" is folded where that is possible; "layer" is one layer's numbers."""
+    """depth: "main" is always in sight; "detail" is folded where that is possible; "file" is too long for a terminal."""
 
     title: str
     blocks: tuple[Table | Note | str, ...]
@@ -66,13 +66,13 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
         yield _section(f"Errors by layer and position at {group.tokens}", "detail", *made)
     for group in found:
         own = (accuracy.match(group, group.baseline, tensor) for tensor in accuracy.TENSORS)
-        yield _section(f"Accuracy of {group.baseline} at other precisions, {group.tokens}", "detail", *own)
+        yield _section(f"Accuracy of {group.baseline} at other precisions, {group.tokens}", "file", *own)
     for group in found:
         if len(group.layers) > 1:
             for layer in group.layers:
                 yield _section(
                     f"Accuracy of layer {layer.index} ({layer.name}) at {group.tokens}",
-                    "layer",
+                    "file",
                     *_accuracy(group.at_layer(layer)),
                 )
 

@@ -80,7 +80,7 @@ def advice(series: tuple[Series, ...]) -> str:
     if not good:
         return f"{name} may not be used: {bad}."
     layers = len({case.layer for s in good for case in s.cases})
-    where = f"all {layers} layers" if layers > 1 else "the layer replayed"
+    where = "every layer replayed" if layers > 1 else "the layer replayed"
     which = fmt.words((_with(s.precision) for s in good), "or")
     text = f"{name} may be used {which}: within the error budget in {where}."
     return f"{text}  Not so {bad}." if bad else text
@@ -157,6 +157,15 @@ def _of_results(report: RunReport) -> Iterator[str]:
             f"The GPU throttled while it was timed ({', '.join(report.clocks.throttle_reasons)}): absolute times are "
             "too long, and ratios stand only because both sides were timed in turns."
         )
+    if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
+        yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
+    for group in groups(report):
+        chunks = {case.dims.chunk_size for case in group.cases}
+        if group.seqlen <= min(chunks):
+            yield (
+                f"{group.tokens} are no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
+                "is passed on, so the dtype of the states is not put to the test."
+            )
 
 
 def _which(cases: list[CaseResult]) -> str:

@@ -33,7 +33,7 @@ _STYLES = {
 
 
 def render(report: RunReport) -> RenderableType:
-    """Everything but the accuracy tables of single layers, which the Markdown report and the JSON hold."""
+    """Everything but the sections that only a file has room for: the accuracy tables of single layers."""
     document = compose(report)
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
@@ -44,10 +44,10 @@ def render(report: RunReport) -> RenderableType:
     if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *(bullet(line) for line in document.caveats)]
     for section in document.sections:
-        if section.depth != "layer":
+        if section.depth != "file":
             parts += _section(section)
-    if any(section.depth == "layer" for section in document.sections):
-        parts.append(Text("\nAccuracy tables of single layers: ssdprof export --format markdown", style="dim"))
+    if any(section.depth == "file" for section in document.sections):
+        parts.append(Text("\nMore accuracy tables, layer by layer: ssdprof export --format markdown", style="dim"))
     return Group(*parts)
 
 

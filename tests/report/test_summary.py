@@ -1,7 +1,17 @@
 """The first lines: every number in them comes from the cases."""
 
 import pytest
-from report.make import EXACT_FP16, EXACT_FP32, RELAXED_FP16, RELAXED_FP32, around, failed, make_clocks, make_report
+from report.make import (
+    EXACT_FP16,
+    EXACT_FP32,
+    RELAXED_FP16,
+    RELAXED_FP32,
+    around,
+    failed,
+    make_checkpoint,
+    make_clocks,
+    make_report,
+)
 
 from ssdprof.report import format as fmt
 from ssdprof.report import summary
@@ -120,6 +130,18 @@ def test_caveats_are_throttling_and_the_notes_of_the_run():
     assert summary.caveats(make_report()) == ()
 
 
+def test_a_prompt_of_one_chunk_does_not_test_the_states():
+    (caveat,) = summary.caveats(make_report(gpu=False, seqlens=(256, 257)))
+    assert caveat.startswith("256 tokens are no more than one chunk of 256: no state is passed on")
+
+
+def test_the_demo_is_no_measure_of_speed():
+    demo = make_checkpoint(source="demo")
+    (caveat,) = summary.caveats(make_report(checkpoint=demo))
+    assert "demo model is too small to fill a GPU" in caveat
+    assert summary.caveats(make_report(checkpoint=demo, gpu=False)) == ()
+
+
 def test_advice_names_what_may_be_used_and_what_not():
     report = make_report(
         change=lambda case: (
@@ -131,7 +153,7 @@ def test_advice_names_what_may_be_used_and_what_not():
     group = groups(report)[0]
     assert summary.advice(group.series("fused")) == (
         "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: within the "
-        "error budget in all 4 layers.  Not so relaxed with fp16 states: inaccurate in layer 18."
+        "error budget in every layer replayed.  Not so relaxed with fp16 states: inaccurate in layer 18."
     )
     assert summary.advice(group.series("fused")[-1:]) == (
         "fused may not be used: relaxed with fp16 states: inaccurate in layer 18."
