@@ -2,8 +2,8 @@
 
 Importing this package imports nothing heavy; a name below imports what it needs when it is first used.
 
-    from ssdprof.kernels import Precision, SSDInputs, ssd_fused
-    out, final_states = ssd_fused(SSDInputs(x=x, dt=dt, A=A, B=B, C=C), Precision())
+    from ssdprof.kernels import ssd_fused
+    out, final_states = ssd_fused(x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=True)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HOME = {
     "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }
-_IMPLEMENTATIONS = {"ssd": ("reference", "unfused")}  # modules that register themselves, in this order
+_IMPLEMENTATIONS = {"ssd": ("reference", "unfused", "fused")}  # modules that register themselves, in this order
 
 __all__ = ["get", "names", *_HOME]
 
