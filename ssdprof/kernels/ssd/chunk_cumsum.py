@@ -87,8 +87,11 @@ def _chunk_cumsum_kernel(
     b_dt = tl.where(m, b_dt, 0.0)
 
     # --- the decay so far
-    b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(tl.float32) * LOG2_E
-    b_dA_cumsum_log2 = tl.cumsum(b_dt * b_A[:, None], axis=1)
+    # later stages subtract these sums: their rounding becomes a relative error of the decay.  fp32 inputs show it, so
+    # they are summed in fp64 and rounded once; 16-bit inputs do not
+    SUM_DTYPE: tl.constexpr = tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
+    b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
+    b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
 
     index = (i_b, o_h[:, None], i_c, o_q[None, :])
     tl.store(dt_ptr + ptr_offset(index, dt_strides), b_dt, mask=m_h[:, None])

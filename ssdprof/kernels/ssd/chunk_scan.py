@@ -41,22 +41,22 @@ class ChunkScanConfig:
     num_stages: int = 3
 
     @classmethod
-    def choose(cls, *, headdim: int, dstate: int, chunk_size: int, dtype: torch.dtype) -> ChunkScanConfig:
-        """A whole head per program, so that no score is computed twice; 128 rows, so that x, CB and the state are read
-        seldom.
+    def choose(cls, inputs: SSDInputs) -> ChunkScanConfig:
+        """A whole head per program where accumulators allow, so that no score is computed twice.
 
-        Every extra row block reads the 32 KB state once more, and L2 is what this stage waits for.  128 columns of
-        accumulators need 8 warps.  fp32 operands are twice as large and tf32x3 holds each of them twice: half the rows
-        and two stages.
+        128 rows, because every further row block reads the entering state again, and x and CB up to the diagonal; 64
+        where 128 would spill: with a gate, with heads wider than 64, in fp32.  fp32 operands are twice as large and
+        tf32x3 holds each of them twice: narrower products, 8 warps and two stages.  A state of up to 128 dimensions is
+        one product; a longer one is read in slices of 32, so that its stages fit the shared memory of an A100.
         """
-        wide = dtype == torch.float32
-        block_p = max(16, min(triton.next_power_of_2(headdim), 64 if wide else 128))
+        headdim, dstate, wide = inputs.x.shape[3], inputs.C.shape[3], inputs.x.dtype == torch.float32
+        rows = 64 if wide or inputs.z is not None or headdim > 64 else 128
         return cls(
-            block_q=min(chunk_size, 64 if wide else 128),
-            block_p=block_p,
-            block_s=min(chunk_size, 32),
-            block_n=max(16, min(triton.next_power_of_2(dstate), 32 if wide else 128)),
-            num_warps=8 if block_p > 64 else 4,
+            block_q=min(inputs.chunk_size, rows),
+            block_p=max(16, min(triton.next_power_of_2(headdim), 64 if wide else 128)),
+            block_s=min(inputs.chunk_size, 32),
+            block_n=32 if wide or dstate > 128 else max(16, triton.next_power_of_2(dstate)),
+            num_warps=8 if wide or headdim > 64 else 4,
             num_stages=2 if wide else 3,
         )
 
@@ -178,7 +178,7 @@ def chunk_scan(
     x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
     _, seqlen, nheads, headdim = x.shape
     dstate = C.shape[3]
-    config = config or ChunkScanConfig.choose(headdim=headdim, dstate=dstate, chunk_size=chunks.size, dtype=x.dtype)
+    config = config or ChunkScanConfig.choose(inputs)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // config.block_q * triton.cdiv(headdim, config.block_p)
     _chunk_scan_kernel[(x.shape[0] * chunks.count * nheads * tiles,)](

@@ -62,7 +62,7 @@ def _plan(inputs: SSDInputs, precision: Precision) -> Plan:
         "chunk_state": ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=size, dtype=dtype),
         "state_passing": StatePassingConfig(),
         "bmm_chunk": BmmChunkConfig.choose(dstate=dstate, chunk_size=size, dtype=dtype),
-        "chunk_scan": ChunkScanConfig.choose(headdim=headdim, dstate=dstate, chunk_size=size, dtype=dtype),
+        "chunk_scan": ChunkScanConfig.choose(inputs),
     }
     # in bytes, except states
     gate = 2 * 4 * nchunks * nheads * size
