@@ -16,7 +16,7 @@ Depth = Literal["main", "detail", "file"]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """depth: "main" is always in sight; "detail" is folded where that is possible; "file" is too long for a terminal."""
+    """depth: "main" is always in sight; "detail" is folded where it can be; "file" is too long for a terminal."""
 
     title: str
     blocks: tuple[Table | Note | str, ...]
