@@ -3,9 +3,10 @@
 Three tensors meet: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
 (`rounding.RoundedSSD`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
 
-    |ours - hi|  <=  2 * (|lo - hi| + u * |hi|)        u: unit roundoff of the tensor's dtype
+    |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
-must hold.  docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
+must hold, with eps the relative error of the coarsest rounding on the way (`rounding.coarsest_rounding`).
+docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
 ever held whole, in their own dtype.
 """
 
@@ -23,7 +24,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_blocks
 from ssdprof.measure.deviation import HeadNorms, Place, RunningDeviation
 from ssdprof.measure.dtypes import dtype_name
-from ssdprof.measure.rounding import Gate, RoundedSSD, Span
+from ssdprof.measure.rounding import Gate, RoundedSSD, Span, coarsest_rounding
 
 TensorName = Literal["out", "final_states"]
 ORACLE = "fp64 oracle"
@@ -64,9 +65,11 @@ def compare(
     rounded = {precision: RoundedSSD(inputs, precision) for precision in precisions}
     outs = _TensorSums("out", {key: c.output.out for key, c in candidates.items()}, candidates)
     states = _TensorSums("final_states", {key: c.output.final_states for key, c in candidates.items()}, candidates)
+    largest_exponent = torch.zeros(inputs.x.shape[2], device=inputs.x.device)
     for block in ssd_blocks(inputs, torch.float64, block=_block_length(inputs)):
         span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
         gate = Gate.of(inputs, span)
+        largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         low = {precision: rounded[precision].advance(span, gate) for precision in precisions}
         outs.add(
             _head_first(block.out),
@@ -81,7 +84,12 @@ def compare(
             )
         if on_progress is not None:
             on_progress(block.stop - block.start)
-    return {key: _comparison(outs.result(key), states.result(key)) for key in candidates}
+    comparisons = {}
+    for key, candidate in candidates.items():
+        inside = coarsest_rounding(inputs.x.dtype, candidate.precision, largest_exponent)
+        at_the_end = torch.finfo(candidate.precision.state_dtype).eps / 2
+        comparisons[key] = _comparison(outs.result(key, inside), states.result(key, inside.clamp(min=at_the_end)))
+    return comparisons
 
 
 def assert_passes(output: SSDOutput, inputs: SSDInputs, precision: Precision) -> None:
@@ -129,10 +137,11 @@ class _TensorSums:
             if baseline is not None:
                 self._from_baseline[key].add(ours, place.cut(self._tensors[baseline]), place)
 
-    def result(self, key: str) -> schema.TensorAccuracy:
+    def result(self, key: str, eps: torch.Tensor) -> schema.TensorAccuracy:
+        """eps: (h), see the module."""
         from_oracle, floor = self._from_oracle[key].result(), self._floor.result()
         from_baseline = self._from_baseline.get(key)
-        reason = self._nonfinite(from_oracle, floor) or self._over_budget(key)
+        reason = self._nonfinite(from_oracle, floor) or self._over_budget(key, eps)
         if not reason and self.name == "final_states":
             reason = self._coarser_than_claimed(key)
         return schema.TensorAccuracy(
@@ -155,18 +164,17 @@ class _TensorSums:
             )
         return f"{self.name}: {where}; the exact answer is finite everywhere"
 
-    def _over_budget(self, key: str) -> str:
+    def _over_budget(self, key: str, eps: torch.Tensor) -> str:
         """Which head breaks the rule by the largest factor, if any does."""
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._low[self._candidates[key].precision]
-        unit_roundoff = torch.finfo(self._dtype).eps / 2
         norms: dict[str, Callable[[HeadNorms], torch.Tensor]] = {
             "max": lambda head_norms: head_norms.max,
             "rms": lambda head_norms: head_norms.rms(deviation.elements / len(high.max)),
         }
         for name, norm in norms.items():
             error = norm(deviation.error)
-            budget = 2 * (norm(low) + unit_roundoff * norm(high))
+            budget = 2 * (norm(low) + eps * norm(high))
             excess = torch.where(error > budget, error / budget, torch.zeros_like(error))
             if excess.any():
                 head = int(excess.argmax())

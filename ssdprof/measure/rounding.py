@@ -65,6 +65,23 @@ class Gate:
             running.append(running[-1] + steps[..., i])
         return cls(dt=dt, dA_cumsum=torch.stack(running, -1))
 
+    def largest_exponent(self) -> torch.Tensor:
+        """max |dA_cumsum| of each head, (h); 0 without positions."""
+        if len(self.dA_cumsum) == 0:
+            return self.dA_cumsum.new_zeros(self.dA_cumsum.shape[1:3]).flatten()
+        return self.dA_cumsum.abs().amax((0, 3)).flatten()
+
+
+def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
+    """The largest relative error that a single rounding may make in a head's terms, (h).
+
+    Operands and weights: the unit roundoff of their dtype.  Decays: exponents are fp32 numbers of up to
+    `largest_exponent`, and an absolute error of an exponent is a relative one of its decay.  At most 1.
+    """
+    unit_roundoff = torch.finfo(torch.float32).eps / 2
+    coarsest = max(torch.finfo(dtype).eps / 2 for dtype in (input_dtype, precision.intermediate_dtype(input_dtype)))
+    return (unit_roundoff * largest_exponent.double()).clamp(min=coarsest, max=1.0)
+
 
 class RoundedSSD:
     """Evaluates the operator in one precision, span after span; the state is carried within a sequence."""

@@ -1,0 +1,117 @@
+"""What is right passes, also if it rounds elsewhere and adds up in another order than `lo` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+
+from ssdprof import kernels
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.accuracy import Candidate, compare
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = {
+    f"{intermediates}, {state_dtype} states": Precision(intermediates=intermediates, state_dtype=state_dtype)
+    for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
+}
+SHAPES = {
+    "one short chunk": {"seqlen": 5, "chunk_size": 16, "headdim": 16},
+    "small chunks": {"seqlen": 70, "chunk_size": 16, "headdim": 16, "groups": 1},
+    "a chunk of 256": {"seqlen": 300, "chunk_size": 256, "dstate": 32, "groups": 1},
+}
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+    """The chunked form as a kernel might also compute it, for one sequence and one group of heads per loop turn.
+
+    Exponents are added up as a tree, weights are rounded once and onto B instead of onto x, and the state that is
+    carried is rounded only where it is read.
+    """
+    (_, length, h, p), (g, n), q = inputs.x.shape, inputs.B.shape[2:], inputs.chunk_size
+    dtype = precision.intermediate_dtype(inputs.x.dtype)
+
+    def relaxed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype).float()
+
+    def operand(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(inputs.x.dtype).float()
+
+    dt = torch.nn.functional.softplus(inputs.dt[0].float() + inputs.dt_bias)
+    out = torch.empty(length, h, p)
+    states = torch.zeros(h, p, n)
+    for start in range(0, length, q):
+        chunk = slice(start, min(start + q, length))
+        for head in range(h):
+            B, C = (tensor[0, chunk, head * g // h].float() for tensor in (inputs.B, inputs.C))
+            x, dt_head = inputs.x[0, chunk, head].float(), dt[chunk, head]
+            a = tree_cumsum(dt_head * inputs.A[head])
+            decay = (a[:, None] - a[None, :]).clamp(max=0).exp()
+            scores = operand(relaxed(C @ B.T) * relaxed(decay * dt_head)).tril()
+            entering = operand(states[head].to(precision.state_dtype).float())
+            y = scores @ x + relaxed(a.exp())[:, None] * (C @ entering.T)
+            out[chunk, head] = y + inputs.D[head] * x
+            weights = relaxed((a[-1] - a).exp() * dt_head)
+            states[head] = states[head] * a[-1].exp() + x.T @ operand(B * weights[:, None])
+    return SSDOutput(out[None].to(inputs.x.dtype), states[None])
+
+
+def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
+    distance = 1
+    while distance < len(steps):
+        steps = steps + torch.cat([steps.new_zeros(distance), steps[:-distance]])
+        distance *= 2
+    return steps
+
+
+def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]) -> dict[str, str]:
+    """Precision -> reason, of those that do not pass."""
+    candidates = {
+        name: Candidate(output=run(inputs, precision), precision=precision) for name, precision in PRECISIONS.items()
+    }
+    comparisons = compare(inputs, candidates)
+    return {name: comparison.reason for name, comparison in comparisons.items() if comparison.status != "passed"}
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_another_evaluation_passes(
+    make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, shape: str, seed: int
+) -> None:
+    inputs = make_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
+    assert failures(inputs, other_evaluation) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)], ids=str
+)
+def test_a_wrong_decay_does_not_pass(make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, off: float) -> None:
+    """The slack for exponents is that of their fp32 rounding."""
+    shape = SHAPES["a chunk of 256"]
+    inputs, wrong = (make_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape) for factor in (1, 1 + off))
+    output = other_evaluation(wrong, Precision())
+    assert compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"].status == "inaccurate"
+
+
+@dtypes
+@pytest.mark.parametrize("name", [name for name in kernels.names("ssd") if name != "reference"])
+def test_a_bundled_kernel_passes(make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, name: str) -> None:
+    inputs = make_inputs(dtype=dtype, seqlen=40, heads=2, headdim=16, groups=1, chunk_size=16)
+    assert failures(inputs, kernels.get("ssd", name).run) == {}
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("name", [name for name in kernels.names("ssd") if name != "reference"])
+def test_a_bundled_kernel_passes_on_the_gpu(
+    make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, name: str
+) -> None:
+    shape = {"seqlen": 3000, "heads": 16, "headdim": 64, "dstate": 128, "groups": 1, "chunk_size": 256}
+    inputs = make_inputs(dtype=dtype, device="cuda", **shape)
+    assert failures(inputs, kernels.get("ssd", name).run) == {}
