@@ -202,6 +202,17 @@ def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied:
     assert shard.name in error.message
 
 
+def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, saved: Save) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    located = checkpoint.locate("org/tiny")
+    assert located.weight_bytes(0) > 0  # reads the headers on the hub
+    shard = next(info.name for info in located.files(0) if info.name.endswith(".safetensors"))
+    copy = located.source.path(shard).resolve()
+    copy.write_bytes(copy.read_bytes()[:-1])
+    with pytest.raises(ModelUnavailableError, match="truncated or corrupt"):
+        checkpoint.fetch(located, deepest_layer=0)
+
+
 def test_too_little_disk_is_said_before_the_download(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
