@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "checkpoint": {"errors", "schema", "progress"},
     "capture": {"errors", "schema", "progress", "kernels"},
-    "environment": {"errors", "schema"},
+    "environment": {"errors", "schema", "kernels"},
     "measure": {"errors", "schema", "kernels"},
     "replay": {"errors", "schema", "progress", "kernels", "measure"},
     "report": {"errors", "schema"},

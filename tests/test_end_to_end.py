@@ -1,0 +1,312 @@
+"""The whole way of the data, through the command line, on the demo model and without a GPU."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from ssdprof import runs
+from ssdprof.checkpoint.located import DEMO_FOLDER as DEMO
+from ssdprof.cli import app
+from ssdprof.report.json import SCHEMA_FILE
+from ssdprof.schema import RunReport
+
+SEQ = ("--seq", "40")
+ONE_LAYER = ("--layers", "1")
+ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+
+
+class Answer:
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `ssdprof run demo` was called once, at every precision, with its two streams beside it."""
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        answer = Answer("run", "demo", *SEQ, *ONE_LAYER, "--save-captures")
+    assert answer.code == 0, answer.err
+    (folder / "stdout").write_text(answer.out)
+    (folder / "stderr").write_text(answer.err)
+    return folder
+
+
+@pytest.fixture
+def in_demo_run(demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That folder as the current one."""
+    monkeypatch.chdir(demo_run)
+    return demo_run
+
+
+def latest() -> RunReport:
+    return runs.read(None)[1]
+
+
+def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
+    report = latest()
+    assert report.state == "complete"
+    assert report.passed
+    assert [layer.index for layer in report.captured_layers] == [1]
+    compared = {(case.implementation, str(case.precision)) for case in report.cases}
+    assert len(compared) == 12  # unfused and fused; exact and relaxed; three state dtypes
+    assert all(case.timing is None for case in report.cases)
+    assert report.command[:2] == ("ssdprof", "run") or report.command
+    shown = (in_demo_run / "stdout").read_text()
+    assert "demo" in shown
+    assert "fused" in shown
+    assert "no GPU" in shown
+    assert report.run_id not in (in_demo_run / "stdout").read_text().splitlines()[-1]
+    assert report.run_id in (in_demo_run / "stderr").read_text()
+
+
+@pytest.mark.usefixtures("in_demo_run")
+def test_accuracy_reads_the_latest_run() -> None:
+    answer = Answer("accuracy", "--dtypes", "relaxed")
+    assert answer.code == 0
+    assert "relaxed" in answer.out
+    assert latest().run_id in answer.err
+    shown = RunReport.model_validate_json(Answer("accuracy", "--states", "bf16", "--json").out)
+    assert {case.precision.state_dtype for case in shown.cases} == {"bf16"}
+
+
+@pytest.mark.usefixtures("in_demo_run")
+def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
+    file = tmp_path / "report.md"
+    answer = Answer("export", "--format", "markdown", "-o", str(file))
+    assert answer.code == 0
+    assert answer.out == ""
+    assert file.read_text().startswith("## ")
+    before = file.read_bytes()
+    again = Answer("export", "-o", str(file))
+    assert again.code == 2
+    assert "--force" in again.err
+    assert file.read_bytes() == before
+    assert Answer("export", "-o", str(file), "--force").code == 0
+    assert Answer("export").out.strip() == Answer("export", "-o", "-").out.strip() == before.decode().strip()
+
+
+@pytest.mark.usefixtures("in_demo_run")
+def test_the_json_keeps_to_the_published_schema() -> None:
+    document = json.loads(Answer("export", "--format", "json").out)
+    jsonschema.validate(document, json.loads(SCHEMA_FILE.read_text()))
+    assert RunReport.model_validate(document) == latest()
+
+
+def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
+    (captures,) = in_demo_run.glob("runs/*/captures")
+    answer = Answer("run", str(captures), "--out", "again", *ONE_PRECISION, "--json")
+    assert answer.code == 0, answer.err
+    again = RunReport.model_validate_json(answer.out)
+    before = [case for case in latest().cases if case.precision in {case.precision for case in again.cases}]
+    assert [case.accuracy for case in again.cases] == [case.accuracy for case in before]
+    shutil.rmtree("again")
+
+
+def test_options_of_a_model_do_not_go_with_stored_captures(in_demo_run: Path) -> None:
+    (captures,) = in_demo_run.glob("runs/*/captures")
+    answer = Answer("run", str(captures), "--seq", "16")
+    assert answer.code == 2
+    assert "stored captures" in answer.err
+
+
+def damage(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def flip_a_byte(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def change_the_version(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (flip_a_byte, "bytes of"),
+        (lambda folder: damage(folder, lambda tensors: tensors.pop("dt")), "dt"),
+        (change_the_version, "schema version 99"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "damaged"),
+    ],
+    ids=["flipped byte", "missing tensor", "schema version", "manifest"],
+)
+def test_a_damaged_capture(demo_run: Path, harm: Callable[[Path], Any], words: str) -> None:
+    (captures,) = demo_run.glob("runs/*/captures")
+    shutil.copytree(captures, "captures")
+    harm(Path("captures"))
+    answer = Answer("run", "captures", *ONE_PRECISION)
+    assert answer.code == 2, answer.err
+    assert words in answer.err
+    assert answer.out == ""
+    assert not list(Path().glob("runs/*"))
+
+
+def test_capture_goes_to_the_assets_cache_or_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "assets")
+    answer = Answer("capture", "demo", *SEQ, *ONE_LAYER)
+    assert answer.code == 0, answer.err
+    assert Path(answer.out.replace("\n", "")).is_relative_to(Path.cwd() / "assets")
+    told = Answer("capture", "demo", *SEQ, *ONE_LAYER, "--out", "here", "--json")
+    assert json.loads(told.out)["manifest"]["complete"]
+    again = Answer("capture", "demo", *SEQ, *ONE_LAYER, "--out", "here")
+    assert (again.code, "--force" in again.err) == (2, True)
+    assert Answer("capture", "demo", *SEQ, *ONE_LAYER, "--out", "here", "--force").code == 0
+
+
+def test_several_lengths_and_layers() -> None:
+    answer = Answer("run", "demo", "--seq", "20,33", "--layers", "every:2", *ONE_PRECISION, "--json")
+    assert answer.code == 0, answer.err
+    report = RunReport.model_validate_json(answer.out)
+    assert [prompt.seqlen for prompt in report.prompts] == [20, 33]
+    assert [layer.index for layer in report.captured_layers] == [0, 3]
+    assert {(case.layer.index, case.dims.seqlen) for case in report.cases} == {(0, 20), (0, 33), (3, 20), (3, 33)}
+
+
+def test_a_random_prompt_says_what_it_is_worth() -> None:
+    answer = Answer("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--prompt", "random", "--json")
+    assert answer.code == 0
+    assert any("random tokens" in note for note in RunReport.model_validate_json(answer.out).notes)
+
+
+def test_weights_that_are_nan_are_found_and_fail() -> None:
+    shutil.copytree(DEMO, "model")
+    damage(Path("model"), lambda tensors: tensors["model.layers.1.mamba.in_proj.weight"].fill_(torch.nan))
+    answer = Answer("run", "model", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--json")
+    assert answer.code == 1
+    report = RunReport.model_validate_json(answer.out)
+    assert {case.status for case in report.cases} == {"nonfinite"}
+    (out,) = (found for found in report.cases[0].accuracy if found.tensor == "out")
+    assert out.vs_oracle.first_nonfinite is not None
+    assert Answer("accuracy").code == 1
+
+
+def test_a_config_that_claims_absurd_sizes() -> None:
+    shutil.copytree(DEMO, "model")
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"mamba_n_heads": 10**9, "hidden_size": 32 * 10**9}))
+    answer = Answer("run", "model", *SEQ)
+    assert answer.code == 2, answer.err
+    assert answer.err.startswith("error: ")
+
+
+def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how many bytes were needed and what would fit."""
+    monkeypatch.setattr("ssdprof.limits.free_bytes", lambda: 1_000_000)
+    answer = Answer("run", "demo", *SEQ)
+    assert answer.code == 3
+    assert "bytes) on" in answer.err
+    assert "--layers first:" in answer.err
+
+
+def test_a_full_disk_ends_a_run_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    answer = Answer("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION)
+    assert answer.code == 3
+    assert "disk is full" in answer.err
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the command line in a process of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ssdprof", *words],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    pytest.fail("nothing happened for a minute")
+
+
+def layers_done(report: RunReport) -> int:
+    return len({case.layer for case in report.cases})
+
+
+@pytest.mark.parametrize("layers", [0, 1], ids=["in capture", "in replay"])
+def test_interrupted(running: Callable[..., subprocess.Popen[str]], layers: int) -> None:
+    """Ctrl-C before the first layer is done, and after: a valid report that says it is partial."""
+    process = running("run", "demo", "--seq", "300", "--out", "run")
+    wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= layers, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "marked as partial" in err
+    assert "Traceback" not in err
+    report = runs.read("run")[1]
+    assert report.state == "partial"
+    assert len(report.captured_layers) < 4
+    assert {case.layer for case in report.cases} <= set(report.captured_layers)
+    assert "PARTIAL" in Answer("export", "run").out
+
+
+def test_killed(running: Callable[..., subprocess.Popen[str]]) -> None:
+    process = running("run", "demo", "--seq", "300", "--out", "run")
+    wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
+    process.kill()
+    process.wait()
+    report = runs.read("run")[1]
+    assert report.state == "partial"
+    assert report.cases
+
+
+def test_progress_and_data_do_not_mix(running: Callable[..., subprocess.Popen[str]]) -> None:
+    process = running("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    RunReport.model_validate_json(out)
+    for noise in ("Warning", "falling back", "Loading weights"):
+        assert noise not in err

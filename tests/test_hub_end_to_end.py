@@ -1,0 +1,109 @@
+"""The whole command line in a process of its own, with the real hub client, against a hub on this machine."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from minihub import TOKEN, MiniHub
+
+from ssdprof import runs
+from ssdprof.checkpoint.located import DEMO_FOLDER as DEMO
+
+FLAGSHIP = "ibm-granite/granite-4.0-h-small"
+SHORT = ("--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32")
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[MiniHub]:
+    """Serves the demo model under other names."""
+    with MiniHub() as server:
+        server.publish("org/demo", DEMO)
+        server.publish("org/gated", DEMO, gated=True)
+        server.publish("org/private", DEMO, private=True)
+        server.publish(FLAGSHIP, DEMO)
+        yield server
+
+
+@pytest.fixture
+def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Calls the command line with an empty cache and no token."""
+    monkeypatch.chdir(tmp_path)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING_FACE"))}
+
+    def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "ssdprof", *words],
+            env=inherited | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "NO_COLOR": "1"} | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
+    dry = ssdprof("run", "org/demo", *SHORT, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "model.safetensors" in dry.stdout
+    done = ssdprof("run", "org/demo", *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert "Downloading" in done.stderr
+    report = runs.read(None)[1]
+    assert (report.checkpoint.source, report.checkpoint.repo_id) == ("hub", "org/demo")
+    assert len(report.checkpoint.revision or "") == 40
+    offline = ssdprof("run", "org/demo", *SHORT, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+    assert runs.read(None)[1].checkpoint == report.checkpoint
+
+
+def test_a_family_name_takes_its_flagship_and_says_so(ssdprof: Call) -> None:
+    done = ssdprof("run", "ibm-granite/granite-4.0", *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert FLAGSHIP in done.stderr
+    assert "ibm-granite/granite-4.0-h-tiny" in done.stderr
+    report = runs.read(None)[1]
+    assert (report.checkpoint.requested, report.checkpoint.repo_id) == ("ibm-granite/granite-4.0", FLAGSHIP)
+    assert "ibm-granite/granite-4.0-h-tiny" in report.checkpoint.siblings
+    assert FLAGSHIP in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("repo", "words"),
+    [("org/missing", "There is no repo org/missing"), ("org/private", "private"), ("org/gated", "is gated")],
+)
+def test_a_repo_that_cannot_be_had(ssdprof: Call, repo: str, words: str) -> None:
+    done = ssdprof("run", repo, *SHORT)
+    assert done.returncode == 4, done.stderr
+    assert done.stdout == ""
+    error, hint = done.stderr.strip().splitlines()
+    assert error.startswith("error: ")
+    assert words in error
+    assert hint.startswith("hint: ")
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+@pytest.mark.parametrize("repo", ["org/private", "org/gated"])
+def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str) -> None:
+    done = ssdprof("run", repo, *SHORT, HF_TOKEN=TOKEN)
+    assert done.returncode == 0, done.stderr
+    folder, _ = runs.read(None)
+    assert TOKEN not in (folder / "report.json").read_text() + done.stdout + done.stderr
+
+
+def test_an_unknown_revision_names_those_there_are(ssdprof: Call) -> None:
+    done = ssdprof("run", "org/demo", *SHORT, "--revision", "v9")
+    assert done.returncode == 4
+    assert "v9" in done.stderr
+    assert "main" in done.stderr
+
+
+def test_offline_and_not_cached(ssdprof: Call) -> None:
+    done = ssdprof("run", "org/demo", *SHORT, HF_HUB_OFFLINE="1")
+    assert done.returncode == 4
+    assert "HF_HUB_OFFLINE" in done.stderr
