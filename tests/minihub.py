@@ -59,6 +59,7 @@ class MiniHub:
         self.repos: dict[str, Repo] = {}
         self.log: list[Request] = []
         self.closed = False
+        self.down: int | None = None  # a status to answer everything with
         self._cuts: dict[str, list[int]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -127,6 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         authorized = self.headers.get("authorization") == f"Bearer {TOKEN}"
         request = Request(self.command, path, query, self.headers.get("range"), authorized)
         self.hub.log.append(request)
+        if self.hub.down is not None:
+            self.fail(self.hub.down, "", "down")
+            return
         for pattern, answer in _ROUTES:
             if match := re.fullmatch(pattern, path):
                 answer(self, request, *match.groups())
@@ -261,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-_REPO = r"([^/]+/[^/]+)"
+_REPO = r"([^/]+(?:/[^/]+)?)"  # the oldest repos have no namespace
 _ROUTES: tuple[tuple[str, Callable[..., None]], ...] = (
     (r"/api/models", _Handler.search),
     (rf"/api/models/{_REPO}/refs", _Handler.refs),

@@ -201,13 +201,18 @@ class RepoNotFoundError(ModelUnavailableError):
 def out_of_reach(repo_id: str, error: Exception) -> ModelUnavailableError:
     """The error for a file that is not cached while the hub cannot be asked; names the models that are cached."""
     from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
 
-    why = "HF_HUB_OFFLINE is set" if is_offline_mode() else f"the hub at {api().endpoint} cannot be reached"
+    cause = error.__cause__
+    if is_offline_mode():
+        why = "HF_HUB_OFFLINE is set"
+    elif isinstance(cause, HfHubHTTPError):
+        why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
+    else:
+        why = f"the hub at {api().endpoint} cannot be reached" + (f": {shown(str(cause))}" if cause else "")
     cached = cached_models()
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
     hint = f"In the cache: {', '.join(cached)}." if cached else "The cache holds no model."
-    if not is_offline_mode() and error.__cause__ is not None:
-        hint += f" The connection failed with: {shown(str(error.__cause__))}."
     return ModelUnavailableError(f"{what}, and {why}.", hint)
 
 

@@ -240,6 +240,7 @@ def test_a_missing_repo_names_those_with_operator_layers(hub: MiniHub, saved: Sa
     assert "There is no repo org/granite-9" in error.message
     assert error.hint.endswith(": org/granite-9-h-mamba, org/granite-9-h-tiny.")
     assert "org/granite-9-h-tiny" in failure("org/granite-9-h-tinny").hint  # a typo finds what its beginning matches
+    assert "other/granite-9-h" in failure("granite-9").hint  # no namespace: all are searched
     assert not [name for name in hub.downloads() if name != "config.json"]
 
 
@@ -362,6 +363,17 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "only partly in the cache" in error.message
+
+
+def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    hub.publish("org/tiny", saved("mamba2"))
+    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    hub.down = 503
+    assert checkpoint.fetch(checkpoint.locate("org/tiny")).ref.repo_id == "org/tiny"
+    error = failure("org/other")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "answered 503" in error.message
 
 
 # --- local names
