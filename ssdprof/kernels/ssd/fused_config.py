@@ -69,6 +69,11 @@ class FusedConfig:
             reason=reason,
         )
 
+    def lanes(self, inputs: SSDInputs) -> int:
+        """Programs per segment: slices of P of all heads."""
+        nheads, headdim = inputs.x.shape[2:]
+        return int(nheads * triton.cdiv(headdim, self.block_p))
+
     def segment_chunks(self, nchunks: int) -> int:
         """Chunks per segment of a sequence of `nchunks`."""
         return int(min(max(triton.cdiv(nchunks, self.max_segments), self.min_chunks), self.max_chunks))

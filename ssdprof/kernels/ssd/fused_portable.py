@@ -17,7 +17,7 @@ zero.  (A NaN or Inf there reaches later segments in the recurrence, and does no
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: gates (h * p-slices, 2, b * l) fp32: dt and a, written and read by one program
+Work: gates (h * p-slices, 2, b * l) fp32 and a chunk more: dt and a, written and read by one program
       states (sequences, h, p, n) state_dtype: the one that is being handed over; final_states itself if fp32
       sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of segments handed over
 Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound if packed.
@@ -145,7 +145,7 @@ def _fused_kernel(
         if not last:
             added, decay_log2 = segment_state(
                 state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], gates_ptr, positions,
-                first, count, felt, length, P_ROWS, INTERMEDIATE, ALIGNED, STATE_STAGES,
+                first, count, felt, length, P_ROWS, INTERMEDIATE, STATE_STAGES,
             )  # fmt: skip
         flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + lane) * FLAG_STRIDE
         if segment > 0:
@@ -172,7 +172,7 @@ def _fused_kernel(
     for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
         t = i_c * CHUNK
         C, B, CB = bmm_chunk(C_ptr, C_tile, C_strides[1], B_ptr, B_tile, B_strides[1], t, length, ALIGNED)
-        out = scan_previous(C, state, gates_ptr, positions, t, length, P_ROWS, ALIGNED)
+        out = scan_previous(C, state, gates_ptr, positions, t, P_ROWS)
         out, x = scan_current(
             out, CB, x_ptr, x_tile, x_strides[1], m_p[None, :], gates_ptr, positions, t, length, INTERMEDIATE, ALIGNED
         )
@@ -197,9 +197,8 @@ class Buffers:
     @classmethod
     def allocate(cls, inputs: SSDInputs, precision: Precision, config: FusedConfig, device: torch.device) -> Buffers:
         """On `device`: x's, or meta to learn the sizes."""
-        x, (nheads, headdim) = inputs.x, inputs.x.shape[2:]
-        lanes = nheads * triton.cdiv(headdim, config.block_p)
-        states_shape = (inputs.sequences, nheads, headdim, inputs.B.shape[3])
+        x, lanes = inputs.x, config.lanes(inputs)
+        states_shape = (inputs.sequences, *x.shape[2:], inputs.B.shape[3])
         final_states = torch.empty(states_shape, dtype=torch.float32, device=device)
         states, sync = final_states, None
         if config.handover(inputs):
@@ -210,7 +209,7 @@ class Buffers:
         return cls(
             out=torch.empty(x.shape, dtype=x.dtype, device=device),
             final_states=final_states,
-            gates=torch.empty(lanes, 2, x.shape[0] * x.shape[1], dtype=torch.float32, device=device),
+            gates=torch.empty(lanes * 2 * x.shape[0] * x.shape[1] + config.chunk, dtype=torch.float32, device=device),
             states=states,
             sync=sync,
         )
@@ -285,7 +284,7 @@ def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: Fused
     """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
     buffers = Buffers.allocate(inputs, precision, config, inputs.x.device)
     args, options = launch_arguments(inputs, precision, config, buffers)
-    lanes = buffers.gates.shape[0]
+    grid = (config.segments(inputs) * config.lanes(inputs),)
     with torch.cuda.device_of(inputs.x):
-        _fused_kernel[(config.segments(inputs) * lanes,)](*args, **options)
+        _fused_kernel[grid](*args, **options)
     return SSDOutput(buffers.out, buffers.final_states)

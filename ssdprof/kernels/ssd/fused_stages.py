@@ -13,7 +13,8 @@ A source line belongs to one stage, whatever the compiler inlines: that is how t
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
 A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
 registers where its strides are compile-time constants.  Rows at or past `length` are another sequence's: never read,
-never written.  ALIGNED says that there are none.
+never written.  ALIGNED says that no chunk has any.  Only gates are read past `length`, because a mask per vector would
+be one instruction in eight; they may be anything there, and reach neither the state nor a row that is stored.
 """
 
 from __future__ import annotations
@@ -126,16 +127,16 @@ def chunk_state(
     """
     CHUNK: tl.constexpr = x.shape[0]
     o_q = tl.arange(0, CHUNK)
-    m_q = (o_q < length - t) | ALIGNED
-    dt = tl.load(gates_ptr + t + o_q, mask=m_q, other=0.0)
-    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=m_q, other=0.0)
-    end = tl.load(gates_ptr + gates_plane + tl.minimum(t + CHUNK, length) - 1)
+    dt = tl.load(gates_ptr + t + o_q)
+    a = tl.load(gates_ptr + gates_plane + t + o_q)
+    end = tl.load(gates_ptr + gates_plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
     if tail is None:
         state *= tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
         exponent = end - a
     else:
         exponent = end - a + tail
     weight = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)) * dt
+    weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
     x = (x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]).to(B.dtype)
     if P_ROWS:
         return tl.dot(tl.trans(x), B, state, input_precision=DOT_PRECISION)
@@ -146,22 +147,21 @@ def chunk_state(
 @triton.jit
 def segment_state(
     state, x_ptr, x_tile, x_stride, m_p, B_ptr, B_tile, B_stride, gates_ptr, gates_plane, first, count, felt, length,
-    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
 
     Reads only the last `felt` chunks.  If those are not all, the decay is past FORGOTTEN already, that is, zero.
+    Another segment follows, so that every chunk is whole.
     """
     CHUNK: tl.constexpr = x_tile.shape[0]
-    o_q = tl.arange(0, CHUNK)
     tail = 0.0
     for i in tl.range(0, felt, num_stages=STAGES):
         t = (first + count - 1 - i) * CHUNK
-        m_q = ((o_q < length - t) | ALIGNED)[:, None]
-        x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_q & m_p, other=0.0)
-        B = tl.load(B_ptr + tl.cast(t, tl.int64) * B_stride + B_tile, mask=m_q, other=0.0)
-        state = chunk_state(state, x, B, gates_ptr, gates_plane, t, length, tail, P_ROWS, INTERMEDIATE, ALIGNED)
-        tail += tl.load(gates_ptr + gates_plane + tl.minimum(t + CHUNK, length) - 1)
+        x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_p, other=0.0)
+        B = tl.load(B_ptr + tl.cast(t, tl.int64) * B_stride + B_tile)
+        state = chunk_state(state, x, B, gates_ptr, gates_plane, t, length, tail, P_ROWS, INTERMEDIATE, True)
+        tail += tl.load(gates_ptr + gates_plane + t + CHUNK - 1)
     return state, tail
 
 
@@ -198,10 +198,10 @@ def bmm_chunk(C_ptr, C_tile, C_stride, B_ptr, B_tile, B_stride, t, length, ALIGN
 
 
 @triton.jit
-def scan_previous(C, state, gates_ptr, gates_plane, t, length, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+def scan_previous(C, state, gates_ptr, gates_plane, t, P_ROWS: tl.constexpr):
     """Stage 5: what entered the chunk, 2^(a_t) h C_t."""
     o_q = tl.arange(0, C.shape[0])
-    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=(o_q < length - t) | ALIGNED, other=0.0)
+    a = tl.load(gates_ptr + gates_plane + t + o_q)
     decay = tl.exp2(tl.minimum(a, 0.0, propagate_nan=tl.PropagateNan.ALL))
     if P_ROWS:
         state = tl.trans(state)
@@ -217,8 +217,8 @@ def scan_current(
     o_q = tl.arange(0, CB.shape[0])
     m_q = (o_q < length - t) | ALIGNED
     x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_q[:, None] & m_p, other=0.0)
-    dt = tl.load(gates_ptr + t + o_q, mask=m_q, other=0.0)
-    a = tl.load(gates_ptr + gates_plane + t + o_q, mask=m_q, other=0.0)
+    dt = tl.load(gates_ptr + t + o_q)
+    a = tl.load(gates_ptr + gates_plane + t + o_q)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
     scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
