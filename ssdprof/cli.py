@@ -12,8 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, capture, doctor, export, models, run
-from ssdprof.commands.terminal import err
+from ssdprof.commands import accuracy, capture, doctor, export, models, run, terminal
 from ssdprof.errors import ExitCode, SsdprofError
 
 INTERNAL_ERROR = 70  # a mistake of ssdprof, never to be taken for a failed gate
@@ -31,13 +30,17 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except SsdprofError as error:
             _complain(error.message, error.hint)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
             _line("interrupted", str(interrupt) or "Nothing was kept.", "yellow")
             ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            terminal.reader_is_gone()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -99,4 +102,4 @@ def _complain(message: str, hint: str) -> None:
 def _line(label: str, text: str, color: str) -> None:
     from rich.text import Text
 
-    err().print(Text.assemble((f"{label}: ", f"bold {color}"), " ".join(text.split())))
+    terminal.err().print(Text.assemble((f"{label}: ", f"bold {color}"), " ".join(text.split())))

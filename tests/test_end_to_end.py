@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -238,6 +239,20 @@ def test_a_full_disk_ends_a_run_and_names_it(monkeypatch: pytest.MonkeyPatch) ->
     answer = Answer("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION)
     assert answer.code == 3
     assert "disk is full" in answer.err
+
+
+def test_a_gdn_model_is_captured_and_not_yet_replayed() -> None:
+    tiny_models.shared("qwen3_next").save_pretrained("model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, "model")
+    Path("prompt.txt").write_text("a text of ASCII letters, because the model knows 128 tokens")
+    prompt = (*SEQ, "--prompt-file", "prompt.txt")
+    answer = Answer("run", "model", *prompt)
+    assert answer.code == 2
+    assert "their inputs can be captured, but their replay comes with a later version" in answer.err
+    assert Answer("capture", "model", *prompt, "--layers", "0", "--out", "captures").code == 0
+    assert json.loads(Path("captures/manifest.json").read_text())["layers"][0]["layer"]["operator"] == "gdn"
+    assert Answer("run", "captures").code == 2
 
 
 @pytest.fixture

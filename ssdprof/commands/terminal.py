@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -19,12 +20,24 @@ if TYPE_CHECKING:
     from ssdprof.progress import Advance
 
 WIDTH_OF_A_PIPE = 120
+READER_IS_GONE = 141  # as shells count a writer that SIGPIPE ended: no verdict, and no mistake
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        reader_is_gone()
+
+
+def reader_is_gone() -> NoReturn:
+    """End quietly when what reads stdout has had enough, as `head` does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
+    raise SystemExit(READER_IS_GONE)
 
 
 def out() -> Console:
     """stdout, for data.  A pipe or a file has no width of its own."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_A_PIPE)
+    console = _Output(highlight=False)
+    return console if console.is_terminal else _Output(highlight=False, width=WIDTH_OF_A_PIPE)
 
 
 def err() -> Console:
