@@ -53,9 +53,10 @@ class Case:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
-        # z, x, B, C and dt are columns of one projection: no tensor of a model is contiguous
-        projection = normal(batch, seqlen, 2 * h * p + 2 * g * n + h).to(self.dtype)
-        z, x, B, C, dt = projection.split([h * p, h * p, g * n, g * n, h], -1)
+        # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output, z and dt of the
+        # projection before it
+        x, B, C = normal(batch, seqlen, h * p + 2 * g * n).to(self.dtype).split([h * p, g * n, g * n], -1)
+        z, dt = normal(batch, seqlen, h * p + h).to(self.dtype).split([h * p, h], -1)
         step = torch.exp(normal(h).abs() * -2 - 2)  # of the layer, before the token's part
         tensors = dict(
             x=x.unflatten(-1, (h, p)),

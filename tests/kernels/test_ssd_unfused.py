@@ -122,9 +122,7 @@ def test_one_huge_step_resets_the_state() -> None:
     inputs.dt[:, 20] = 100.0
     output = ssd_unfused(inputs)
     after = ssd_unfused(cut(inputs, 20, 40))
-    assert_close(
-        SSDOutput(output.out[:, 20:], output.final_states), after, 1e-3
-    )  # sums of 2300 leave 4 digits
+    assert_close(SSDOutput(output.out[:, 20:], output.final_states), after, 1e-3)  # sums of 2300 leave 4 digits
 
 
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z"])
@@ -153,6 +151,12 @@ def test_what_it_does_not_do_it_refuses_by_name(options: dict[str, int], message
     for call in (implementation.run, implementation.plan):
         with pytest.raises(UnsupportedError, match=f"unfused: {message}"):
             call(inputs, EXACT)
+
+
+def test_a_gradient_is_refused_not_dropped() -> None:
+    inputs = replace(ordinary(), D=torch.ones(2, requires_grad=True))
+    with pytest.raises(UnsupportedError, match="forward only"):
+        ssd_unfused(inputs)
 
 
 @pytest.mark.parametrize("case", [Case(seqlen=20), Case(lengths=(3, 4))], ids=["batch", "packed"])

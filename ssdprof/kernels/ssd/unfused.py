@@ -26,30 +26,38 @@ MAX_HEADDIM, MAX_DSTATE, MAX_CHUNK_SIZE = 128, 256, 256
 
 
 def ssd_unfused(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output as x, final states in fp32.  Raises UnsupportedError for sizes above MAX_HEADDIM, ... and for CPU tensors
-    outside Triton's interpreter."""
+    """Output as x, final states in fp32.
+
+    Raises UnsupportedError for sizes above MAX_HEADDIM, MAX_DSTATE or MAX_CHUNK_SIZE, for inputs that want a gradient,
+    and for tensors that are not on a GPU, outside Triton's interpreter.
+    """
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # nothing to do for -1, the CPU
-        chunks = Chunks.of(inputs)
-        dt, dA_cumsum_log2 = chunk_cumsum(
-            inputs.dt,
-            inputs.A,
-            chunks,
-            dt_bias=inputs.dt_bias,
-            dt_softplus=inputs.dt_softplus,
-            dt_limit=inputs.dt_limit,
-        )
-        states = chunk_state(inputs.x, inputs.B, dt, dA_cumsum_log2, chunks, precision=precision)
-        prev_states, final_states = state_passing(
-            states,
-            dA_cumsum_log2,
-            chunks,
-            initial_states=inputs.initial_states,
-            state_dtype=precision.state_dtype,
-        )
-        del states  # its memory is free for CB
-        CB = bmm_chunk(inputs.C, inputs.B, chunks, precision=precision)
-        out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
+        return five_stages(inputs, precision)
+
+
+def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+    """`ssd_unfused` without its checks, on the current device."""
+    chunks = Chunks.of(inputs)
+    dt, dA_cumsum_log2 = chunk_cumsum(
+        inputs.dt,
+        inputs.A,
+        chunks,
+        dt_bias=inputs.dt_bias,
+        dt_softplus=inputs.dt_softplus,
+        dt_limit=inputs.dt_limit,
+    )
+    states = chunk_state(inputs.x, inputs.B, dt, dA_cumsum_log2, chunks, precision=precision)
+    prev_states, final_states = state_passing(
+        states,
+        dA_cumsum_log2,
+        chunks,
+        initial_states=inputs.initial_states,
+        state_dtype=precision.state_dtype,
+    )
+    del states  # its memory is free for CB
+    CB = bmm_chunk(inputs.C, inputs.B, chunks, precision=precision)
+    out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     return SSDOutput(out, final_states)
 
 
@@ -86,6 +94,9 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
     ):
         if value > limit:
             raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")
+    tensors = [value for value in vars(inputs).values() if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError("unfused: forward only; call it under torch.no_grad() or detach the inputs")
     if not inputs.x.is_cuda and not INTERPRETED:
         raise UnsupportedError(f"unfused: tensors must be on the GPU, not on {inputs.x.device}")
 

@@ -1,0 +1,125 @@
+"""Compiles kernels for GPUs that are not there, exactly as their launchers would launch them.
+
+A module names its launches in a dictionary, label -> function without arguments that calls launchers with tensors on
+torch's meta device (`on_meta` makes them).  `compiled(module, capability)` runs them all in a process of its own, where
+Triton compiles instead of interpreting and a launch ends after the compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one program may have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel as ptxas left it.  spilled_bytes: stack of one thread."""
+
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    num_warps: int
+
+
+@cache
+def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[str, list[Compiled]]:
+    """Label -> its kernels, in the order of the launches, for every entry of `module.launches`."""
+    result = subprocess.run(
+        [sys.executable, __file__, module, launches, str(capability)],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    by_label = json.loads(result.stdout)
+    return {label: [Compiled(**kernel) for kernel in kernels] for label, kernels in by_label.items()}
+
+
+def on_meta(inputs: Any) -> Any:
+    """A dataclass with its tensors, strides included, on the meta device: no memory, and an address that is aligned."""
+    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return replace(
+        inputs,
+        **{
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor)
+        },
+    )
+
+
+class _AbsentGpu:
+    """What Triton asks its driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def _resources(kernel: Any) -> Compiled:
+    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [binaries / "cuobjdump", "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Compiled(
+        kernel=kernel.metadata.name,
+        registers=int(found[1]),
+        spilled_bytes=int(found[2]),
+        shared_bytes=kernel.metadata.shared,
+        num_warps=kernel.metadata.num_warps,
+    )
+
+
+def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> dict[str, list[Compiled]]:
+    triton.runtime.driver.set_active(_AbsentGpu(capability))
+    kernels: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
+        kernels.append(_resources(run(self, *args, grid=grid, warmup=True, **kwargs)))
+
+    JITFunction.run = compile_only
+    result = {}
+    for label, launch in launches.items():
+        kernels.clear()
+        launch()
+        result[label] = list(kernels)
+    return result
+
+
+if __name__ == "__main__":
+    module, launches, capability = sys.argv[1:]
+    result = _compile_all(getattr(import_module(module), launches), int(capability))
+    print(json.dumps({label: [asdict(kernel) for kernel in kernels] for label, kernels in result.items()}))

@@ -1,0 +1,71 @@
+"""The unfused kernels compile for every supported GPU, fit its shared memory and do not spill."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from ssd_cases import EXACT, RELAXED, Case
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.chunk_scan import ChunkScanConfig, chunk_scan
+from ssdprof.kernels.ssd.chunks import Chunks
+from ssdprof.kernels.ssd.unfused import five_stages
+
+REGISTERS_OF_AN_SM = 65536
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MAMBA2 = dict(heads=16, headdim=64, dstate=128, chunk_size=256)
+LARGEST = dict(heads=2, headdim=128, dstate=256, chunk_size=256)
+PACKED = dict(lengths=(40, 9), initial_states=True, gate=True, skip="(h, p)")
+
+CASES: dict[str, tuple[Case, Precision]] = {
+    "mamba2 bf16 exact": (Case(**MAMBA2, dtype=BF16), EXACT),
+    "mamba2 fp32 exact": (Case(**MAMBA2, dtype=FP32), EXACT),
+    "packed fp16 relaxed": (Case(**MAMBA2, **PACKED, dtype=FP16), RELAXED),
+    "largest bf16 exact": (Case(**LARGEST, **PACKED, dtype=BF16), EXACT),
+}
+
+
+def launch(case: Case, precision: Precision) -> None:
+    five_stages(on_meta(case.inputs()), precision)
+
+
+def launch_too_large() -> None:
+    inputs = on_meta(Case(heads=2, headdim=128, dstate=128, chunk_size=256, dtype=BF16).inputs())
+    chunks = Chunks.of(inputs)
+    gate = torch.empty(1, 2, chunks.count, chunks.size, device="meta")
+    states = torch.empty(1, chunks.count, 2, 128, 128, device="meta")
+    CB = torch.empty(1, chunks.count, 1, chunks.size, chunks.size, device="meta")
+    chunk_scan(inputs, gate, gate, states, CB, chunks, config=ChunkScanConfig(block_q=256, block_p=128))
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
+TOO_LARGE = {"chunk_scan": launch_too_large}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", CASES)
+def test_compiles_within_the_limits(label: str, capability: int) -> None:
+    case, _ = CASES[label]
+    kernels = compiled("test_ssd_compile", capability)[label]
+    assert [kernel.kernel for kernel in kernels] == (["_chunk_table_kernel"] if case.lengths else []) + [
+        "_chunk_cumsum_kernel",
+        "_chunk_state_kernel",
+        "_state_passing_kernel",
+        "_bmm_chunk_kernel",
+        "_chunk_scan_kernel",
+    ]
+    for kernel in kernels:
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there
+        assert kernel.spilled_bytes <= (64 if case.dtype == FP32 else 0), kernel
+        # two programs per SM, which hide each other's waits, where the common sizes run; one elsewhere
+        programs = 2 if label in ("mamba2 bf16 exact", "packed fp16 relaxed") else 1
+        assert programs * kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
+        assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+
+
+def test_the_limits_can_be_broken() -> None:
+    """A configuration that cannot fit is seen not to: 256 x 128 accumulators in 4 warps."""
+    kernels = compiled("test_ssd_compile", 90, "TOO_LARGE")["chunk_scan"]
+    assert kernels[0].spilled_bytes > 0
