@@ -86,9 +86,8 @@ def compare(
             on_progress(block.stop - block.start)
     comparisons = {}
     for key, candidate in candidates.items():
-        inside = coarsest_rounding(inputs.x.dtype, candidate.precision, largest_exponent)
-        at_the_end = torch.finfo(candidate.precision.state_dtype).eps / 2
-        comparisons[key] = _comparison(outs.result(key, inside), states.result(key, inside.clamp(min=at_the_end)))
+        eps = coarsest_rounding(inputs.x.dtype, candidate.precision, largest_exponent)
+        comparisons[key] = _comparison(outs.result(key, eps), states.result(key, eps))
     return comparisons
 
 

@@ -75,12 +75,12 @@ class Gate:
 def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
     """The largest relative error that a single rounding may make in a head's terms, (h).
 
-    Operands and weights: the unit roundoff of their dtype.  Decays: exponents are fp32 numbers of up to
+    Operands, weights and states: the unit roundoff of their dtype.  Decays: exponents are fp32 numbers of up to
     `largest_exponent`, and an absolute error of an exponent is a relative one of its decay.  At most 1.
     """
-    unit_roundoff = torch.finfo(torch.float32).eps / 2
-    coarsest = max(torch.finfo(dtype).eps / 2 for dtype in (input_dtype, precision.intermediate_dtype(input_dtype)))
-    return (unit_roundoff * largest_exponent.double()).clamp(min=coarsest, max=1.0)
+    dtypes = (input_dtype, precision.intermediate_dtype(input_dtype), precision.state_dtype)
+    coarsest = max(_unit_roundoff(dtype) for dtype in dtypes)
+    return (_unit_roundoff(torch.float32) * largest_exponent.double()).clamp(min=coarsest, max=1.0)
 
 
 class RoundedSSD:
@@ -159,6 +159,11 @@ class RoundedSSD:
 
     def _state_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._state_dtype).float()
+
+
+def _unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the spacing at 1: the relative error of rounding to nearest."""
+    return torch.finfo(dtype).eps / 2
 
 
 def _exp(tensor: torch.Tensor) -> torch.Tensor:
