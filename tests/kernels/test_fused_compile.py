@@ -1,0 +1,68 @@
+"""The portable fused kernel compiles for every supported GPU, fits its shared memory and does not spill much."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import triton
+from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from ssd_cases import EXACT, RELAXED, Case
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MAMBA2 = dict(heads=2, headdim=64, dstate=128)
+
+CASES: dict[str, tuple[Case, Precision]] = {
+    "mamba2 bf16 exact": (Case(seqlen=1024, **MAMBA2, dtype=BF16), EXACT),
+    "ragged bf16 exact": (Case(seqlen=1000, **MAMBA2, dtype=BF16), EXACT),
+    "packed fp16 relaxed": (
+        Case(lengths=(600, 9), initial_states=True, gate=True, skip="(h, p)", **MAMBA2, dtype=FP16),
+        RELAXED,
+    ),
+    "mamba2 fp32 exact": (Case(seqlen=1000, **MAMBA2, dtype=FP32), EXACT),
+    "p 80 bf16 exact": (Case(seqlen=1000, heads=2, headdim=80, dstate=128, dtype=BF16), EXACT),
+    "n 256 bf16 exact": (Case(seqlen=1000, heads=2, headdim=64, dstate=256, dtype=BF16), EXACT),
+}
+
+# Bytes of one thread's stack, as ptxas left it with Triton 3.6.  Where the common sizes run, none of it is touched in
+# the loops over chunks; tf32x3 holds fp32 operands twice; 256 state dimensions fill shared memory and registers.
+STACK_BYTES = {"packed fp16 relaxed": 192, "mamba2 fp32 exact": 160, "n 256 bf16 exact": 192}
+COMMON_STACK_BYTES = 80
+ONE_PROGRAM_PER_SM = ("n 256 bf16 exact",)
+
+
+def launch(case: Case, precision: Precision) -> None:
+    inputs = on_meta(case.inputs())
+    capability = triton.runtime.driver.active.get_current_target().arch
+    ssd_fused_portable(inputs, precision, config=FusedConfig.choose(inputs, divmod(capability, 10)))
+
+
+def launch_too_large() -> None:
+    inputs = on_meta(Case(seqlen=1024, **MAMBA2, dtype=FP32).inputs())
+    ssd_fused_portable(inputs, EXACT, config=FusedConfig(chunk=32, block_p=64, state_stages=2))
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
+TOO_LARGE = {"fp32": launch_too_large}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", CASES)
+def test_compiles_within_the_limits(label: str, capability: int) -> None:
+    (kernel,) = compiled("test_fused_compile", capability)[label]
+    assert kernel.kernel == "_fused_kernel"
+    assert kernel.spilled_bytes <= STACK_BYTES.get(label, COMMON_STACK_BYTES), kernel
+    # a kernel whose body the compiler has given up on keeps a handful of registers
+    assert kernel.registers > 100, kernel
+    programs = 1 if label in ONE_PROGRAM_PER_SM else 2
+    assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+
+
+def test_the_limits_can_be_broken() -> None:
+    """Chunks of 32 are too long for fp32: this is why they are of 16."""
+    (kernel,) = compiled("test_fused_compile", 90, "TOO_LARGE")["fp32"]
+    assert kernel.spilled_bytes > 1000
