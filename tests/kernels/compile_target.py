@@ -31,13 +31,17 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one progra
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One kernel as ptxas left it.  spilled_bytes: stack of one thread."""
+    """One kernel as ptxas left it.
+
+    spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
+    """
 
     kernel: str
     registers: int
     spilled_bytes: int
     shared_bytes: int
     num_warps: int
+    metadata: dict[str, Any]
 
 
 @cache
@@ -84,7 +88,7 @@ class _AbsentGpu:
         return self._target
 
 
-def _resources(kernel: Any) -> Compiled:
+def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
@@ -99,6 +103,7 @@ def _resources(kernel: Any) -> Compiled:
         spilled_bytes=int(found[2]),
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
+        metadata=metadata,
     )
 
 
@@ -108,7 +113,10 @@ def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> 
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
-        kernels.append(_resources(run(self, *args, grid=grid, warmup=True, **kwargs)))
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        describe = self.launch_metadata
+        kernels.append(_resources(kernel, describe(grid, kernel.metadata, arguments) if describe else {}))
 
     JITFunction.run = compile_only
     result = {}

@@ -65,6 +65,18 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
         assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
+def test_a_profiler_is_told_the_work() -> None:
+    case, _ = CASES["mamba2 bf16 exact"]
+    told = {kernel.kernel: kernel.metadata for kernel in compiled("test_ssd_compile", 90)["mamba2 bf16 exact"]}
+    elements = case.seqlen * case.heads * case.headdim
+    assert told["_chunk_state_kernel"]["flops"] == 2 * elements * case.dstate
+    assert told["_chunk_scan_kernel"]["flops"] == elements * (2 * case.dstate + case.chunk_size)
+    for kernel, metadata in told.items():
+        assert metadata["name"].startswith(kernel)
+        assert metadata["flops"] > 0
+        assert metadata["bytes"] > 0
+
+
 def test_the_limits_can_be_broken() -> None:
     """A configuration that cannot fit is seen not to: 256 x 128 accumulators in 4 warps."""
     kernels = compiled("test_ssd_compile", 90, "TOO_LARGE")["chunk_scan"]

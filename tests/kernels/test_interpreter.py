@@ -1,0 +1,89 @@
+"""Triton's interpreter gives the numbers a GPU gives, bfloat16 included."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._triton import DOT_PRECISION, INTERPRETED, decay_exp2, ptr_offset
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="this process compiles its kernels")
+
+
+@triton.jit
+def _elementwise_kernel(a_ptr, b_ptr, sum_ptr, product_ptr, less_ptr, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    a, b = tl.load(a_ptr + o), tl.load(b_ptr + o)
+    tl.store(sum_ptr + o, a + b)
+    tl.store(product_ptr + o, a * b)
+    tl.store(less_ptr + o, tl.where(a < b, 1, 0))
+
+
+@triton.jit
+def _copy_kernel(from_ptr, to_ptr, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(to_ptr + o, tl.load(from_ptr + o).to(to_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + o, tl.dot(tl.load(a_ptr + o), tl.load(b_ptr + o), input_precision=DOT_PRECISION))
+
+
+@triton.jit
+def _helpers_kernel(offset_ptr, decay_ptr, log2_decay_ptr, strides, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    tl.store(offset_ptr + o, ptr_offset((2, o), strides))
+    tl.store(decay_ptr + o, decay_exp2(tl.load(log2_decay_ptr + o)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_elementwise(dtype: torch.dtype) -> None:
+    a, b = torch.randn(2, 64).to(dtype)
+    a[0], b[0] = 3.0, 3.0
+    total, product, less = torch.empty_like(a), torch.empty_like(a), torch.empty(64, dtype=torch.int32)
+    _elementwise_kernel[(1,)](a, b, total, product, less, SIZE=64)
+    assert torch.equal(total, a + b)
+    assert torch.equal(product, a * b)
+    assert torch.equal(less.bool(), a < b)
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
+def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype) -> None:
+    values = torch.randn(64)
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, 0.0, -0.0, torch.inf])
+    values[: len(ties)] = ties
+    values = values.to(source)
+    cast = torch.empty(64, dtype=target)
+    _copy_kernel[(1,)](values, cast, SIZE=64)
+    assert torch.equal(cast, values.to(target))
+
+
+def test_nan_stays_nan_in_bfloat16() -> None:
+    cast = torch.empty(16, dtype=torch.bfloat16)
+    _copy_kernel[(1,)](torch.full((16,), torch.nan), cast, SIZE=16)
+    assert cast.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dot_accumulates_in_fp32(dtype: torch.dtype) -> None:
+    a, b = torch.randn(2, 16, 16).to(dtype)
+    out = torch.empty(16, 16)
+    _dot_kernel[(1,)](a, b, out, SIZE=16)
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_offsets_pass_2_to_the_31() -> None:
+    offsets = torch.empty(16, dtype=torch.int64)
+    _helpers_kernel[(1,)](offsets, torch.empty(16), torch.zeros(16), (2**31, 2**30), SIZE=16)
+    assert torch.equal(offsets, 2 * 2**31 + torch.arange(16) * 2**30)
+
+
+def test_decay_is_at_most_1_and_keeps_nan() -> None:
+    log2_decay = torch.tensor([1e-6, 0.0, -1.0, -1e30, -torch.inf, torch.nan] + [0.0] * 10)
+    decay = torch.empty(16)
+    _helpers_kernel[(1,)](torch.empty(16, dtype=torch.int64), decay, log2_decay, (1, 1), SIZE=16)
+    assert decay[:5].tolist() == [1.0, 1.0, 0.5, 0.0, 0.0]
+    assert decay[5].isnan()

@@ -1,0 +1,75 @@
+"""Implementations by name, and what `import ssdprof.kernels` offers."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import ssdprof.kernels
+from ssdprof.kernels import Precision, registry
+from ssdprof.kernels.registry import Implementation, Plan
+
+
+def test_the_oracle_comes_first_then_the_baseline() -> None:
+    assert ssdprof.kernels.names("ssd")[:2] == ["reference", "unfused"]
+    assert ssdprof.kernels.get("ssd", "unfused").run is ssdprof.kernels.ssd_unfused
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="no implementation 'fast' of ssd; there are: reference, unfused"):
+        ssdprof.kernels.get("ssd", "fast")
+
+
+def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_implementations", {})
+
+    def plan(_inputs: Any, _precision: Precision) -> Plan:
+        return Plan(variant="none", launches=0)
+
+    mine = Implementation(operator="ssd", name="mine", run=lambda inputs, _precision: inputs, plan=plan)
+    assert registry.register(mine) is mine
+    assert registry.get("ssd", "mine") is mine
+    with pytest.raises(ValueError, match="ssd/mine is registered already"):
+        registry.register(mine)
+
+
+@pytest.mark.parametrize("name", ssdprof.kernels.__all__)
+def test_every_exported_name_is_there(name: str) -> None:
+    assert callable(getattr(ssdprof.kernels, name))
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'ssd_fast'"):
+        _ = ssdprof.kernels.ssd_fast
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, ssdprof.kernels; assert not {'torch', 'triton'} & set(sys.modules), 'heavy'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "input_dtype", "expected"),
+    [
+        (Precision(), torch.bfloat16, torch.float32),
+        (Precision(intermediates="relaxed"), torch.float16, torch.float16),
+        (Precision(intermediates="relaxed"), torch.bfloat16, torch.bfloat16),
+        (Precision(intermediates="relaxed"), torch.float32, torch.bfloat16),
+    ],
+)
+def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert precision.intermediate_dtype(input_dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(intermediates="loose"), "intermediates must be 'exact' or 'relaxed', not 'loose'"),
+        (dict(state_dtype=torch.float64), "state_dtype must be float32, float16 or bfloat16, not torch.float64"),
+    ],
+)
+def test_a_precision_that_is_none_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Precision(**arguments)

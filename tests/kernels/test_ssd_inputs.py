@@ -1,0 +1,58 @@
+"""Wrong inputs are refused once, by the name of the argument."""
+
+from typing import Any
+
+import pytest
+import torch
+from ssd_cases import Case
+
+GOOD = Case(batch=2, seqlen=9, heads=4, groups=2, headdim=5, dstate=3, initial_states=True, gate=True)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (dict(x=zeros(2, 9, 20)), r"x must be \(b, l, h, p\)"),
+        (dict(x=zeros(2, 9, 4, 5, dtype=torch.float64)), "x must be float32, float16 or bfloat16"),
+        (dict(x=zeros(2, 0, 4, 5)), "x is empty"),
+        (dict(x=zeros(2, 9, 4, 5, dtype=torch.float16)), "B must be torch.float16 as x is"),
+        (dict(dt=zeros(2, 9, 3)), "dt must have shape"),
+        (dict(A=zeros(3)), "A must have shape"),
+        (dict(B=zeros(2, 9, 3, 3)), r"number of heads \(4\) must be a multiple"),
+        (dict(C=zeros(2, 9, 2, 4)), "C must have shape"),
+        (dict(D=zeros(4, 4)), "D must have shape"),
+        (dict(z=zeros(2, 9, 4, 4)), "z must have shape"),
+        (dict(dt_bias=zeros(1)), "dt_bias must have shape"),
+        (dict(initial_states=zeros(1, 4, 5, 3)), "initial_states must have shape"),
+        (dict(chunk_size=48), "chunk_size must be a power of two"),
+        (dict(chunk_size=8), "of at least 16, not 8"),
+        (dict(dt_limit=(1.0, 0.0)), "dt_limit must be"),
+        (dict(cu_seqlens=torch.tensor([0, 9])), "cu_seqlens needs a batch of 1"),
+        (dict(A=zeros(4, device="meta")), "A is on meta, x on cpu"),
+    ],
+)
+def test_bad_inputs_are_named(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GOOD.inputs(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        (torch.tensor([0]), r"must be \(sequences \+ 1\)"),
+        (torch.tensor([[0, 9]]), r"must be \(sequences \+ 1\)"),
+        (torch.tensor([0.0, 9.0]), "must be int32 or int64"),
+    ],
+)
+def test_bad_bounds_are_named(cu_seqlens: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Case(seqlen=9).inputs(cu_seqlens=cu_seqlens)
+
+
+def test_derived_sizes() -> None:
+    assert (GOOD.inputs().sequences, GOOD.inputs().heads_per_group) == (2, 2)
+    assert Case(lengths=(3, 0, 4)).inputs().sequences == 3
