@@ -20,6 +20,7 @@ from ssdprof.checkpoint import LocalCheckpoint, Located, fetch, load_model, loca
 from ssdprof.environment import ClockWatch
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.plan import Plan, PlannedFile
 from ssdprof.progress import Watcher
@@ -231,8 +232,8 @@ def _replaying(
         watcher.step("Replaying", layers, unit="layers") as advance,
     ):
         if gpu:
-            torch.cuda.reset_peak_memory_stats(gpu)
             recorder.update(ceilings=measure_ceilings(gpu))
+            forget_peak(gpu)
         options = ReplayOptions(
             precisions=precisions,
             ceilings=recorder.report.ceilings,
@@ -246,7 +247,7 @@ def _replaying(
             recorder.captured(captured.layer)
             replay_layer(captured.layer, captured.inputs, options)
             if gpu:
-                recorder.update(clocks=clocks.clocks, model_peak_bytes=torch.cuda.max_memory_allocated(gpu))
+                recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))
             advance(1)
 
         yield replay

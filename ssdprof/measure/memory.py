@@ -32,8 +32,14 @@ def run_and_measure(run: Callable[[], SSDOutput], device: torch.device) -> tuple
     return output, Memory(peak_bytes=peak, workspace_bytes=max(0, peak - outputs))
 
 
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` begin anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _peaks_before_reset.pop(_index(device), None)
+
+
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process ever had allocated through torch on a GPU.
+    """The most that was allocated through torch on a GPU since `forget_peak`, or since the process began.
 
     torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
     """
