@@ -50,7 +50,7 @@ def ssd_fused(
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
 
     Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  A sequence's result is bitwise
-    the same in every call and whatever else is in the batch.  No synchronisation with the host; may be captured in a
+    the same in every call, whatever else is in the batch or in the pack.  No synchronisation with the host; may be captured in a
     CUDA graph; may be called under torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernel does not do.
