@@ -50,8 +50,8 @@ def ssd_fused(
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
 
     Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  A sequence's result is bitwise
-    the same in every call, whatever else is in the batch or in the pack.  No synchronisation with the host; may be captured in a
-    CUDA graph; may be called under torch.compile(fullgraph=True).
+    the same in every call, whatever else is in the batch or in the pack.  No synchronisation with the host; may be
+    captured in a CUDA graph; may be called under torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernel does not do.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
