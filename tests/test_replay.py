@@ -195,6 +195,27 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
     assert sorted(map(str, finished)) == sorted(map(str, tight))
 
 
+def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
+    inputs: SSDInputs, register: Callable[[str, RunSSD], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+
+    def once(inputs: SSDInputs, precision: KernelPrecision) -> SSDOutput:
+        calls.append(None)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("later")
+        return right(inputs, precision)
+
+    monkeypatch.setattr(replay, "outputs_that_fit", lambda _: 2)
+    register("once", once)
+    register("a", right)
+    register("b", right)
+    found = by_name(replay_layer(LAYER, inputs, options("a", "b", baseline="once")))
+    assert {name: result.status for name, result in found.items()} == {"once": "passed", "a": "passed", "b": "passed"}
+    assert found["a"].accuracy[0].vs_baseline is not None
+    assert found["b"].accuracy[0].vs_baseline is None
+
+
 # --- interruption
 
 

@@ -57,6 +57,16 @@ def test_spans_carry_the_state(make_inputs: MakeInputs) -> None:
     assert torch.equal(whole.final_states, pieces.final_states)
 
 
+def test_every_sequence_begins_with_its_own_state(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(batch=2, initial_states=torch.randn(2, 4, 32, 16))
+    apart, together = rounded(inputs, Precision()), RoundedSSD(inputs, Precision())
+    for batch in range(2):
+        span = Span(sequence=batch, batch=batch, start=0, stop=inputs.x.shape[1])
+        out, state = together.advance(span, Gate.of(inputs, span))
+        assert torch.equal(out, apart.out[batch])
+        assert torch.equal(state, apart.final_states[batch])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_states_are_numbers_of_their_dtype(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
     states = rounded(make_inputs(dtype=torch.float32), Precision(state_dtype=dtype)).final_states
