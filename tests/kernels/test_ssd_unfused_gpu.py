@@ -99,6 +99,14 @@ def test_extreme_decays_stay_finite_and_right(dt: float, A: float, dtype: torch.
     assert_passes(ssd_unfused(inputs), inputs, EXACT)
 
 
+@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z"])
+def test_nan_is_not_swallowed(name: str) -> None:
+    """A GPU's minimum and maximum drop NaN unless told not to; the interpreter's never do."""
+    inputs = replace(REAL, seqlen=300, initial_states=True, gate=True, dt_limit=(0.0, 0.1)).inputs()
+    getattr(inputs, name).fill_(torch.nan)
+    assert not torch.isfinite(ssd_unfused(inputs).out).any()
+
+
 @pytest.mark.parametrize("case", [REAL, PACKED], ids=["batch", "packed"])
 def test_the_host_never_waits(case: Case) -> None:
     inputs = case.inputs()
@@ -123,7 +131,15 @@ def test_a_graph_replays_it(case: Case) -> None:
     assert torch.equal(output.final_states, expected.final_states)
 
 
-@pytest.mark.parametrize("case", [MODELS["mamba2-2.7b"], replace(MODELS["nemotron-3-nano"], lengths=(3000, 1, 500))])
+@pytest.mark.parametrize(
+    "case",
+    [
+        MODELS["mamba2-2.7b"],
+        replace(MODELS["nemotron-3-nano"], lengths=(3000, 1, 500)),
+        replace(REAL, groups=8, headdim=32, dstate=16),  # CB is the largest
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=["exact", "relaxed"])
 def test_the_plan_knows_the_workspace(case: Case, precision: Precision) -> None:
     inputs = case.inputs()

@@ -130,7 +130,7 @@ def _chunk_scan_kernel(
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
     # --- the block's own positions
-    for s in range(first_q, tl.minimum(first_q + BLOCK_Q, length).to(tl.int32), BLOCK_S):
+    for s in range(first_q, tl.minimum(first_q + BLOCK_Q, length), BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         m_s = o_s < length
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
@@ -141,9 +141,8 @@ def _chunk_scan_kernel(
             mask=m_s[:, None] & m_p[None, :], other=0.0,
         )  # [BLOCK_S, BLOCK_P]  # fmt: skip
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
-        # what lies above the diagonal or past the end was never written: it may be NaN
-        causal = (o_q[:, None] >= o_s[None, :]) & m_s[None, :]
-        b_scores = tl.where(causal, b_CB * weight, 0.0)
+        # what lies above the diagonal was never written: it may be NaN
+        b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
         acc = tl.dot(b_scores.to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
 
     # --- skip and gate

@@ -86,7 +86,7 @@ def _chunk_state_kernel(
     # --- sum over the chunk
     end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, CHUNK_SIZE - 1), dA_cumsum_log2_strides))
     acc = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    for q in range(0, length.to(tl.int32), BLOCK_Q):
+    for q in range(0, length, BLOCK_Q):
         o_q = q + tl.arange(0, BLOCK_Q)
         o_l = start + o_q
         m_l = o_q < length

@@ -64,13 +64,14 @@ def chunk_count(inputs: SSDInputs) -> int:
 
 @triton.jit
 def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
-    """(start, length) of chunk i_c in its row, in int64; length 0 for a chunk that is not needed."""
+    """(start, length) of chunk i_c in its row, in int64 and int32; length <= 0 for a chunk that is not needed."""
     if spans_ptr is None:
         start = tl.cast(i_c, tl.int64) * CHUNK_SIZE
-        return start, tl.minimum(CHUNK_SIZE, seqlen - start)
+        length = seqlen - start
     else:
         start = tl.load(spans_ptr + 2 * i_c)
-        return start, tl.load(spans_ptr + 2 * i_c + 1) - start
+        length = tl.load(spans_ptr + 2 * i_c + 1) - start
+    return start, tl.minimum(CHUNK_SIZE, length).to(tl.int32)
 
 
 @triton.jit

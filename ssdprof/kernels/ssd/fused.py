@@ -12,8 +12,9 @@ import torch
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd import fused_portable
+from ssdprof.kernels.ssd import fused_hopper, fused_portable
 from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_hopper import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _INF = float("inf")
@@ -36,6 +37,7 @@ def ssd_fused(
     initial_states: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
+    batch_invariant: bool = False,
 ) -> SSDOutput:
     """The SSD (Mamba-2) operator, forward only.
 
@@ -63,7 +65,7 @@ def ssd_fused(
         low, high = dt_limit
         out, final_states = torch.ops.ssdprof.ssd_fused(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, low, high, initial_states, cu_seqlens,
-            precision.intermediates, precision.state_dtype,
+            precision.intermediates, precision.state_dtype, batch_invariant,
         )  # fmt: skip
         return SSDOutput(out, final_states)
     inputs = SSDInputs(
@@ -81,7 +83,7 @@ def ssd_fused(
         initial_states=initial_states,
         cu_seqlens=cu_seqlens,
     )
-    return run(inputs, precision)
+    return run(inputs, precision, batch_invariant=batch_invariant)
 
 
 @torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
@@ -102,6 +104,7 @@ def _operator(
     cu_seqlens: torch.Tensor | None,
     intermediates: str,
     state_dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ssd_fused` with a schema that the dispatcher understands."""
     with torch.no_grad():
@@ -109,6 +112,7 @@ def _operator(
             x, dt, A, B, C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
             dt_limit=(dt_low, dt_high), initial_states=initial_states, cu_seqlens=cu_seqlens,
             precision=Precision(intermediates=intermediates, state_dtype=state_dtype),  # type: ignore[arg-type]
+            batch_invariant=batch_invariant,
         )  # fmt: skip
 
 
@@ -130,33 +134,59 @@ def _fake(
     cu_seqlens: torch.Tensor | None,
     _intermediates: str,
     _state_dtype: torch.dtype,
+    _batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of what `_operator` returns."""
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty(x.shape), x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=torch.float32)
 
 
-def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+def run(
+    inputs: SSDInputs,
+    precision: Precision = Precision(),  # noqa: B008
+    *,
+    batch_invariant: bool = False,
+) -> SSDOutput:
     """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does."""
     _refuse_unsupported(inputs)
-    # a kernel for one chip alone comes first here, and in `plan`: `if fused_hopper.supports(inputs, precision): ...`
+    if not fused_hopper.unsupported(inputs):
+        return fused_hopper.ssd_fused_hopper(inputs, precision, config=_hopper_config(inputs, batch_invariant))
     return fused_portable.ssd_fused_portable(inputs, precision, config=_portable_config(inputs))
 
 
-def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+def plan(
+    inputs: SSDInputs,
+    precision: Precision = Precision(),  # noqa: B008
+    *,
+    batch_invariant: bool = False,
+) -> Plan:
     """Which kernel would run, how and why.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
-    config = _portable_config(inputs)
+    config: HopperConfig | FusedConfig
+    why_not = fused_hopper.unsupported(inputs)
+    if not why_not:
+        variant, config = "hopper", _hopper_config(inputs, batch_invariant)
+        handover = fused_hopper.handover(inputs, config)
+        workspace_bytes = fused_hopper.workspace_bytes(inputs, precision, config)
+    else:
+        variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs)
+        handover = config.handover(inputs)
+        workspace_bytes = fused_portable.workspace_bytes(inputs, precision, config)
     settings = asdict(config)
     reason = settings.pop("reason")
-    handover = config.handover(inputs)
+    launches = "one launch, and one to zero the flags" if handover else "one launch"
     return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
+        variant=variant,
         launches=2 if handover else 1,
         config=settings,
-        workspace_bytes=fused_portable.workspace_bytes(inputs, precision, config),
-        reason=("one launch, and one to zero the flags; " if handover else "one launch; ") + reason,
+        workspace_bytes=workspace_bytes,
+        reason="; ".join([launches, reason] + ([f"the Hopper kernel does not take {why_not}"] if why_not else [])),
     )
+
+
+def _hopper_config(inputs: SSDInputs, batch_invariant: bool) -> HopperConfig:
+    sm_count = torch.cuda.get_device_properties(inputs.x.device).multi_processor_count
+    return HopperConfig.choose(inputs, sm_count, batch_invariant=batch_invariant)
 
 
 def _portable_config(inputs: SSDInputs) -> FusedConfig:

@@ -1,0 +1,480 @@
+# mypy: ignore-errors
+# ruff: noqa: SIM102  (the outer condition is a compile-time one)
+"""The roles of `fused_hopper.py`, one function each, and the stages that they perform.
+
+    gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both units
+    loads       1 warp    B, C and x of a chunk, by the copy engine
+    scores      4 warps   bmm_chunk: C B^T once for both units, times each unit's decays
+    unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one unit
+
+A unit is a head, or a slice of 64 of a head's P; a program owns two units of one group.  Roles meet at mbarriers:
+`full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores, `told` the gates' word on whether
+the first pass goes on.
+
+Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+CHUNK = gl.constexpr(64)  # rows of one matrix instruction
+SLICE = gl.constexpr(64)  # of P: likewise
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
+ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
+
+
+@aggregate
+class Shared:
+    """Rings in shared memory.  Vectors hold unit 0's 64 numbers, then unit 1's."""
+
+    B: gl.shared_memory_descriptor  # (ring, q, n)
+    C: gl.shared_memory_descriptor  # (ring, q, n)
+    x: gl.shared_memory_descriptor  # (ring * 2, q, 1, p)
+    scores: gl.shared_memory_descriptor  # (score ring * 2, q, s)
+    out: gl.shared_memory_descriptor  # (2, q, 1, p)
+    gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT, ENTERING 2^a
+    decay: gl.shared_memory_descriptor  # (ring, 2): 2^a_end; in the first pass, of all that was seen of the segment
+    goes_on: gl.shared_memory_descriptor  # (told ring, 1): whether the first pass goes on after a chunk
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    scored: gl.shared_memory_descriptor
+    unscored: gl.shared_memory_descriptor
+    told: gl.shared_memory_descriptor
+    RING: gl.constexpr
+    SCORE_RING: gl.constexpr
+    TOLD: gl.constexpr  # told ring: ring + 2, so that all have read a word before it is overwritten
+
+    @gluon.constexpr_function
+    def __init__(
+        self, B, C, x, scores, out, gates, decay, goes_on, full, empty, scored, unscored, told, RING, SCORE_RING
+    ):
+        self.B, self.C, self.x, self.scores, self.out = B, C, x, scores, out
+        self.gates, self.decay, self.goes_on = gates, decay, goes_on
+        self.full, self.empty, self.scored, self.unscored, self.told = full, empty, scored, unscored, told
+        self.RING, self.SCORE_RING, self.TOLD = gl.constexpr(RING), gl.constexpr(SCORE_RING), gl.constexpr(RING + 2)
+
+
+@aggregate
+class Segment:
+    """Which positions and units are this program's."""
+
+    sequence: gl.tensor
+    index: gl.tensor  # of the segment in its sequence
+    begin: gl.tensor  # row at which the sequence begins, among those of all sequences
+    length: gl.tensor  # of the sequence
+    first: gl.tensor  # chunk
+    nchunks: gl.tensor
+    unit: gl.tensor  # the first of the two
+    last: gl.tensor  # the sequence ends with this segment: no first pass
+
+    @gluon.constexpr_function
+    def __init__(self, sequence, index, begin, length, first, nchunks, unit, last):
+        self.sequence, self.index, self.begin, self.length = sequence, index, begin, length
+        self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
+
+
+@gluon.jit
+def scalar(buffer):
+    """The one number in `buffer`."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+# --- gates
+
+
+@gluon.jit
+def log2_approx(v):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def softplus(v):
+    """log(1 + e^v) with a relative error below 3e-6: by its series where e^v is small and 1 + e^v would round."""
+    e = gl.exp2(v * LOG2_E)
+    series = e * (1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667)))))
+    return gl.where(v > 20.0, v, gl.where(e < 0.0625, series, log2_approx(1.0 + e) * LN_2))
+
+
+@gluon.jit
+def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
+    """dt (q, unit), a (q, unit) and a_end (unit).  NaN stays NaN."""
+    v = raw.to(gl.float32) + dt_bias[None, :]
+    if DT_SOFTPLUS:
+        v = softplus(v)
+    dt = gl.where(v == v, gl.minimum(gl.maximum(v, low), high), v)
+    dt = gl.where(valid, dt, 0.0)
+    dA = dt * A[None, :]
+    # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+    dA = gl.where(dA == dA, gl.maximum(gl.minimum(dA, 0.0), FORGOTTEN), dA)
+    return dt, gl.associative_scan(dA, 0, _add), gl.sum(dA, 0)
+
+
+@gluon.jit
+def decay_exp2(log2_decay):
+    """2^log2_decay, at most 1: rounding of a difference of sums cannot push it past.  NaN stays NaN."""
+    return gl.exp2(gl.where(log2_decay > 0.0, 0.0, log2_decay))
+
+
+@gluon.jit
+def put(shared, slot, vector: gl.constexpr, v):
+    """v (q, unit) into a vector of the ring."""
+    shared.gates.index(slot * 4 + vector).store(gl.permute(v, (1, 0)).reshape([2 * CHUNK]))
+
+
+@gluon.jit
+def gates(
+    shared, segment, dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_stride, dt_bias_stride, low, high,
+    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, unit): a warp for each unit
+    units: gl.constexpr = gl.SliceLayout(0, layout)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_h = (segment.unit + gl.arange(0, 2, units)) // SLICES
+    A = gl.load(A_ptr + o_h * A_stride).to(gl.float32) * LOG2_E
+    dt_bias = gl.zeros_like(A)
+    if dt_bias_ptr is not None:
+        dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_stride).to(gl.float32)
+    dt_ptr += segment.begin.to(gl.int64) * dt_strides[0]
+    tile = (o_q[:, None] * dt_strides[0] + (o_h * dt_strides[1])[None, :]).to(gl.int32)
+    it = 0
+
+    if not segment.last:
+        seen = gl.zeros([2], gl.float32, units)  # log2 of the decay of all chunks that were seen
+        c = segment.nchunks - 1
+        p = dt_ptr + ((segment.first + c) * CHUNK).to(gl.int64) * dt_strides[0]
+        raw = gl.load(p + tile)
+        go = c >= 0
+        while go:
+            slot = it % shared.RING
+            dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, o_q[:, None] >= 0, DT_SOFTPLUS)
+            c -= 1
+            p -= CHUNK * dt_strides[0]
+            raw = gl.load(p + tile, mask=(c >= 0) & (o_q[:, None] >= 0), other=0.0)
+            weight = decay_exp2(a_end[None, :] - a) * gl.exp2(seen)[None, :] * dt
+            seen += a_end
+            go = (c >= 0) & (gl.max(seen, 0) > FORGOTTEN)
+            shared.goes_on.index(it % shared.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+            mbarrier.arrive(shared.told.index(it % shared.TOLD), count=1)
+            mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+            put(shared, slot, WEIGHT, weight)
+            shared.decay.index(slot).store(gl.exp2(seen))
+            mbarrier.arrive(shared.full.index(slot), count=1)
+            it += 1
+
+    t = segment.first * CHUNK
+    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_strides[0] + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
+    for _ in range(segment.nchunks):
+        slot = it % shared.RING
+        valid = (t + o_q < segment.length)[:, None]
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
+        t += CHUNK
+        raw = gl.load(
+            dt_ptr + t.to(gl.int64) * dt_strides[0] + tile, mask=(t + o_q < segment.length)[:, None], other=0.0
+        )
+        weight = decay_exp2(a_end[None, :] - a) * dt
+        key = a - log2_approx(dt)
+        entering = gl.exp2(a)
+        decay = gl.exp2(a_end)
+        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+        put(shared, slot, ROW, a)
+        put(shared, slot, KEY, key)
+        put(shared, slot, WEIGHT, weight)
+        put(shared, slot, ENTERING, entering)
+        shared.decay.index(slot).store(decay)
+        mbarrier.arrive(shared.full.index(slot), count=1)
+        it += 1
+
+
+# --- loads
+
+
+@gluon.jit
+def loads(
+    shared, segment, x_desc, B_desc, C_desc,
+    DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr,
+):  # fmt: skip
+    B_BYTES: gl.constexpr = CHUNK * DSTATE * 2
+    X_BYTES: gl.constexpr = 2 * CHUNK * SLICE * 2
+    i_h = segment.unit // SLICES
+    i_g = i_h // HEADS_PER_GROUP
+    it = 0
+    if not segment.last:
+        t = segment.begin + (segment.first + segment.nchunks - 1) * CHUNK
+        go = segment.nchunks > 0
+        while go:
+            slot = it % shared.RING
+            full = shared.full.index(slot)
+            mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+            mbarrier.expect(full, B_BYTES + X_BYTES)
+            tma.async_copy_global_to_shared(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
+            for k in gl.static_range(2):
+                unit = segment.unit + k
+                tma.async_copy_global_to_shared(
+                    x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k)
+                )
+            mbarrier.wait(shared.told.index(it % shared.TOLD), (it // shared.TOLD) & 1)
+            go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+            t -= CHUNK
+            it += 1
+    for c in range(segment.nchunks):
+        slot = it % shared.RING
+        full = shared.full.index(slot)
+        t = segment.begin + (segment.first + c) * CHUNK
+        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+        mbarrier.expect(full, 2 * B_BYTES + X_BYTES)
+        tma.async_copy_global_to_shared(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
+        for k in gl.static_range(2):
+            unit = segment.unit + k
+            tma.async_copy_global_to_shared(
+                x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k)
+            )
+        tma.async_copy_global_to_shared(C_desc, [t, i_g * DSTATE], full, shared.C.index(slot))
+        it += 1
+
+
+# --- scores
+
+
+@gluon.jit
+def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
+    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0."""
+    decay = gl.exp2(gl.where(causal, row[:, None] - key[None, :], float("-inf")))
+    if RELAXED:
+        return CB.to(dtype) * decay.to(dtype)
+    else:
+        return (CB * decay).to(dtype)
+
+
+@gluon.jit
+def clear_rows(buffer, valid, WIDTH: gl.constexpr):
+    """Zero the rows from `valid` on: they are another sequence's, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    tile = buffer.load(layout)
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None]
+    buffer.store(gl.where(o_q < valid, tile, gl.zeros_like(tile)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def bmm_chunk(shared, segment, i, slot, zero, DSTATE: gl.constexpr, RAGGED: gl.constexpr):
+    """C B^T of the segment's chunk i, begun."""
+    if RAGGED:
+        valid = segment.length - (segment.first + i) * CHUNK
+        if (valid > 0) & (valid < CHUNK):
+            clear_rows(shared.B.index(slot), valid, DSTATE)
+    return warpgroup_mma(shared.C.index(slot), shared.B.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scores(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    col: gl.constexpr = gl.SliceLayout(0, layout)
+    dtype: gl.constexpr = shared.scores.dtype
+    it = 0
+    if not segment.last:  # nothing to do in the first pass but to let go of what was loaded
+        go = segment.nchunks > 0
+        while go:
+            mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1)
+            go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+            mbarrier.arrive(shared.empty.index(it % shared.RING), count=1)
+            it += 1
+    causal = gl.arange(0, CHUNK, row)[:, None] >= gl.arange(0, CHUNK, col)[None, :]
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
+    mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=segment.nchunks > 0)
+    CB_begun = bmm_chunk(shared, segment, 0, it % shared.RING, zero, DSTATE, RAGGED)
+    for i in range(segment.nchunks):
+        slot, stage = it % shared.RING, i % shared.SCORE_RING
+        row_0 = shared.gates.index(slot * 4 + ROW).slice(0, CHUNK).load(row)
+        key_0 = shared.gates.index(slot * 4 + KEY).slice(0, CHUNK).load(col)
+        row_1 = shared.gates.index(slot * 4 + ROW).slice(CHUNK, CHUNK).load(row)
+        CB = warpgroup_mma_wait(0, deps=[CB_begun])
+        m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
+        key_1 = shared.gates.index(slot * 4 + KEY).slice(CHUNK, CHUNK).load(col)
+        mbarrier.wait(shared.unscored.index(stage), ((i // shared.SCORE_RING) & 1) ^ 1)
+        shared.scores.index(stage * 2).store(m)
+        m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        it += 1
+        slot = it % shared.RING
+        # the next product, while this one's scores are stored; after the last chunk it is not used
+        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1, pred=i + 1 < segment.nchunks)
+        CB_begun = bmm_chunk(shared, segment, i + 1, slot, zero, DSTATE, RAGGED)
+        shared.scores.index(stage * 2 + 1).store(m)
+        fence_async_shared()
+        mbarrier.arrive(shared.scored.index(stage), count=1)
+    warpgroup_mma_wait(0, deps=[CB_begun])
+
+
+# --- one unit's state and output, both transposed: (p, n) and (p, q)
+
+
+@gluon.jit
+def weighted(x, weight, RELAXED: gl.constexpr):
+    """x^T (p, q) times a weight per position, as a matrix operand."""
+    if RELAXED:
+        return x * weight.to(x.dtype)[None, :]
+    else:
+        return (x.to(gl.float32) * weight[None, :]).to(x.dtype)
+
+
+@gluon.jit
+def load_transposed(shared, slot, IDX: gl.constexpr, layout: gl.constexpr):
+    """x^T (p, q) of a unit."""
+    return shared.x.index(slot * 2 + IDX).reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
+
+
+@gluon.jit
+def load_gate(shared, slot, vector: gl.constexpr, IDX: gl.constexpr, layout: gl.constexpr):
+    return shared.gates.index(slot * 4 + vector).slice(IDX * CHUNK, CHUNK).load(layout)
+
+
+@gluon.jit
+def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, operand: gl.constexpr):
+    """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards."""
+    decay = 1.0
+    it = 0
+    go = True
+    while go:
+        slot = it % shared.RING
+        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
+        go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+        decay = scalar(shared.decay.index(slot).slice(IDX, 1))
+        x = load_transposed(shared, slot, IDX, operand)
+        xw = weighted(x, load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, operand)), RELAXED)
+        begun = warpgroup_mma(xw, shared.B.index(slot), state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=[begun])
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        it += 1
+    return state, decay, it
+
+
+@gluon.jit
+def wait_for_state(flag_ptr, segments):
+    while gl.atomic_add(flag_ptr, 0, sem="acquire") < segments:
+        pass
+
+
+@gluon.jit
+def hand_over_state(states_ptr, tile, mask, flag_ptr, state):
+    gl.store(states_ptr + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+    gl.thread_barrier()  # every thread's part is stored before the flag says so
+    gl.atomic_add(flag_ptr, 1, sem="release")
+
+
+@gluon.jit
+def unit_state(
+    shared, segment, tensors,
+    IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
+    RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr,
+):  # fmt: skip
+    (
+        out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr, sync_ptr,
+    ) = tensors  # fmt: skip
+    dtype: gl.constexpr = shared.x.dtype
+    by_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])  # (p, q)
+    by_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])  # (p, n)
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
+    n_operand: gl.constexpr = gl.DotOperandLayout(0, by_n, 2)
+    unit = segment.unit + IDX
+    i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
+    state = gl.zeros([SLICE, DSTATE], gl.float32, by_n)
+    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
+    o_n = gl.arange(0, DSTATE, gl.SliceLayout(0, by_n))
+    inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
+    tile = o_p[:, None] * DSTATE + o_n[None, :]
+    lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
+
+    # --- the state that enters the segment
+    it = 0
+    if HANDOVER:
+        added, decay = state, 1.0
+        if not segment.last:
+            added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
+        flag_ptr = sync_ptr + (segment.sequence * (HEADS * SLICES) + unit) * 8
+        if segment.index > 0:
+            wait_for_state(flag_ptr, segment.index)
+            state = gl.load(states_ptr + lane + tile, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+    if initial_ptr is not None:
+        if segment.index == 0:
+            p = initial_ptr + segment.sequence.to(gl.int64) * initial_strides[0] + i_h * initial_strides[1]
+            initial_tile = o_p[:, None] * initial_strides[2] + o_n[None, :] * initial_strides[3]
+            state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
+    if HANDOVER:
+        if not segment.last:
+            hand_over_state(states_ptr + lane, tile, inside, flag_ptr, decay * state + added)
+
+    # --- the output, chunk after chunk
+    D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_q))
+    if D_ptr is not None:
+        o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_q))
+        D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
+    zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
+    out_tile = shared.out.index(IDX).reshape([CHUNK, SLICE])
+    for i in range(segment.nchunks):
+        slot, stage = it % shared.RING, i % shared.SCORE_RING
+        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
+        x = load_transposed(shared, slot, IDX, q_operand)
+        t = (segment.first + i) * CHUNK
+        if RAGGED:
+            if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B
+                o_q = gl.arange(0, CHUNK, gl.SliceLayout(0, q_operand))
+                x = gl.where((t + o_q < segment.length)[None, :], x, gl.zeros_like(x))
+                mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+        weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
+        decay = scalar(shared.decay.index(slot).slice(IDX, 1))
+        # chunk_scan: what entered the chunk
+        C = shared.C.index(slot).permute((1, 0))
+        entered = gl.convert_layout(state.to(dtype), q_operand)
+        out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
+        # chunk_state
+        operand = gl.convert_layout(weighted(x, weight, RELAXED), n_operand)
+        state_begun = warpgroup_mma(operand, shared.B.index(slot), state * decay, is_async=True)
+        entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
+        out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
+        # chunk_scan: what the chunk adds
+        mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+        m = shared.scores.index(stage * 2 + IDX).permute((1, 0))
+        out_begun = warpgroup_mma(x, m, out, is_async=True)
+        state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
+        mbarrier.arrive(shared.unscored.index(stage), count=1)
+        # the residual; x is read again, because it would spill if it were kept as fp32
+        if D_ptr is not None:
+            out += load_transposed(shared, slot, IDX, by_q).to(gl.float32) * D[:, None]
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        tma.store_wait(0)
+        out_tile.permute((1, 0)).store(out.to(dtype))
+        if RAGGED:
+            whole = t + CHUNK <= segment.length
+            if not whole:
+                rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, rows))[:, None]
+                o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
+                p = out_ptr + (segment.begin + t + o_q).to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
+                gl.store(p, out_tile.load(rows), mask=(t + o_q < segment.length) & (o_w < HEADDIM))
+        else:
+            whole = True
+        if whole:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [segment.begin + t, i_h, p_0], shared.out.index(IDX))
+        it += 1
+    tma.store_wait(0)
+    if segment.last:
+        gl.store(final_ptr + lane + tile, state, mask=inside)

@@ -1,0 +1,133 @@
+"""The Hopper kernel against the oracle, with segments as short as can be, and what it leaves to the portable one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ssd_cases import EXACT, PRECISIONS, RELAXED, Case
+from test_fused import assert_bitwise
+
+from ssdprof.kernels import Precision, get
+from ssdprof.kernels.ssd.fused_hopper import HopperConfig, ssd_fused_hopper, unsupported
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.accuracy import assert_passes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU"
+    ),
+]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SMALL = dict(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
+SHORT = HopperConfig(segment=2)
+CASES = {
+    "one position": Case(**SMALL, seqlen=1),
+    "less than a chunk": Case(**SMALL, batch=2, seqlen=63),
+    "whole chunks": Case(**SMALL, batch=3, seqlen=1024),
+    "ragged": Case(**SMALL, batch=2, seqlen=999),
+    "groups": Case(**SMALL | dict(heads=8), groups=2, seqlen=777),
+    "D (h, p)": Case(**SMALL, seqlen=500, skip="(h, p)"),
+    "no D": Case(**SMALL, seqlen=500, skip=""),
+    "initial states": Case(**SMALL, batch=2, seqlen=500, initial_states=True),
+    "p 128": Case(**SMALL | dict(headdim=128, heads=3), seqlen=777),
+    "p 80": Case(**SMALL | dict(headdim=80), seqlen=999),
+    "n 64": Case(**SMALL | dict(dstate=64), groups=2, seqlen=900),
+    "limits": Case(**SMALL, seqlen=700, dt_limit=(0.01, 0.05)),
+    "dt 0": Case(**SMALL, seqlen=700, dt_limit=(0.0, 0.0)),
+    "dt huge": Case(**SMALL, seqlen=700, dt_limit=(1e30, 1e30)),
+    "packed": Case(**SMALL, lengths=(3, 0, 127, 570, 64, 236, 0), initial_states=True),
+}
+
+
+def hopper(inputs: SSDInputs, precision: Precision = EXACT, config: HopperConfig = SHORT) -> SSDOutput:
+    assert unsupported(inputs) == ""
+    return ssd_fused_hopper(inputs, precision, config=config)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str) -> None:
+    inputs = CASES[name].inputs()
+    assert_passes(hopper(inputs), inputs, EXACT)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_precisions(dtype: torch.dtype, precision: Precision) -> None:
+    inputs = Case(**SMALL | dict(dtype=dtype), seqlen=1500, initial_states=True).inputs()
+    assert_passes(hopper(inputs, precision), inputs, precision)
+
+
+def test_every_model_size_that_it_is_for_reaches_it() -> None:
+    sizes = [
+        (80, 64, 128, 1),
+        (128, 64, 128, 1),
+        (64, 64, 128, 8),
+        (48, 64, 128, 1),
+        (128, 80, 128, 8),
+        (80, 64, 64, 1),
+    ]
+    for heads, headdim, dstate, groups in sizes:
+        case = Case(seqlen=300, heads=heads, headdim=headdim, dstate=dstate, groups=groups, dtype=BF16, device="cuda")
+        assert get("ssd", "fused").plan(case.inputs(), EXACT).variant == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (Case(**SMALL | dict(dtype=torch.float32)), "fp32"),
+        (Case(**SMALL, gate=True), "gate"),
+        (Case(**SMALL | dict(dstate=256)), "dstate 256"),
+        (Case(**SMALL, groups=4), "heads per group"),
+    ],
+    ids=["fp32", "z", "n 256", "one head per group"],
+)
+def test_what_it_leaves_to_the_portable_kernel(case: Case, why: str) -> None:
+    inputs = case.inputs()
+    plan = get("ssd", "fused").plan(inputs, EXACT)
+    assert plan.variant == "portable"
+    assert why in plan.reason
+    assert_passes(get("ssd", "fused").run(inputs, EXACT), inputs, EXACT)
+
+
+def test_columns_that_the_copy_engine_cannot_read_go_to_the_portable_kernel() -> None:
+    inputs = Case(**SMALL, seqlen=200).inputs()
+    shifted = torch.empty(200 * 4 * 64 + 1, dtype=BF16, device="cuda")[1:].view(1, 200, 4, 64).copy_(inputs.x)
+    assert "alignment of x" in unsupported(replace(inputs, x=shifted))
+
+
+def test_neighbours_do_not_meet() -> None:
+    case = Case(**SMALL, lengths=(100, 570, 64, 236), initial_states=True)
+    inputs, spoilt = case.inputs(), case.inputs()
+    for tensor in (spoilt.x, spoilt.dt, spoilt.B, spoilt.C):
+        tensor[:, :100] = torch.nan
+        tensor[:, 670:734] = torch.inf
+    ours, theirs = hopper(inputs), hopper(spoilt)
+    for i, (start, stop) in ((1, (100, 670)), (3, (734, 970))):
+        assert_bitwise(
+            SSDOutput(theirs.out[:, start:stop], theirs.final_states[i]),
+            SSDOutput(ours.out[:, start:stop], ours.final_states[i]),
+        )
+    assert theirs.out[:, :100].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "A", "initial_states"])
+def test_nan_is_not_swallowed(name: str) -> None:
+    inputs = Case(**SMALL, seqlen=300, initial_states=True, dt_limit=(0.0, 0.1)).inputs()
+    getattr(inputs, name)[-1:] = torch.nan
+    assert not torch.isfinite(hopper(inputs).out).all()
+
+
+@pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
+def test_bitwise_the_same_in_every_call(precision: Precision) -> None:
+    inputs = Case(**SMALL | dict(heads=80), seqlen=16384).inputs()
+    first = hopper(inputs, precision)
+    for _ in range(20):
+        assert_bitwise(hopper(inputs, precision), first)
+
+
+def test_long_memory_is_carried_through_every_segment() -> None:
+    """A decay so slow that the first position is felt at the last."""
+    inputs = Case(**SMALL, seqlen=8192, dt_limit=(1e-6, 1e-5)).inputs()
+    assert_passes(hopper(inputs), inputs, EXACT)
