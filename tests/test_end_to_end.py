@@ -263,6 +263,8 @@ def running(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(*words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "ssdprof", *words],
+            # a background job of a shell ignores Ctrl-C, and so would its children
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
