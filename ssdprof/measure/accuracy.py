@@ -179,7 +179,7 @@ class _TensorSums:
                 head = int(excess.argmax())
                 return (
                     f"{self.name}, head {head}: {name}|ours - oracle| is {float(error[head]):.3g}, its budget "
-                    f"{float(budget[head]):.3g}; the largest difference is at {deviation.worst_position(head)}"
+                    f"{float(budget[head]):.3g}; the largest difference is at {deviation.position_of_max(head)}"
                 )
         return ""
 

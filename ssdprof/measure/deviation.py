@@ -109,9 +109,11 @@ class RunningDeviation:
         self.elements += ours.numel()
 
     def result(self) -> schema.Deviation:
-        """Waits for the device."""
+        """worst_head: the one with the largest RMS ratio of its own; worst_position: that of max_abs, in any head.
+
+        Waits for the device.
+        """
         ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
-        worst_head = int(ratios.argmax())
         nonfinite = int(self._nonfinite)
         matches = (100.0 * self._matches.double() / max(self.elements, 1)).tolist()
         return schema.Deviation(
@@ -123,13 +125,13 @@ class RunningDeviation:
             ),
             rms_ratio=float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum())),
             max_abs=float(self.error.max.max()),
-            worst_head=worst_head,
-            worst_position=self.worst_position(worst_head),
+            worst_head=int(ratios.argmax()),
+            worst_position=self.position_of_max(int(self.error.max.argmax())),
             nonfinite=nonfinite,
             first_nonfinite=unravel(int(self._first_nonfinite), self.shape) if nonfinite else None,
         )
 
-    def worst_position(self, head: int) -> tuple[int, ...]:
+    def position_of_max(self, head: int) -> tuple[int, ...]:
         """Where `head` has its largest difference."""
         return unravel(int(self._worst_index[head]), self.shape)
 

@@ -65,10 +65,11 @@ def test_the_worst_head_is_worst_for_its_size() -> None:
     ours = other.clone()
     ours[:, :, 0] += 10  # 1 % of a large head
     ours[1, 3, 2, 1] += 5  # 5 / sqrt(40) of a small one
+    ours[0, 4, 0, 2] += 1
     result = deviation_of(ours, other)
-    assert (result.worst_head, result.worst_position) == (2, (1, 3, 2, 1))
-    assert result.max_abs == 10
-    assert result.rms_ratio == pytest.approx(math.sqrt((40 * 100 + 25) / (40 * 1000**2 + 80)))
+    assert result.worst_head == 2
+    assert (result.max_abs, result.worst_position) == (11, (0, 4, 0, 2))
+    assert result.rms_ratio == pytest.approx(math.sqrt((39 * 100 + 121 + 25) / (40 * 1000**2 + 80)))
 
 
 def test_states_are_placed_by_sequence_and_head() -> None:
