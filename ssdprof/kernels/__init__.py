@@ -46,11 +46,12 @@ def get(operator: str, name: str) -> Implementation:
 
 
 def names(operator: str) -> list[str]:
-    """Names of an operator's implementations, the oracle first."""
+    """Names of an operator's implementations: the bundled ones, the oracle first, then others as they registered."""
     from ssdprof.kernels import registry
 
     _register_bundled()
-    return registry.names(operator)
+    bundled = _IMPLEMENTATIONS.get(operator, ())
+    return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
 
 
 def _register_bundled() -> None:
