@@ -25,7 +25,7 @@ def test_the_order_is_not_that_of_imports() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="no implementation 'fast' of ssd; there are: .*unfused"):
+    with pytest.raises(KeyError, match=r"no implementation 'fast' of ssd; there are: .*unfused"):
         ssdprof.kernels.get("ssd", "fast")
 
 
