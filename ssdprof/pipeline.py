@@ -24,7 +24,7 @@ from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.plan import Plan, PlannedFile
 from ssdprof.progress import Watcher
-from ssdprof.record import Recorder, draft, kept
+from ssdprof.record import Recorder, draft, recorded
 from ssdprof.replay import ReplayOptions, replay_layer
 from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest, Recording
 from ssdprof.schema import CaptureManifest, CheckpointRef, LayerRef, Precision, Prompt, RunReport
@@ -105,7 +105,8 @@ def run(
         _refuse_gdn(subject.ref, subject.layers)
         limits.check_replay(subject.seqlens)
         loaded = _load(request, subject, watcher)
-        recorder = Recorder(folder, draft(folder, recording, subject.ref, loaded.prompts, max(loaded.segment_lengths)))
+        report = draft(folder, recording, subject.ref, loaded.prompts, max(loaded.segment_lengths))
+        recorder = stack.enter_context(recorded(folder, report, watcher))
         count = len(subject.layers) * len(loaded.ids)
         replay = stack.enter_context(_replaying(recorder, precisions, watcher, count))
         if recording.save_captures:
@@ -128,14 +129,20 @@ def _run_stored(
         )
     manifest, load = store.load(Path(request.model.model).expanduser())
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
-    _refuse_gdn(manifest.checkpoint, layers)
     chosen = [stored for stored in manifest.layers if stored.layer in layers]
+    if not chosen:
+        raise BadInputError(f"{request.model.model} holds no layer: its capture was broken off.", "Capture again.")
+    _refuse_gdn(manifest.checkpoint, layers)
     limits.check_replay([stored.seqlen for stored in chosen])
+    remarks = () if manifest.complete else ("The stored capture was broken off: it may lack layers or prompts.",)
     with runs.opened(recording.out, manifest.checkpoint.repo_id) as folder:
-        recorder = Recorder(
-            folder, draft(folder, recording, manifest.checkpoint, manifest.prompts, manifest.segment_length)
+        report = draft(
+            folder, recording, manifest.checkpoint, manifest.prompts, manifest.segment_length, remarks=remarks
         )
-        with _replaying(recorder, precisions, watcher, len(chosen)) as replay:
+        with (
+            recorded(folder, report, watcher) as recorder,
+            _replaying(recorder, precisions, watcher, len(chosen)) as replay,
+        ):
             for stored in chosen:
                 replay(load(stored, limits.device()))
     return folder.path, recorder.report
@@ -223,11 +230,10 @@ def _run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
 def _replaying(
     recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int
 ) -> Iterator[OnLayer]:
-    """The context's value replays a layer and records what comes out; the report is complete if all goes well."""
+    """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
         limits.memory_errors(),
-        kept(recorder, watcher),
         ClockWatch() as clocks,
         watcher.step("Replaying", layers, unit="layers") as advance,
     ):

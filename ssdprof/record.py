@@ -16,9 +16,15 @@ from ssdprof.schema import CaseResult, CheckpointRef, LayerRef, Prompt, RunRepor
 
 
 def draft(
-    folder: RunFolder, recording: Recording, ref: CheckpointRef, prompts: Sequence[Prompt], segment_length: int
+    folder: RunFolder,
+    recording: Recording,
+    ref: CheckpointRef,
+    prompts: Sequence[Prompt],
+    segment_length: int,
+    *,
+    remarks: Sequence[str] = (),
 ) -> RunReport:
-    """The report of a run that is about to start."""
+    """The report of a run that is about to start.  remarks: to add to its notes."""
     return RunReport(
         ssdprof_version=__version__,
         run_id=folder.path.resolve().name,
@@ -31,17 +37,16 @@ def draft(
         captured_layers=(),
         segment_length=segment_length,
         cases=(),
-        notes=notes(ref, prompts),
+        notes=(*notes(ref, prompts), *remarks),
     )
 
 
 class Recorder:
-    """The report of one run as it grows.  `report` is what report.json holds."""
+    """The report of one run as it grows.  After the first update, `report` is what report.json holds."""
 
     def __init__(self, folder: RunFolder, draft: RunReport) -> None:
         self.folder = folder
         self.report = draft
-        folder.write(draft)
 
     def update(self, **fields: Any) -> None:
         """Replace fields of the report, on disk too."""
@@ -59,22 +64,25 @@ class Recorder:
 
 
 @contextmanager
-def kept(recorder: Recorder, watcher: Watcher) -> Iterator[None]:
-    """Complete the report when the context ends well; else leave it partial, and say what there is.
+def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[Recorder]:
+    """The context's value records.  The report is complete if the context ends well; else it stays partial, and the
+    user hears what there is.
 
     A run that failed before its first case is not kept.  One that was interrupted is.
     """
+    recorder = Recorder(folder, draft)
     try:
-        yield
+        recorder.update()
+        yield recorder
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"What was done is kept in {recorder.folder.path}, marked as partial: {_count(recorder)}."
+            f"What was done is kept in {folder.path}, marked as partial: {_count(recorder)}."
         ) from None
     except BaseException:
         if recorder.report.cases:
-            watcher.say(f"Kept in {recorder.folder.path}, marked as partial: {_count(recorder)}.")
+            watcher.say(f"Kept in {folder.path}, marked as partial: {_count(recorder)}.")
         else:
-            recorder.folder.discard()
+            folder.discard()
         raise
     recorder.update(state="complete")
 

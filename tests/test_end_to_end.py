@@ -172,6 +172,19 @@ def test_a_damaged_capture(demo_run: Path, harm: Callable[[Path], Any], words: s
     assert not list(Path().glob("runs/*"))
 
 
+def test_captures_that_were_broken_off(demo_run: Path) -> None:
+    (captures,) = demo_run.glob("runs/*/captures")
+    shutil.copytree(captures, "captures")
+    manifest = json.loads(Path("captures/manifest.json").read_text()) | {"complete": False}
+    Path("captures/manifest.json").write_text(json.dumps(manifest))
+    answer = Answer("run", "captures", *ONE_PRECISION, "--json")
+    assert answer.code == 0
+    assert any("broken off" in note for note in RunReport.model_validate_json(answer.out).notes)
+    Path("captures/manifest.json").write_text(json.dumps(manifest | {"layers": []}))
+    answer = Answer("run", "captures")
+    assert (answer.code, "holds no layer" in answer.err) == (2, True)
+
+
 def test_capture_goes_to_the_assets_cache_or_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "assets")
     answer = Answer("capture", "demo", *SEQ, *ONE_LAYER)
