@@ -111,6 +111,7 @@ def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("in_demo_run")
 def test_the_json_keeps_to_the_published_schema() -> None:
     document = json.loads(Answer("export", "--format", "json").out)
+    assert json.loads(Answer("export", "--json").out) == document
     jsonschema.validate(document, json.loads(SCHEMA_FILE.read_text()))
     assert RunReport.model_validate(document) == latest()
 

@@ -25,8 +25,10 @@ def export(
     from ssdprof.report import json, markdown
 
     folder, report = runs.read(run)
-    text = markdown.render(report) if format == "markdown" else json.dump(report)
-    if output is None or str(output) == "-":
+    to_stdout = output is None or str(output) == "-"
+    as_data = format == "json" or (as_json and to_stdout)
+    text = json.dump(report) if as_data else markdown.render(report)
+    if output is None or to_stdout:
         print(text)
         return
     runs.write_text(output, text.rstrip("\n") + "\n", replace=force)

@@ -1,0 +1,80 @@
+"""The whole way of the data on a GPU."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ssdprof import runs
+from ssdprof.cli import app
+from ssdprof.schema import RunReport
+
+pytestmark = pytest.mark.gpu
+
+
+def run(*words: str) -> RunReport:
+    result = CliRunner().invoke(app, ["run", "demo", *words, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    return RunReport.model_validate_json(result.stdout)
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_everything_that_passed_is_timed() -> None:
+    report = run("--layers", "first:2")
+    assert report.prompts[0].seqlen == 16384
+    assert report.environment.gpu is not None
+    assert report.ceilings is not None
+    assert report.clocks is not None
+    assert report.model_peak_bytes
+    assert len(report.cases) == 24
+    for case in report.cases:
+        assert case.variant != "interpreter"
+        assert case.timing is not None, case.reason
+        assert case.roofline is not None
+        assert (case.speedup is None) == (str(case.precision) in BASELINES and case.implementation == "unfused")
+
+
+BASELINES = {f"exact, {state} states" for state in ("fp32", "fp16", "bf16")}
+
+
+def test_segments_and_one_piece_see_the_same_inputs() -> None:
+    """Accuracy is a function of the inputs, which carry nothing but the rounding of another order of sums."""
+    words = ("--seq", "4k", "--layers", "3", "--dtypes", "exact", "--states", "fp32")
+    whole, pieces = run(*words), run(*words, "--segment", "1000")
+    assert (whole.segment_length, pieces.segment_length) == (4096, 1000)
+    ours = [
+        [found.vs_oracle.rms_ratio for case in report.cases for found in case.accuracy] for report in (whole, pieces)
+    ]
+    assert ours[0] == pytest.approx(ours[1], rel=0.05)
+
+
+def test_interrupted_while_timing() -> None:
+    """The first layer is done; the second is being timed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ssdprof", "run", "demo", "--seq", "64k", "--out", "run"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for _ in range(2400):
+            if Path("run/report.json").exists() and runs.read("run")[1].cases:
+                break
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "marked as partial" in error
+    report = runs.read("run")[1]
+    assert report.state == "partial"
+    assert report.cases
