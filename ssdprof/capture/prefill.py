@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ssdprof.capture.attention import lower_right_attention
-from ssdprof.capture.counting_cache import CountingCache, counting_cache
 
 
 def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
@@ -31,6 +30,8 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
     passed: an all-ones mask costs a synchronisation and says nothing.
     """
+    from ssdprof.capture.counting_cache import CountingCache, counting_cache  # brings transformers
+
     segments = split_prompt(ids.shape[1], segment_length)
     accepted = inspect.signature(model.forward).parameters
     cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
