@@ -32,6 +32,10 @@ _COARSE = (torch.bfloat16, torch.float16)
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and what is computed from it
 
 
+# a GPU may flush numbers below the least normal fp32 number to zero
+FLUSHED = torch.finfo(torch.float32).tiny
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """An output to be judged.  `baseline` is the key of the candidate that it is also compared with."""
@@ -173,7 +177,7 @@ class _TensorSums:
         }
         for name, norm in norms.items():
             error = norm(deviation.error)
-            budget = 2 * (norm(low) + eps * norm(high))
+            budget = 2 * (norm(low) + eps * norm(high) + FLUSHED)
             excess = torch.where(error > budget, error / budget, torch.zeros_like(error))
             if excess.any():
                 head = int(excess.argmax())

@@ -151,6 +151,7 @@ class CudaBench:
             raise
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)
+            self._pool = torch.cuda.graph_pool_handle()  # the old one still waits for the end of the capture
             raise CaptureError(str(error).splitlines()[0]) from error
         return Recording(graph, output)
 

@@ -12,7 +12,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+            tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
+            return tensor
 
         return allocate_poisoned
 

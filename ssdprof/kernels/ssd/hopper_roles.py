@@ -83,6 +83,12 @@ class Segment:
         self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
 
 
+# what Triton 3.7 and 3.9 renamed: the barrier of a role's threads, and copies by the copy engine
+role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
 @gluon.jit
 def scalar(buffer):
     """The one number in `buffer`."""
@@ -222,12 +228,10 @@ def loads(
             full = shared.full.index(slot)
             mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
             mbarrier.expect(full, B_BYTES + X_BYTES)
-            tma.async_copy_global_to_shared(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
+            async_load(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
             for k in gl.static_range(2):
                 unit = segment.unit + k
-                tma.async_copy_global_to_shared(
-                    x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k)
-                )
+                async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k))
             mbarrier.wait(shared.told.index(it % shared.TOLD), (it // shared.TOLD) & 1)
             go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
             t -= CHUNK
@@ -238,13 +242,11 @@ def loads(
         t = segment.begin + (segment.first + c) * CHUNK
         mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
         mbarrier.expect(full, 2 * B_BYTES + X_BYTES)
-        tma.async_copy_global_to_shared(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
+        async_load(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
         for k in gl.static_range(2):
             unit = segment.unit + k
-            tma.async_copy_global_to_shared(
-                x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k)
-            )
-        tma.async_copy_global_to_shared(C_desc, [t, i_g * DSTATE], full, shared.C.index(slot))
+            async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k))
+        async_load(C_desc, [t, i_g * DSTATE], full, shared.C.index(slot))
         it += 1
 
 
@@ -269,7 +271,7 @@ def clear_rows(buffer, valid, WIDTH: gl.constexpr):
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None]
     buffer.store(gl.where(o_q < valid, tile, gl.zeros_like(tile)))
     fence_async_shared()
-    gl.thread_barrier()
+    role_barrier()
 
 
 @gluon.jit
@@ -375,7 +377,7 @@ def wait_for_state(flag_ptr, segments):
 @gluon.jit
 def hand_over_state(states_ptr, tile, mask, flag_ptr, state):
     gl.store(states_ptr + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
-    gl.thread_barrier()  # every thread's part is stored before the flag says so
+    role_barrier()  # every thread's part is stored before the flag says so
     gl.atomic_add(flag_ptr, 1, sem="release")
 
 
@@ -473,7 +475,7 @@ def unit_state(
             whole = True
         if whole:
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [segment.begin + t, i_h, p_0], shared.out.index(IDX))
+            async_store(out_desc, [segment.begin + t, i_h, p_0], shared.out.index(IDX))
         it += 1
     tma.store_wait(0)
     if segment.last:
