@@ -106,7 +106,7 @@ def _kernels() -> Check:
 
 
 def _ncu() -> Check:
-    path = _find_ncu()
+    path = find_ncu()
     if path is None:
         return Check(
             name="ncu", status="missing", detail="not found", hint="Install Nsight Compute to see warp stalls."
@@ -119,7 +119,7 @@ def _ncu() -> Check:
     return Check(name="ncu", status="ok", detail=version.group(1) if version else answer.strip())
 
 
-def _find_ncu() -> str | None:
+def find_ncu() -> str | None:
     """On PATH, else where NVIDIA's installers put it, the latest."""
     on_path = shutil.which("ncu")
     if on_path is not None:

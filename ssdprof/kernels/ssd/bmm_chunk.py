@@ -24,6 +24,8 @@ from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
 
+STAGES = {"_bmm_chunk_kernel": "bmm_chunk"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BmmChunkConfig:

@@ -27,6 +27,8 @@ from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
+STAGES = {"_softplus": "chunk_cumsum", "_chunk_cumsum_kernel": "chunk_cumsum"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCumsumConfig:

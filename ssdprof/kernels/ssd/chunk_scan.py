@@ -30,6 +30,8 @@ from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
+STAGES = {"_chunk_scan_kernel": "chunk_scan"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkScanConfig:
@@ -99,7 +101,7 @@ def _chunk_scan_kernel(
     b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
     dA_first = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides))
 
-    # --- what entered the chunk, decayed to the block's first row
+    # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
     acc = tl.zeros((BLOCK_Q, BLOCK_P), dtype=tl.float32)
     for n in range(0, DSTATE, BLOCK_N):
         o_n = n + tl.arange(0, BLOCK_N)
@@ -115,7 +117,7 @@ def _chunk_scan_kernel(
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
-    # --- the chunk's positions before the block, decayed to the block's first row, then to each row
+    # stage chunk_scan.current: the chunk's positions before the block, decayed to the block's first row, then to each row
     for s in range(0, first_q, BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
@@ -129,7 +131,7 @@ def _chunk_scan_kernel(
         acc = tl.dot((b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
-    # --- the block's own positions
+    # stage chunk_scan.current: the block's own positions
     for s in range(first_q, tl.minimum(first_q + BLOCK_Q, length), BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         m_s = o_s < length
@@ -145,7 +147,7 @@ def _chunk_scan_kernel(
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
         acc = tl.dot(b_scores.to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
 
-    # --- skip and gate
+    # stage chunk_scan.residual: skip and gate
     row_index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
     m = m_q[:, None] & m_p[None, :]
     if D_ptr is not None:

@@ -22,6 +22,8 @@ from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_off
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
 
+STAGES = {"_chunk_state_kernel": "chunk_state"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkStateConfig:

@@ -20,6 +20,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 
 _BLOCK = 128  # sequences or chunks per loop turn
 
+STAGES = {"chunk_span": "caller", "_chunk_table_kernel": "setup"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:

@@ -36,6 +36,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
+STAGES = {"find_segment": "ticket", "_add": "caller", "_fused_hopper_kernel": "setup"}
 GL_DTYPE = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -207,7 +208,7 @@ def _fused_hopper_kernel(
     for i in gl.static_range(RING + 2):
         mbarrier.init(shared.told.index(i), count=1)
 
-    # --- which segment of which units is mine
+    # stage ticket: which segment of which units is mine
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
     PAIRS: gl.constexpr = HEADS * SLICES // 2
     ticket = gl.program_id(0)
@@ -225,6 +226,7 @@ def _fused_hopper_kernel(
     nchunks = gl.maximum(gl.minimum(K, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
     segment = Segment(sequence, index, begin, length, first, nchunks, unit, last)
+    # stage setup
     if exists:
         tensors = (
             out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr,

@@ -58,6 +58,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 FLAGS = tl.constexpr(32)  # where the flags begin in sync
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector each
 
+STAGES = {"_fused_kernel": "setup"}
+
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     x, B, final_states, z = (args[f"{name}_ptr"] for name in ("x", "B", "final_states", "z"))
@@ -83,7 +85,7 @@ def _fused_kernel(
     DT_SOFTPLUS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr, OFFSET: tl.constexpr,
     STATE_STAGES: tl.constexpr, SCAN_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # --- which segment of which slice is mine
+    # stage ticket: which segment of which slice is mine
     SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     ticket = take_ticket(sync_ptr, HANDOVER)
     lane, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
@@ -104,7 +106,7 @@ def _fused_kernel(
     count = tl.minimum(per_segment, nchunks - first)
     last = first + count >= nchunks
 
-    # --- where its tensors lie
+    # stage setup: where its tensors lie
     i_g = i_h // HEADS_PER_GROUP
     o_q = tl.arange(0, CHUNK)
     rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P), tl.arange(0, DSTATE)
@@ -128,7 +130,7 @@ def _fused_kernel(
         state_p, state_n, m_state = o_p[None, :], o_n[:, None], m_p[None, :]
     state_tile = state_p * DSTATE + state_n
 
-    # --- stage 1
+    # stage chunk_cumsum
     A = tl.load(A_ptr + i_h * A_strides[0]).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:
@@ -138,7 +140,7 @@ def _fused_kernel(
         gates_ptr, positions, first, count, length, DT_SOFTPLUS, CHUNK,
     )  # fmt: skip
 
-    # --- stages 2 and 3: the state that enters the segment
+    # stage state_passing: the state that enters the segment
     state = tl.zeros(state_tile.shape, tl.float32)
     if HANDOVER:
         added, decay_log2 = state, 0.0
@@ -158,7 +160,7 @@ def _fused_kernel(
     if HANDOVER and not last:
         hand_over_state(states_ptr + state_offset, state_tile, m_state, flag_ptr, state, added, decay_log2)
 
-    # --- stages 4, 5 and 2 again: the output, chunk after chunk
+    # stage chunk_scan: the output, chunk after chunk
     D, z_tile, z_stride = None, None, None
     if D_ptr is not None:
         if len(D_strides) == 2:
@@ -180,6 +182,7 @@ def _fused_kernel(
         scan_residual(
             out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_strides[1], m_p[None, :], t, length, ALIGNED
         )
+    # stage state_passing.store
     if last:
         tl.store(final_states_ptr + state_offset + state_tile, state, mask=m_state)
 

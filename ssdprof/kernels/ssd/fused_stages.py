@@ -1,14 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The stages of `fused_portable.py`, one function each, in the order of the algorithm.
 
-A source line belongs to one stage, whatever the compiler inlines: that is how time and stalls are told apart later.
-
-    ticket         take_ticket, segment_chunks, find_segment
-    chunk_cumsum   softplus, chunk_cumsum
-    chunk_state    chunk_state, segment_state
-    state_passing  wait_for_state, take_state, hand_over_state
-    bmm_chunk      bmm_chunk
-    chunk_scan     scan_previous, scan_current, scan_residual
+A source line belongs to one stage, whatever the compiler inlines: that is how time and stalls are told apart (`STAGES`).
 
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
 A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
@@ -30,6 +23,23 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
 GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
 SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
+
+STAGES = {
+    "take_ticket": "ticket",
+    "segment_chunks": "ticket",
+    "find_segment": "ticket",
+    "softplus": "chunk_cumsum",
+    "chunk_cumsum": "chunk_cumsum",
+    "chunk_state": "chunk_state",
+    "segment_state": "chunk_state",
+    "wait_for_state": "state_passing.wait",
+    "take_state": "state_passing.load",
+    "hand_over_state": "state_passing.store",
+    "bmm_chunk": "bmm_chunk",
+    "scan_previous": "chunk_scan.previous",
+    "scan_current": "chunk_scan.current",
+    "scan_residual": "chunk_scan.residual",
+}
 
 
 @triton.jit

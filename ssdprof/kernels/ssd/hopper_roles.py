@@ -32,6 +32,37 @@ LN_2 = gl.constexpr(0.6931471805599453)
 FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
+STAGES = {
+    "scalar": "caller",
+    "_add": "caller",
+    "log2_approx": "chunk_cumsum",
+    "softplus": "chunk_cumsum",
+    "chunk_cumsum": "chunk_cumsum",
+    "decay_exp2": "chunk_cumsum",
+    "put": "chunk_cumsum",
+    "gates": "chunk_cumsum",
+    "loads": "loads",
+    "decayed": "chunk_scan.current",
+    "clear_rows": "bmm_chunk",
+    "bmm_chunk": "bmm_chunk",
+    "scores": "bmm_chunk",
+    "weighted": "chunk_state",
+    "load_transposed": "caller",
+    "load_gate": "caller",
+    "segment_state": "chunk_state.first_pass",
+    "wait_for_state": "state_passing.wait",
+    "hand_over_state": "state_passing.store",
+    "unit_state": "setup",
+}
+# What a role waits for at a barrier.  Those that wait for a free place are ahead of the others.
+WAITS = {
+    "full": "waiting.chunk",
+    "scored": "waiting.scores",
+    "told": "waiting.gates",
+    "empty": "ahead",
+    "unscored": "ahead",
+}
+
 
 @aggregate
 class Shared:
@@ -308,6 +339,7 @@ def scores(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED:
         key_0 = shared.gates.index(slot * 4 + KEY).slice(0, CHUNK).load(col)
         row_1 = shared.gates.index(slot * 4 + ROW).slice(CHUNK, CHUNK).load(row)
         CB = warpgroup_mma_wait(0, deps=[CB_begun])
+        # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
         key_1 = shared.gates.index(slot * 4 + KEY).slice(CHUNK, CHUNK).load(col)
         mbarrier.wait(shared.unscored.index(stage), ((i // shared.SCORE_RING) & 1) ^ 1)
@@ -316,12 +348,14 @@ def scores(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED:
         mbarrier.arrive(shared.empty.index(slot), count=1)
         it += 1
         slot = it % shared.RING
-        # the next product, while this one's scores are stored; after the last chunk it is not used
+        # stage bmm_chunk: the next product, while this one's scores are stored; after the last chunk it is not used
         mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1, pred=i + 1 < segment.nchunks)
         CB_begun = bmm_chunk(shared, segment, i + 1, slot, zero, DSTATE, RAGGED)
+        # stage chunk_scan.current
         shared.scores.index(stage * 2 + 1).store(m)
         fence_async_shared()
         mbarrier.arrive(shared.scored.index(stage), count=1)
+    # stage bmm_chunk
     warpgroup_mma_wait(0, deps=[CB_begun])
 
 
@@ -404,7 +438,7 @@ def unit_state(
     tile = o_p[:, None] * DSTATE + o_n[None, :]
     lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
 
-    # --- the state that enters the segment
+    # stage state_passing.load: the state that enters the segment
     it = 0
     if HANDOVER:
         added, decay = state, 1.0
@@ -423,7 +457,7 @@ def unit_state(
         if not segment.last:
             hand_over_state(states_ptr + lane, tile, inside, flag_ptr, decay * state + added)
 
-    # --- the output, chunk after chunk
+    # stage setup: the output, chunk after chunk
     D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_q))
     if D_ptr is not None:
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_q))
@@ -433,6 +467,7 @@ def unit_state(
     for i in range(segment.nchunks):
         slot, stage = it % shared.RING, i % shared.SCORE_RING
         mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
+        # stage chunk_state: its operands
         x = load_transposed(shared, slot, IDX, q_operand)
         t = (segment.first + i) * CHUNK
         if RAGGED:
@@ -442,22 +477,23 @@ def unit_state(
                 mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
         weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
         decay = scalar(shared.decay.index(slot).slice(IDX, 1))
-        # chunk_scan: what entered the chunk
+        # stage chunk_scan.previous: what entered the chunk
         C = shared.C.index(slot).permute((1, 0))
         entered = gl.convert_layout(state.to(dtype), q_operand)
         out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
-        # chunk_state
+        # stage chunk_state
         operand = gl.convert_layout(weighted(x, weight, RELAXED), n_operand)
         state_begun = warpgroup_mma(operand, shared.B.index(slot), state * decay, is_async=True)
+        # stage chunk_scan.previous
         entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
         out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
-        # chunk_scan: what the chunk adds
+        # stage chunk_scan.current: what the chunk adds
         mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
         m = shared.scores.index(stage * 2 + IDX).permute((1, 0))
         out_begun = warpgroup_mma(x, m, out, is_async=True)
         state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
         mbarrier.arrive(shared.unscored.index(stage), count=1)
-        # the residual; x is read again, because it would spill if it were kept as fp32
+        # stage chunk_scan.residual: x is read again, because it would spill if it were kept as fp32
         if D_ptr is not None:
             out += load_transposed(shared, slot, IDX, by_q).to(gl.float32) * D[:, None]
         mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -478,5 +514,6 @@ def unit_state(
             async_store(out_desc, [segment.begin + t, i_h, p_0], shared.out.index(IDX))
         it += 1
     tma.store_wait(0)
+    # stage state_passing.store
     if segment.last:
         gl.store(final_ptr + lane + tile, state, mask=inside)

@@ -24,6 +24,8 @@ import triton.language as tl
 from ssdprof.kernels._triton import decay_exp2, ptr_offset
 from ssdprof.kernels.ssd.chunks import Chunks
 
+STAGES = {"_state_passing_kernel": "state_passing"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatePassingConfig:

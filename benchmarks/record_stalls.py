@@ -1,0 +1,84 @@
+"""Record ncu reports of the bundled kernels on a small layer: the fixtures of tests/stalls.
+
+    python benchmarks/record_stalls.py FOLDER
+
+Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep, and launched.json with what each launches.  The layer is
+drawn at random: 8 heads of 64, a state of 128, one group, 4096 tokens of bf16.  With a gate z, the fused
+implementation takes its portable kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.schema import CheckpointRef, LayerRef, Precision
+from ssdprof.stalls import collect, ncu
+
+SEQLEN, HEADS, HEADDIM, DSTATE = 4096, 8, 64, 128
+PRECISION = Precision(intermediates="exact", state_dtype="fp32")
+
+
+def draw() -> SSDInputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    step = torch.exp(torch.rand(HEADS, generator=generator) * math.log(100) + math.log(1e-3))
+    return SSDInputs(
+        x=normal(1, SEQLEN, HEADS, HEADDIM).bfloat16(),
+        dt=normal(1, SEQLEN, HEADS).mul(0.5).bfloat16(),
+        A=-torch.arange(1.0, HEADS + 1),
+        B=normal(1, SEQLEN, 1, DSTATE).bfloat16(),
+        C=normal(1, SEQLEN, 1, DSTATE).bfloat16(),
+        D=torch.ones(HEADS),
+        dt_bias=step + torch.log(-torch.expm1(-step)),
+        dt_softplus=True,
+    )
+
+
+def main(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    program = ncu.find()
+    plain = draw()
+    gated = replace(plain, z=torch.randn(plain.x.shape).bfloat16())
+    layers = [LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in range(2)]
+    checkpoint = CheckpointRef(
+        requested="random", source="local", repo_id="random", revision=None, model_type="none",
+        layers=tuple(layers), layer_count=2,
+    )  # fmt: skip
+    launched = {}
+    with tempfile.TemporaryDirectory() as folder:
+        captures = Path(folder) / "captures"
+        with CaptureWriter(captures, checkpoint=checkpoint, prompts=(), segment_length=SEQLEN) as writer:
+            for layer, inputs in zip(layers, (plain, gated), strict=True):
+                strides = {name: t.stride() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+                writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
+        for name, layer, implementation in (
+            ("fused_hopper", 0, "fused"),
+            ("fused_portable", 1, "fused"),
+            ("unfused", 0, "unfused"),
+        ):
+            job = collect.Job(
+                folder=captures, layer=layer, seqlen=SEQLEN, implementation=implementation, precision=PRECISION
+            )
+            launched[name] = collect.launch(job)
+            report = out / f"{name}.ncu-rep"
+            seconds = collect.profile(job, launched[name], program, report)
+            print(f"{report.name}: {report.stat().st_size:,} bytes, {seconds:.1f} s, {launched[name].variant}")
+    text = json.dumps({name: found.model_dump(mode="json") for name, found in launched.items()}, indent=1)
+    (out / "launched.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,73 @@
+"""One layer's captured tensors, through ncu: a report per implementation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdprof.schema import Precision
+from ssdprof.stall_records import Launched
+from ssdprof.stalls import ncu
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens."""
+
+    folder: Path
+    layer: int
+    seqlen: int
+    implementation: str
+    precision: Precision
+
+
+def target(job: Job, launched: Path) -> tuple[str, ...]:
+    """The command of the process that runs the job once inside the range, and writes what it launches."""
+    return (
+        sys.executable,
+        *("-m", "ssdprof.stalls.target"),
+        str(job.folder),
+        *("--layer", str(job.layer)),
+        *("--seqlen", str(job.seqlen)),
+        *("--implementation", job.implementation),
+        *("--intermediates", job.precision.intermediates),
+        *("--state-dtype", job.precision.state_dtype),
+        *("--launched", str(launched)),
+    )
+
+
+def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
+    """Run the job without ncu: what it launches, and what Triton knows of that.
+
+    It also leaves every kernel compiled, so that ncu's own time is not spent on it.
+    """
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        launched = Path(folder) / "launched.json"
+        ncu.run(target(job, launched), timeout_s=timeout_s, environ=ncu.clean_environment(os.environ))
+        return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
+
+
+def profile(job: Job, launched: Launched, program: Path, report: Path, *, timeout_s: float = TIMEOUT_S) -> float:
+    """Let ncu write `report` about the job's launches.  Returns the seconds it took.
+
+    Raises MissingCapabilityError with what kept ncu from it.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        command = ncu.command(
+            program,
+            report,
+            [launch.kernel for launch in launched.launches],
+            launched.launch_count,
+            target(job, Path(folder) / "launched.json"),
+        )
+        output = ncu.run(command, timeout_s=timeout_s, environ=ncu.clean_environment(os.environ))
+    if not report.is_file():
+        raise ncu.explain(output, 0)
+    return time.monotonic() - start

@@ -1,0 +1,195 @@
+"""The ncu program: where it is, the command that profiles one target process, and what its complaints mean."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdprof.environment.checks import find_ncu
+from ssdprof.errors import MissingCapabilityError
+
+OLDEST = (2023, 1)  # the first that knows Hopper's counters well
+RANGE = "ssdprof"  # NVTX range around the one call that is profiled
+SECTIONS = (
+    "LaunchStats",
+    "Occupancy",
+    "SpeedOfLight",
+    "SpeedOfLight_HierarchicalTensorRooflineChart",
+    "MemoryWorkloadAnalysis",
+    "SchedulerStats",
+    "WarpStateStats",
+    "SourceCounters",
+)
+_REMEDIES = (
+    "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put 'options nvidia "
+    "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver again."
+)
+# What a child process is told of its surroundings.  A list of what may pass: a token in a variable nobody thought of
+# stays behind.
+_PASSED = re.compile(
+    r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|LD_LIBRARY_PATH|"
+    r"C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|TORCHINDUCTOR|TRITON)_\w*|PYTHON[A-Z]+)"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """Words in ncu's output, and what they mean for the user."""
+
+    words: str
+    message: str
+    hint: str
+
+
+COMPLAINTS = (
+    Complaint("ERR_NVGPUCTRPERM", "The driver does not let this user read the GPU's hardware counters.", _REMEDIES),
+    Complaint(
+        "LibraryNotLoaded|Failed to initialize the profiler",
+        "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, as in gVisor.",
+        "Use a machine or container that talks to the kernel driver directly.",
+    ),
+    Complaint(
+        "not compatible with Nsight Compute|driver is not supported",
+        "This ncu and the NVIDIA driver do not fit together.",
+        "Install the ncu that comes with the driver's CUDA version, or a newer driver.",
+    ),
+    Complaint(
+        "driver resource was unavailable|[Pp]rofiler.*already in use|another.*profil",
+        "Another profiler holds the GPU's counters.",
+        "Stop it: DCGM ('nv-hostengine'), another ncu, or a torch profiler.",
+    ),
+    Complaint(
+        "Failed to connect to",
+        "ncu could not attach to the process that it started.",
+        "Unset what injects other tools into processes: CUDA_INJECTION64_PATH, LD_PRELOAD.",
+    ),
+    Complaint(
+        "No kernels were profiled",
+        "ncu profiled no kernel: none of those asked for was launched inside the range.",
+        "Does this implementation launch Triton kernels?",
+    ),
+)
+
+
+def find() -> Path:
+    """The newest ncu on this machine.  Raises MissingCapabilityError if there is none, or if it is too old."""
+    found = find_ncu()
+    if found is None:
+        raise MissingCapabilityError(
+            "ncu is not on this machine: warp stalls are read by NVIDIA Nsight Compute.",
+            "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls --from FILE.",
+        )
+    try:
+        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MissingCapabilityError(f"ncu does not run: {error}.", "Reinstall Nsight Compute.") from error
+    check_version(answer)
+    return Path(found)
+
+
+def check_version(answer: str) -> str:
+    """The version in what `ncu --version` says.  Raises MissingCapabilityError if it is too old, or not there."""
+    version = re.search(r"Version (\d+)\.(\d+)(\.\d+)*", answer)
+    if version is None:
+        raise MissingCapabilityError("ncu does not say its version.", "Reinstall Nsight Compute.")
+    if (int(version[1]), int(version[2])) < OLDEST:
+        raise MissingCapabilityError(
+            f"ncu {version[0].split()[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
+            "Install a newer Nsight Compute; it need not be that of the CUDA toolkit.",
+        )
+    return version[0].split()[1]
+
+
+def command(ncu: Path, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]) -> tuple[str, ...]:
+    """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into `report`.
+
+    Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so that kernels which
+    wait for each other's programs do not hang.
+    """
+    names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
+    return (
+        str(ncu),
+        *("--config-file", "off"),
+        "-f",
+        *("-o", str(report)),
+        *("--target-processes", "application-only"),
+        "--nvtx",
+        *("--nvtx-include", f"{RANGE}/"),  # the slash: a range that is pushed and popped
+        *("-k", f"regex:^({names})$"),
+        *("-c", str(launches)),
+        *(word for section in SECTIONS for word in ("--section", section)),
+        *("--import-source", "yes"),
+        *("--clock-control", "none"),
+        *("--cache-control", "all"),
+        *("--replay-mode", "kernel"),
+        *("--check-exit-code", "yes"),
+        *target,
+    )
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of `environ` a child process gets: nothing that might be a secret, and line information switched on."""
+    passed = {name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}
+    return passed | {
+        "CUDA_INJECTION64_PATH": "none",
+        "HF_HUB_OFFLINE": "1",
+        "TRITON_DISABLE_LINE_INFO": "0",
+    }
+
+
+def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
+    """Run a command in its own process group; its output, stdout and stderr together.
+
+    Raises MissingCapabilityError if it fails, with what its output means, or if it takes too long.  Whatever happens,
+    no process of the group is left.
+    """
+    with subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise MissingCapabilityError(
+                f"Profiling took longer than {timeout_s:.0f} s and was stopped.",
+                "Use a shorter --seq, or give it more time with --timeout.",
+            ) from None
+        finally:
+            _end(process)
+    if process.returncode != 0 or "==ERROR==" in output:
+        raise explain(output, process.returncode)
+    return output
+
+
+def explain(output: str, returncode: int) -> MissingCapabilityError:
+    """What a failed command's output means."""
+    for complaint in COMPLAINTS:
+        if re.search(complaint.words, output):
+            return MissingCapabilityError(complaint.message, complaint.hint)
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "ERROR" in line or "Error" in line]
+    last = (errors or lines or ["nothing"])[-1].removeprefix("==ERROR==").strip()
+    return MissingCapabilityError(
+        f"Profiling failed (exit code {returncode}); the last words were: {last[:300]}", "ssdprof doctor may say why."
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the group: ncu starts the target, and one of them alone may hang."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

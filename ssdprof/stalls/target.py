@@ -1,0 +1,108 @@
+"""The process that ncu watches: one layer's captured tensors, one call inside an NVTX range, and nothing else.
+
+    python -m ssdprof.stalls.target FOLDER --layer N --seqlen N --implementation NAME --launched FILE
+
+Small, because ncu saves and restores the device memory that the process can reach between its passes.  FILE gets, as
+JSON, a `Launched`: what one call launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ssdprof import kernels
+from ssdprof.capture import store
+from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.dtypes import dtype_named
+from ssdprof.measure.launches import recorded_launches
+from ssdprof.stall_records import Launched
+from ssdprof.stalls.ncu import RANGE
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layer", type=int, required=True)
+    parser.add_argument("--seqlen", type=int, required=True)
+    parser.add_argument("--implementation", required=True)
+    parser.add_argument("--intermediates", choices=("exact", "relaxed"), default="exact")
+    parser.add_argument("--state-dtype", choices=("fp32", "fp16", "bf16"), default="fp32")
+    parser.add_argument("--launched", type=Path, required=True)
+    given = parser.parse_args()
+    precision = Precision(intermediates=given.intermediates, state_dtype=dtype_named(given.state_dtype))
+    try:
+        inputs = load(given.folder, given.layer, given.seqlen, "cuda")
+        launched = warm_up(given.implementation, inputs, precision)
+    except (SsdprofError, UnsupportedError, KeyError) as error:
+        sys.exit(f"Error: {error}")
+    given.launched.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
+    profiled(given.implementation, inputs, precision)
+
+
+def load(folder: Path, layer: int, seqlen: int, device: str) -> SSDInputs:
+    """The captured inputs of one layer.  Raises BadInputError if they are not in the folder."""
+    manifest, read = store.load(folder)
+    for stored in manifest.layers:
+        if stored.layer.index == layer and stored.seqlen == seqlen:
+            inputs = read(stored, device).inputs
+            if not isinstance(inputs, SSDInputs):
+                raise BadInputError(f"Layer {layer} is no SSD layer.", "Name a Mamba-2 layer.")
+            return inputs
+    raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
+
+
+@torch.no_grad()
+def warm_up(name: str, inputs: SSDInputs, precision: Precision) -> Launched:
+    """Compile and settle everything, so that the profiled call only launches."""
+    implementation = kernels.get("ssd", name)
+    with recorded_launches() as launches, _counted() as count:
+        implementation.run(inputs, precision)
+    implementation.run(inputs, precision)
+    return Launched(
+        implementation=name,
+        variant=implementation.plan(inputs, precision).variant,
+        launch_count=len(count),
+        launches=tuple(launches),
+    )
+
+
+@torch.no_grad()
+def profiled(name: str, inputs: SSDInputs, precision: Precision) -> None:
+    """The one call that ncu sees."""
+    run = kernels.get("ssd", name).run
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_push(RANGE)  # type: ignore[no-untyped-call]
+    run(inputs, precision)
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _counted() -> Iterator[list[Any]]:
+    """An entry for every launch of a Triton kernel."""
+    seen: list[Any] = []
+
+    def note(metadata: Any) -> None:
+        seen.append(metadata)
+
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(note)
+    try:
+        yield seen
+    finally:
+        hooks.remove(note)
+
+
+if __name__ == "__main__":
+    main()
