@@ -5,7 +5,7 @@
 A kernel's time depends on shapes, not on what the weights have learnt, so such a checkpoint is good for speed where
 the real one cannot be had.  It says little about accuracy: weights are drawn so that the operator's inputs have a
 trained model's scales (decay rates A in -16..-1, time steps of 1e-3..1e-1, x, B and C of about unit size), but
-without its structure.  FOLDER/README.md says so too.  The tokenizer is byte-level: one token per byte of UTF-8.
+without its structure.  A report of a run on it says so.  The tokenizer is byte-level: one token per byte of UTF-8.
 """
 
 from __future__ import annotations
@@ -232,12 +232,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     total = write_weights(folder, model.weights(layers, Draw(arguments.seed, arguments.device)))
     write_tokenizer(folder)
-    config = model.config(layers) | {"dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "README.md").write_text(
-        f"Random weights with the dimensions of {arguments.model}, {layers} of {model.depth} layers, "
-        f"seed {arguments.seed} on {arguments.device}.  Nothing here was trained.\n"
+    what = (
+        f"random weights with the dimensions of {arguments.model}, {layers} of {model.depth} layers, "
+        f"seed {arguments.seed} on {arguments.device}; nothing in it was trained"
     )
+    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_note": what}  # a run's report repeats the note
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "README.md").write_text(f"{what[0].upper()}{what[1:]}.\n")
     print(f"{folder}: {layers} layers, {total / 1e9:.2f} GB")
 
 

@@ -17,6 +17,11 @@ def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
         yield (
             f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
         )
+    if ref.random_weights:
+        yield (
+            "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
+            "trained model."
+        )
     if ref.quantization is not None:
         yield (
             f"The checkpoint is quantised ({ref.quantization}): the error of its projections is part of the values "

@@ -79,6 +79,7 @@ class CheckpointRef(Record):
     siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
     quantization: str | None = None  # quant_method; its error is then part of the captured values
     trained_context: int | None = None
+    random_weights: bool = False  # the config says that nothing was trained
 
 
 class Prompt(Record):

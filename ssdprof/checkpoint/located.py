@@ -102,6 +102,8 @@ def weight_bytes(located: Located, deepest_layer: int | None = None) -> int:
     """As `Located.weight_bytes`."""
     return located.weight_bytes(deepest_layer)
 
+RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
+
 
 def locate(model: str, *, revision: str | None = None, tokenizer: str | None = None) -> Located:
     """Find the checkpoint that `model` names: "demo", a local folder, a family name or a hub id, in this order.
@@ -134,6 +136,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
         siblings=tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else (),
         quantization=description.quantization,
         trained_context=_trained_context(source.label, description),
+        random_weights=config.get(RANDOM_WEIGHTS) is True,
     )
     return Located(ref, config, description, source, tokenizer, notes)
 
