@@ -232,13 +232,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     total = write_weights(folder, model.weights(layers, Draw(arguments.seed, arguments.device)))
     write_tokenizer(folder)
-    what = (
-        f"random weights with the dimensions of {arguments.model}, {layers} of {model.depth} layers, "
-        f"seed {arguments.seed} on {arguments.device}; nothing in it was trained"
-    )
-    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_note": what}  # a run's report repeats the note
+    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_random_weights": True}  # a run's report says so
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "README.md").write_text(f"{what[0].upper()}{what[1:]}.\n")
+    (folder / "README.md").write_text(
+        f"Random weights with the dimensions of {arguments.model}, {layers} of {model.depth} layers, "
+        f"seed {arguments.seed} on {arguments.device}.  Nothing here was trained.\n"
+    )
     print(f"{folder}: {layers} layers, {total / 1e9:.2f} GB")
 
 

@@ -105,9 +105,7 @@ def run(
         _refuse_gdn(subject.ref, subject.layers)
         limits.check_replay(subject.seqlens)
         loaded = _load(request, subject, watcher)
-        segment_length = max(loaded.segment_lengths)
-        remarks = _remarks(subject.located)
-        report = draft(folder, recording, subject.ref, loaded.prompts, segment_length, remarks=remarks)
+        report = draft(folder, recording, subject.ref, loaded.prompts, max(loaded.segment_lengths))
         recorder = stack.enter_context(recorded(folder, report, watcher))
         count = len(subject.layers) * len(loaded.ids)
         replay = stack.enter_context(_replaying(recorder, precisions, watcher, count))
@@ -155,12 +153,6 @@ def _find(request: CaptureRequest) -> Subject:
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)
     return Subject(located=located, layers=layers, seqlens=request.prompt.seqlens or limits.default_seqlens())
-
-
-def _remarks(located: Located) -> tuple[str, ...]:
-    """What whoever made the checkpoint wants said with every number from it, under `ssdprof_note` in its config."""
-    note = located.config.get("ssdprof_note")
-    return (f"The checkpoint says of itself: {note[:300]}.",) if isinstance(note, str) else ()
 
 
 def _refuse_gdn(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:

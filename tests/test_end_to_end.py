@@ -213,16 +213,6 @@ def test_a_random_prompt_says_what_it_is_worth() -> None:
     assert any("random tokens" in note for note in RunReport.model_validate_json(answer.out).notes)
 
 
-def test_a_note_in_a_config_is_repeated_in_the_report() -> None:
-    """The checkpoints of benchmarks/ say there that their weights are random."""
-    shutil.copytree(DEMO, "model")
-    config = json.loads(Path("model/config.json").read_text()) | {"ssdprof_note": "random weights"}
-    Path("model/config.json").write_text(json.dumps(config))
-    answer = Answer("run", "model", "--seq", "16", "--layers", "0", *ONE_PRECISION, "--json")
-    assert answer.code == 0, answer.err
-    assert "The checkpoint says of itself: random weights." in RunReport.model_validate_json(answer.out).notes
-
-
 def test_weights_that_are_nan_are_found_and_fail() -> None:
     shutil.copytree(DEMO, "model")
     damage(Path("model"), lambda tensors: tensors["model.layers.1.mamba.in_proj.weight"].fill_(torch.nan))

@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "environment": {"errors", "schema", "kernels"},
     "measure": {"errors", "schema", "kernels"},
     "replay": {"errors", "schema", "progress", "kernels", "measure"},
+    "stall_records": {"schema"},
+    "stalls": {"errors", "schema", "stall_records", "progress", "kernels", "capture", "environment", "measure"},
     "report": {"errors", "schema"},
     "request": {"errors", "schema"},
     "runs": {"errors", "schema", "report"},
