@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssdprof import limits, runs
@@ -234,6 +235,8 @@ def _replaying(
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
         limits.memory_errors(),
+        # In the interpreter NumPy would warn of lanes that a kernel masks.  Outputs are checked for NaN in any case.
+        np.errstate(invalid="ignore", over="ignore"),
         ClockWatch() as clocks,
         watcher.step("Replaying", layers, unit="layers") as advance,
     ):
