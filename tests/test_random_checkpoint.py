@@ -17,7 +17,7 @@ def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True)
     ref = locate(str(folder)).ref
     assert [layer.index for layer in ref.layers] == [0]
-    assert any("weights are random" in note for note in notes(ref, [PROMPT]))
+    assert any("The weights are random" in note for note in notes(ref, [PROMPT]))
 
 
 def test_trained_weights_are_not() -> None:
