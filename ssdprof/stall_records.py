@@ -110,7 +110,7 @@ class KernelStalls(Record):
     sample_count: int | None  # None: no warp was sampled
     samples: Samples
     stages: tuple[Stage, ...]
-    lines: tuple[Line, ...]  # hottest first
+    lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py
     not_collected: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
@@ -138,5 +138,6 @@ class StallReport(Record):
     sources: dict[str, str]  # ncu report's file name -> sha256
     gpu: str  # "" if the report does not say
     kernels: tuple[KernelStalls, ...]
+    checks: tuple[Check, ...] = ()
     subject: Subject | None = None
     missing: str = ""  # why there are no stalls; then `subject` holds what Triton knows

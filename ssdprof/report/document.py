@@ -8,7 +8,7 @@ from typing import Literal
 
 from ssdprof.report import summary
 from ssdprof.report.groups import Group, groups, tokens
-from ssdprof.report.tables import Note, Table, accuracy, run, speed
+from ssdprof.report.tables import Figure, Note, Table, accuracy, run, speed
 from ssdprof.schema import RunReport
 
 Depth = Literal["main", "detail", "file"]
@@ -19,7 +19,7 @@ class Section:
     """depth: "main" is always in sight; "detail" is folded where it can be; "file" is too long for a terminal."""
 
     title: str
-    blocks: tuple[Table | Note | str, ...]
+    blocks: tuple[Table | Figure | Note | str, ...]
     depth: Depth
 
 

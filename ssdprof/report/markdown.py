@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Document, Section, compose
-from ssdprof.report.tables import Note, Table
+from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.schema import RunReport
 
 LIMIT_BYTES = 1_000_000  # GitHub drops a job summary beyond 1 MiB; other steps of the job may want a line too
@@ -17,7 +17,11 @@ _ROOM_FOR_THE_REST = 1_000  # the sentence about what was left out
 
 def render(report: RunReport, *, limit_bytes: int = LIMIT_BYTES) -> str:
     """The whole report.  Sections that would exceed the limit are left out from the end, and the last line says so."""
-    document = compose(report)
+    return render_document(compose(report), limit_bytes=limit_bytes)
+
+
+def render_document(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> str:
+    """As `render`, of a document that is composed already."""
     text = _head(document)
     used = len(text.encode())
     parts = [text]
@@ -51,17 +55,20 @@ def _section(section: Section) -> str:
     return f"\n<details>\n<summary>{_html(section.title)}</summary>\n\n{body}\n\n</details>\n"
 
 
-def _block(block: Table | Note | str, section: str) -> str:
+def _block(block: Table | Figure | Note | str, section: str) -> str:
     match block:
         case Table():
-            return _table(block, section)
+            return draw(block, section)
+        case Figure(title, file):
+            return f"![{escape(title)}]({file})"
         case Note(text):
             return f"<sub>{escape(text)}</sub>"
         case _:
             return escape(block)
 
 
-def _table(table: Table, section: str) -> str:
+def draw(table: Table, section: str = "") -> str:
+    """One table; without its title where the section has the same."""
     rigid = [align == "right" or (column == 0 and bool(table.headings)) for column, align in enumerate(table.align)]
     rows = []
     for index, row in enumerate(table.rows):

@@ -13,9 +13,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssdprof.report import summary
-from ssdprof.report.document import Section, compose
+from ssdprof.report.document import Document, Section, compose
 from ssdprof.report.format import MISSING
-from ssdprof.report.tables import Note, Table
+from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.schema import RunReport
 
 _GAP = 2  # blanks between columns: one of padding, one of the box
@@ -34,10 +34,14 @@ _STYLES = {
 
 def render(report: RunReport) -> RenderableType:
     """Everything but the sections that only a file has room for: the accuracy tables of single layers."""
-    document = compose(report)
+    return render_document(compose(report), good=summary.GOOD)
+
+
+def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> RenderableType:
+    """As `render`, of a document that is composed already.  good: how a verdict's line begins that is no bad news."""
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
-        *(verdict(line, good=line.startswith(summary.GOOD)) for line in document.verdict),
+        *(verdict(line, good=line.startswith(good)) for line in document.verdict),
         "",
         *(bullet(said.text, said.subject) for said in document.summary),
     ]
@@ -91,6 +95,8 @@ def _section(section: Section) -> Iterable[RenderableType]:
         match block:
             case Table():
                 yield SplitTable(block)
+            case Figure(title, file):
+                yield Text(f"{title}: {file}", style="dim")
             case Note(text):
                 yield Text(text, style="dim")
             case _:

@@ -117,7 +117,7 @@ def _chunk_scan_kernel(
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
-    # stage chunk_scan.current: the chunk's positions before the block, decayed to the block's first row, then to each row
+    # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row, then to each row
     for s in range(0, first_q, BLOCK_S):
         o_s = s + tl.arange(0, BLOCK_S)
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The stages of `fused_portable.py`, one function each, in the order of the algorithm.
 
-A source line belongs to one stage, whatever the compiler inlines: that is how time and stalls are told apart (`STAGES`).
+A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
 
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
 A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no

@@ -1,6 +1,6 @@
-"""RunReport -> tables.  `speed`, `accuracy` and `run` say what is in them; how they are drawn is not known here."""
+"""Records -> tables.  `speed`, `accuracy`, `run` and `stalls` say what is in them, not how it is drawn."""
 
-from ssdprof.report.tables import accuracy, run, speed
-from ssdprof.report.tables.table import Note, Table
+from ssdprof.report.tables import accuracy, run, speed, stalls
+from ssdprof.report.tables.table import Figure, Note, Table
 
-__all__ = ["Note", "Table", "accuracy", "run", "speed"]
+__all__ = ["Figure", "Note", "Table", "accuracy", "run", "speed", "stalls"]

@@ -15,6 +15,14 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A picture beside the document; a terminal shows none."""
+
+    title: str
+    file: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Strings in rows; how it is drawn is the renderer's affair.

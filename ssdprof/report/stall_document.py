@@ -1,0 +1,96 @@
+"""What a report about stalls says, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ssdprof.report import format as fmt
+from ssdprof.report import stall_words as words
+from ssdprof.report.document import Depth, Document, Section
+from ssdprof.report.stall_groups import Design, designs
+from ssdprof.report.summary import Statement
+from ssdprof.report.tables import Figure, Note, Table, stalls
+from ssdprof.stall_records import StallReport
+
+_WORTH_PCT = 1.0  # what is said of a stage in the summary
+
+
+def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Document:
+    """The stages in words, then the tables.  figures: title -> file, relative to where the document will lie."""
+    found = designs(report)
+    subject = report.subject
+    parts = [
+        "ssdprof stalls",
+        *([subject.layer.name, f"{subject.dims.seqlen:,} tokens", str(subject.precision)] if subject else ()),
+        report.gpu,
+    ]
+    return Document(
+        title=", ".join(part for part in parts if part),
+        verdict=tuple(_verdict(report, found)),
+        failed=bool(report.missing) or any(_failed(report)),
+        summary=tuple(_statements(found)),
+        caveats=tuple(_failed(report)),
+        sections=tuple(section for section in _sections(report, found, figures or {}) if section.blocks),
+        run_id="",
+    )
+
+
+def _verdict(report: StallReport, found: tuple[Design, ...]) -> Iterator[str]:
+    if report.missing:
+        yield f"No stalls: {report.missing}"
+    for design in found:
+        if len(design.kernels) > 1 and design.duration_us is not None:
+            yield f"{design.name}: {fmt.duration(design.duration_us)} in {len(design.kernels)} kernels."
+        elif design.duration_us is not None:
+            yield f"{design.name}: {fmt.duration(design.duration_us)} in one kernel."
+
+
+def _statements(found: tuple[Design, ...]) -> Iterator[Statement]:
+    """A sentence per stage: how much of the time, in which part of it, waiting for what."""
+    for design in found:
+        for name, whole in design.whole().items():
+            if whole.pct < _WORTH_PCT:
+                continue
+            parts = {part: share for part, share in design.stages.items() if part.split(".")[0] == name}
+            said = []
+            for part, share in parts.items():
+                if share.pct < _WORTH_PCT:
+                    continue
+                main = [f"{reason} {pct:.0f}%" for reason, pct in share.most[:3] if pct >= _WORTH_PCT]
+                what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {_part(part, name)}"
+                said.append(" ".join(word for word in (what, f"({', '.join(main)})" if main else "") if word))
+            text = f"{whole.pct:.0f}%" + (
+                f": {'; '.join(said)}" if len(parts) > 1 or name not in parts else f" {said[0]}"
+            )
+            yield Statement(f"{design.name}, {name}:" if len(found) > 1 else f"{name}:", f"{text}.")
+
+
+def _part(part: str, stage: str) -> str:
+    return "elsewhere" if part == stage else words.part(part)
+
+
+def _sections(report: StallReport, found: tuple[Design, ...], figures: Mapping[str, str]) -> Iterator[Section]:
+    yield _section("What Triton knows", "main", stalls.launched(report) if report.missing else None)
+    yield _section("Kernels", "main", stalls.kernels(report), stalls.resources(report))
+    yield _section("Figures", "main", *(Figure(title, file) for title, file in figures.items()))
+    tables = [table for design in found if (table := stalls.by_stage(design))]
+    if tables:
+        yield _section("Stages and stall reasons", "main", stalls.side_by_side(found), *tables, stalls.READING)
+    yield _section("Hints", "main", stalls.hints(report))
+    yield _section("Hottest lines", "main", *(stalls.hottest(kernel) for kernel in report.kernels))
+    yield _section("What the reasons mean", "detail", *(stalls.reasons(design) for design in found))
+    yield _section("Self-checks", "detail", stalls.checks(report))
+
+
+def _failed(report: StallReport) -> Iterator[str]:
+    for check in report.checks:
+        if check.status == "failed":
+            yield f"A self-check failed: {check.name}: {check.detail}."
+    for kernel in report.kernels:
+        for check in kernel.checks:
+            if check.status == "failed":
+                yield f"A self-check of {kernel.kernel} failed: {check.name}: {check.detail}."
+
+
+def _section(title: str, depth: Depth, *blocks: Table | Figure | Note | str | None) -> Section:
+    return Section(title=title, depth=depth, blocks=tuple(block for block in blocks if block))

@@ -1,0 +1,279 @@
+"""Where warps wait: kernels, stages and reasons, lines, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ssdprof.report import format as fmt
+from ssdprof.report import stall_words as words
+from ssdprof.report.stall_groups import Design, Share
+from ssdprof.report.tables.table import Note, Table, columns
+from ssdprof.stall_records import Check, KernelStalls, StallReport
+
+_HOTTEST = 10
+_MOST_REASONS = 7
+_LONGEST_LINE = 76
+READING = Note(
+    "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
+    "duration.  The time in µs is that share of the duration; stages overlap, so it is no promise of what removing "
+    "one would save.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."
+)
+
+
+def kernels(report: StallReport) -> Table | None:
+    """What each launch used and how fast it was."""
+    if not report.kernels:
+        return None
+    return Table(
+        title="Kernels",
+        headers=(
+            "kernel", "duration", "compute", "memory", "DRAM\nread", "DRAM\nwritten", "L2", "L2\nhits", "issue\nslots",
+            "waves",
+        ),
+        rows=tuple(_speed(kernel) for kernel in report.kernels),
+        align=columns(1, 9),
+        note="Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued."
+        + _absent(report),
+    )  # fmt: skip
+
+
+def resources(report: StallReport) -> Table | None:
+    """Occupancy, and what limits it."""
+    if not report.kernels:
+        return None
+    rows = []
+    for kernel in report.kernels:
+        used = kernel.resources
+        rows.append(
+            (
+                kernel.kernel,
+                "x".join(str(size) for size in _grid(used.grid)) if used.grid else fmt.MISSING,
+                fmt.count(used.block),
+                fmt.count(used.registers),
+                fmt.count(used.spill_requests),
+                fmt.size(used.shared_bytes),
+                fmt.percent(used.occupancy_pct, 0),
+                fmt.percent(used.occupancy_limit_pct, 0),
+                fmt.words(used.limited_by) if used.limited_by else fmt.MISSING,
+            )
+        )
+    return Table(
+        title="Occupancy and what limits it",
+        headers=("kernel", "grid", "threads", "registers", "spills", "shared", "achieved", "possible", "limited by"),
+        rows=tuple(rows),
+        align=(*columns(1, 7), "left"),
+        note="Registers are those at launch, per thread; spills are loads and stores of spilled registers, by warps.",
+    )
+
+
+def by_stage(design: Design) -> Table | None:
+    """Stage x reason: the rows of one design, parts of a stage under their sum."""
+    if not design.is_sampled:
+        return None
+    shown = [reason for reason, _ in design.all().most[:_MOST_REASONS]]
+    rows = []
+    for name, share in design.whole().items():
+        parts = {part: found for part, found in design.stages.items() if part.split(".")[0] == name}
+        rows.append((name, *_cells(design, share, shown)))
+        if len(parts) > 1 or name not in parts:
+            for part, found in parts.items():
+                title = words.part(part) if part != name else "other"
+                rows.append((f"– {title}", *_cells(design, found, shown)))
+    rows.append(("all", *_cells(design, design.all(), shown)))
+    return Table(
+        title=f"{design.name}: stages and stall reasons",
+        headers=("stage", "share", "time", *(reason.replace("_", "\n", 1) for reason in shown), "other"),
+        rows=tuple(rows),
+        align=columns(1, len(shown) + 3),
+        note=_idle(design),
+        keys=1,
+    )
+
+
+def side_by_side(found: Sequence[Design]) -> Table | None:
+    """Stage by stage: what each design spends on it."""
+    sampled = [design for design in found if design.is_sampled and design.duration_us is not None]
+    if len(sampled) < 2:
+        return None
+    wholes = [design.whole() for design in sampled]
+    names = dict.fromkeys(name for whole in wholes for name in whole)
+    order = sorted(names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole))
+    rows = [(name, *_pair(sampled, [whole.get(name) for whole in wholes])) for name in order]
+    rows.append(("all", *_pair(sampled, [Share(100.0) for _ in sampled])))
+    return Table(
+        title=f"Stage by stage: {fmt.words(design.name for design in sampled)}",
+        headers=("stage", *(f"{design.name},\n{unit}" for design in sampled for unit in ("time", "share"))),
+        rows=tuple(rows),
+        align=columns(1, 2 * len(sampled)),
+    )
+
+
+def reasons(design: Design) -> Table | None:
+    """Every reason with its meaning."""
+    if not design.is_sampled:
+        return None
+    return Table(
+        title=f"{design.name}: stall reasons",
+        headers=("reason", "share", "what the warp does"),
+        rows=tuple(
+            (reason, fmt.percent(pct, 1), words.REASONS.get(reason, "a reason that this version does not know"))
+            for reason, pct in design.all().most
+        ),
+        align=("left", "right", "left"),
+        wraps=2,
+    )
+
+
+def hottest(kernel: KernelStalls) -> Table | None:
+    """The ten lines with the most busy samples."""
+    idle = {stage.name for stage in kernel.stages if stage.idle}
+    lines = [line for line in kernel.lines if line.stage not in idle][:_HOTTEST]
+    if not lines:
+        return None
+    busy = sum(kernel.samples.values()) - kernel.idle_samples
+    return Table(
+        title=f"{kernel.kernel}: the hottest lines",
+        headers=("share", "line", "stage", "waits for", "source"),
+        rows=tuple(
+            (
+                fmt.percent(100 * line.total / busy, 1),
+                f"{line.file}:{line.line}" if line.line else "no line",
+                line.stage,
+                ", ".join(f"{reason} {100 * n / line.total:.0f}%" for reason, n in list(line.samples.items())[:2]),
+                line.text if len(line.text) <= _LONGEST_LINE else f"{line.text[: _LONGEST_LINE - 3]}...",
+            )
+            for line in lines
+        ),
+        align=("right", "left", "left", "left", "left"),
+        keys=2,
+        wraps=4,
+    )
+
+
+def hints(report: StallReport) -> Table | None:
+    """Evidence and advice."""
+    rows = [(kernel.kernel, f"{hint.evidence}  {hint.advice}") for kernel in report.kernels for hint in kernel.hints]
+    if not rows:
+        return None
+    return Table(
+        title="What the numbers point to",
+        headers=("kernel", "evidence, and what may help"),
+        rows=tuple(rows),
+        align=("left", "left"),
+        wraps=1,
+    )
+
+
+def checks(report: StallReport) -> Table | None:
+    """The self-checks, those of kernels after those of files."""
+    rows = [("report", *_check(check)) for check in report.checks]
+    rows += [(kernel.kernel, *_check(check)) for kernel in report.kernels for check in kernel.checks]
+    rows += [
+        (kernel.kernel, "stage of a sample's own line", "ok", _neighbours(kernel))
+        for kernel in report.kernels
+        if kernel.lines
+    ]
+    if not rows:
+        return None
+    return Table(
+        title="Self-checks",
+        headers=("of", "what must hold", "", "detail"),
+        rows=tuple(rows),
+        align=("left", "left", "left", "left"),
+        keys=2,
+        wraps=3,
+    )
+
+
+def launched(report: StallReport) -> Table | None:
+    """What Triton knows by itself, where there are no stalls."""
+    rows = [
+        (one.implementation, one.variant, launch.kernel, *_known(launch.registers, launch.spills, launch.shared_bytes))
+        for one in (report.subject.launched if report.subject else ())
+        for launch in one.launches
+    ]
+    if not rows:
+        return None
+    return Table(
+        title="What Triton knows of the kernels",
+        headers=("implementation", "variant", "kernel", "registers", "spills", "shared"),
+        rows=tuple(rows),
+        align=columns(3, 3),
+        note="Registers and spills are per thread, shared memory per block.",
+        keys=3,
+    )
+
+
+def _speed(kernel: KernelStalls) -> tuple[str, ...]:
+    speed = kernel.throughput
+    return (
+        kernel.kernel,
+        fmt.duration(speed.duration_us),
+        fmt.percent(speed.compute_pct, 0),
+        fmt.percent(speed.memory_pct, 0),
+        fmt.size(speed.dram_read_bytes),
+        fmt.size(speed.dram_write_bytes),
+        fmt.size(speed.l2_bytes),
+        fmt.percent(speed.l2_hit_pct, 0),
+        fmt.percent(speed.issue_pct, 0),
+        fmt.MISSING if kernel.resources.waves is None else f"{kernel.resources.waves:.2f}",
+    )
+
+
+def _cells(design: Design, share: Share, shown: Sequence[str]) -> tuple[str, ...]:
+    rest = share.pct - sum(share.reasons.get(reason, 0.0) for reason in shown)
+    return (
+        fmt.percent(share.pct, 1),
+        fmt.duration(design.us(share)),
+        *(_some(share.reasons.get(reason, 0.0)) for reason in shown),
+        _some(rest),
+    )
+
+
+def _some(pct: float) -> str:
+    return f"{pct:.1f}" if pct >= 0.05 else ""
+
+
+def _pair(found: Sequence[Design], shares: Iterable[Share | None]) -> tuple[str, ...]:
+    cells: list[str] = []
+    for design, share in zip(found, shares, strict=True):
+        cells += (
+            (fmt.MISSING, fmt.MISSING) if share is None else (fmt.duration(design.us(share)), fmt.percent(share.pct, 1))
+        )
+    return tuple(cells)
+
+
+def _idle(design: Design) -> str:
+    if not design.idle:
+        return ""
+    parts = (f"{words.part(name)} {pct:.1f}%" for name, pct in design.idle.items())
+    return f"Not a cost and not in the table, of all samples: {fmt.words(parts)}."
+
+
+def _grid(grid: tuple[int, int, int]) -> tuple[int, ...]:
+    """Without trailing ones."""
+    sizes = list(grid)
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return tuple(sizes)
+
+
+def _check(check: Check) -> tuple[str, str, str]:
+    return check.name, {"failed": "NO"}.get(check.status, check.status), check.detail
+
+
+def _neighbours(kernel: KernelStalls) -> str:
+    total = sum(kernel.samples.values())
+    return (
+        f"{fmt.percent(100 * kernel.from_neighbours / total, 1)} are on lines of libraries, helpers or the compiler: "
+        "attributed by neighbourhood"
+    )
+
+
+def _known(registers: int | None, spills: int | None, shared_bytes: int | None) -> tuple[str, str, str]:
+    return fmt.count(registers), fmt.count(spills), fmt.size(shared_bytes)
+
+
+def _absent(report: StallReport) -> str:
+    absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
+    return f"  Not collected: {', '.join(absent)}." if absent else ""

@@ -1,0 +1,77 @@
+"""Readers' raw kernels to the records that are stored and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ssdprof import __version__
+from ssdprof.stall_records import KernelStalls, StallReport, Subject
+from ssdprof.stalls import checks, facts
+from ssdprof.stalls.attribute import attribute
+from ssdprof.stalls.hints import hints
+from ssdprof.stalls.raw import RawKernel, RawReport
+from ssdprof.stalls.stages import Sources
+
+# kernels that are launched -> the implementation they belong to
+BUNDLED = {
+    "_fused_hopper_kernel": "fused",
+    "_fused_kernel": "fused",
+    "_chunk_table_kernel": "unfused",
+    "_chunk_cumsum_kernel": "unfused",
+    "_chunk_state_kernel": "unfused",
+    "_state_passing_kernel": "unfused",
+    "_bmm_chunk_kernel": "unfused",
+    "_chunk_scan_kernel": "unfused",
+}
+
+
+def analyse(reports: Sequence[RawReport], subject: Subject | None = None) -> StallReport:
+    """Depends on the reports' contents and on `subject` alone: the same on every machine.
+
+    subject: what was profiled; its `launched` belong to the reports, in their order.
+    """
+    names = [launched.implementation for launched in subject.launched] if subject else [""] * len(reports)
+    return StallReport(
+        ssdprof_version=__version__,
+        sources={report.name: report.sha256 for report in reports},
+        gpu=next((gpu for report in reports for kernel in report.kernels if (gpu := _gpu(kernel))), ""),
+        kernels=tuple(
+            stalls_of(kernel, implementation)
+            for report, implementation in zip(reports, names, strict=True)
+            for kernel in report.kernels
+        ),
+        checks=checks.of_reports(reports, subject.launched if subject else None),
+        subject=subject,
+    )
+
+
+def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
+    """One launch.  implementation: "" to tell from the kernel's name."""
+    sources = Sources(kernel.sources)
+    found = attribute(kernel, sources)
+    resources, throughput = facts.resources(kernel), facts.throughput(kernel)
+    missing = facts.not_collected(resources, throughput)
+    if not kernel.totals:
+        missing = (*missing, "stall reasons")
+    if not kernel.points:
+        missing = (*missing, "source lines")
+    count = kernel.number(checks.SAMPLE_COUNT)
+    stalls = KernelStalls(
+        kernel=kernel.function,
+        implementation=implementation or BUNDLED.get(kernel.function, ""),
+        resources=resources,
+        throughput=throughput,
+        sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
+        samples=dict(sorted(((r, n) for r, n in kernel.totals.items() if n), key=lambda item: (-item[1], item[0]))),
+        stages=found.stages,
+        lines=found.lines,
+        from_neighbours=found.from_neighbours,
+        not_collected=missing,
+        checks=checks.of_kernel(kernel, found, sources),
+    )
+    return stalls.model_copy(update={"hints": hints(stalls)})
+
+
+def _gpu(kernel: RawKernel) -> str:
+    name = kernel.metrics.get("device__attribute_display_name", "")
+    return name if isinstance(name, str) else ""

@@ -1,0 +1,100 @@
+"""Samples to lines, lines to stages.
+
+An instruction has one source line: that of the innermost function that was inlined there.  If that line has no stage
+(a library, a helper, a header), the instruction gets the stage of the one before it in the program that has one, else
+of the one after it: compilers keep what a line was inlined into together.  Those samples are counted, so that the
+reader sees how many there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssdprof.stall_records import Line, Stage
+from ssdprof.stalls.raw import Point, RawKernel, base_name
+from ssdprof.stalls.stages import IDLE, IDLE_WARPS, ORDER, UNKNOWN, Place, Sources
+
+_BLOCK_BARRIER = "barrier"
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """lines: hottest first.  from_neighbours: samples whose stage is that of a neighbour."""
+
+    stages: tuple[Stage, ...]
+    lines: tuple[Line, ...]
+    from_neighbours: int
+
+
+def attribute(kernel: RawKernel, sources: Sources) -> Attribution:
+    """Every sample of the kernel's points, once by stage and once by line and stage."""
+    places = [sources.place(point.file, point.line) for point in kernel.points]
+    launched = sources.kernel(kernel.function)
+    specialized = launched is not None and launched.specialized
+    by_stage: dict[str, Counter[str]] = defaultdict(Counter)
+    by_line: dict[tuple[str, int, str, str], Counter[str]] = defaultdict(Counter)
+    from_neighbours = 0
+    for point, place, stage in zip(kernel.points, places, _stages(places), strict=True):
+        idle, busy = _split(point, specialized and place.header)
+        for name, samples in ((IDLE_WARPS, idle), (stage, busy)):
+            if samples:
+                by_stage[name].update(samples)
+                by_line[point.file, point.line, place.function, name].update(samples)
+        if place.stage is None:
+            from_neighbours += sum(busy.values())
+    return Attribution(
+        stages=tuple(
+            Stage(name=name, samples=_ordered(by_stage[name]), idle=name in IDLE)
+            for name in sorted(by_stage, key=lambda name: stage_order(name, by_stage[name].total()))
+        ),
+        lines=_lines(by_line, sources),
+        from_neighbours=from_neighbours,
+    )
+
+
+def _stages(places: Sequence[Place]) -> list[str]:
+    """The stage of each place, its neighbour's where it has none of its own."""
+    found: list[str] = []
+    before: str | None = None
+    for place in places:
+        before = place.stage or before
+        found.append(before or "")
+    after = next((stage for stage in found if stage), UNKNOWN)
+    return [stage or after for stage in found]
+
+
+def _split(point: Point, is_compilers: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """(idle, busy) samples.  In the header of a kernel with warp roles, the only block-wide barriers are those at which
+    warps wait to be given a role, and for the others to end theirs."""
+    if not is_compilers:
+        return {}, dict(point.samples)
+    idle = {reason: count for reason, count in point.samples.items() if reason == _BLOCK_BARRIER}
+    return idle, {reason: count for reason, count in point.samples.items() if reason not in idle}
+
+
+def _lines(found: dict[tuple[str, int, str, str], Counter[str]], sources: Sources) -> tuple[Line, ...]:
+    lines = [
+        Line(
+            file=base_name(file),
+            line=line,
+            function=function,
+            stage=stage,
+            text=sources.text(file, line),
+            samples=_ordered(samples),
+        )
+        for (file, line, function, stage), samples in found.items()
+    ]
+    return tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage)))
+
+
+def stage_order(name: str, total: int) -> tuple[int, int, str]:
+    """Stages of the algorithm in its order, then others by size; what is idle at the end."""
+    if name in ORDER:
+        return (ORDER.index(name) + (len(ORDER) if name in IDLE else 0), 0, name)
+    return (len(ORDER), -total, name)
+
+
+def _ordered(samples: Counter[str]) -> dict[str, int]:
+    return {reason: count for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0])) if count}

@@ -1,0 +1,209 @@
+"""Which stage of the algorithm a source line belongs to, found in the source itself.
+
+A kernel's file declares it, so that editing a kernel moves nothing and a report of an older version keeps its meaning:
+
+    STAGES = {"take_ticket": "ticket", "scalar": "caller"}   every @jit function of the file
+    WAITS = {"full": "waiting.chunk"}                          what `mbarrier.wait(shared.full...)` waits for
+    # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
+
+Lines of "caller", of libraries and of a function's header (the compiler's own) have no stage: `attribute` gives them
+that of their neighbours.  In a file without STAGES every function is a stage of its own name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ssdprof.stalls.raw import base_name
+
+CALLER = "caller"
+IDLE_WARPS = "idle warps"  # without a role in this program, before it or after it
+UNKNOWN = "unknown"
+IDLE = frozenset({IDLE_WARPS, "ahead"})
+ORDER = (
+    "setup",
+    "ticket",
+    "loads",
+    "chunk_cumsum",
+    "bmm_chunk",
+    "waiting",
+    "waiting.chunk",
+    "waiting.scores",
+    "waiting.gates",
+    "chunk_state",
+    "chunk_state.first_pass",
+    "state_passing",
+    "state_passing.wait",
+    "state_passing.load",
+    "state_passing.store",
+    "chunk_scan",
+    "chunk_scan.previous",
+    "chunk_scan.current",
+    "chunk_scan.residual",
+    "ahead",
+    IDLE_WARPS,
+)
+_MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
+_LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
+_PACKAGE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Place:
+    """stage: None for a line that belongs to whoever called it.  header: between a function's name and its body."""
+
+    function: str = ""
+    stage: str | None = None
+    header: bool = False
+
+
+@dataclass(frozen=True)
+class Function:
+    """A @jit function: lines first .. last, its body from `body` on; `starts` of its stages, by line."""
+
+    name: str
+    first: int
+    body: int
+    last: int
+    stage: str | None
+    specialized: bool  # calls warp_specialize: some of its warps have no role
+    starts: tuple[tuple[int, str], ...] = ()
+
+    def stage_at(self, line: int) -> str | None:
+        index = bisect_right(self.starts, (line, "\uffff"))
+        return self.starts[index - 1][1] if index else self.stage
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is."""
+
+    text: tuple[str, ...]
+    functions: tuple[Function, ...]
+    waits: Mapping[int, str] = field(default_factory=dict)
+
+    def place(self, line: int) -> Place:
+        found = [function for function in self.functions if function.first <= line <= function.last]
+        if not found:
+            return Place()
+        function = found[-1]
+        if line < function.body:
+            return Place(function.name, None, header=True)
+        if function.stage is None:
+            return Place(function.name)
+        return Place(function.name, self.waits.get(line) or function.stage_at(line))
+
+
+class Sources:
+    """The files of a report.  One of this package that was not recorded with it is taken from the installed package."""
+
+    def __init__(self, recorded: Mapping[str, str]) -> None:
+        self._recorded = recorded
+        self._files: dict[str, SourceFile | None] = {}
+        self.not_recorded: set[str] = set()
+
+    def place(self, file: str, line: int) -> Place:
+        if not file or _LIBRARY.search(file):
+            return Place()
+        parsed = self._file(file)
+        return parsed.place(line) if parsed else Place("", UNKNOWN)
+
+    def text(self, file: str, line: int) -> str:
+        if file not in self._recorded and (not file or _LIBRARY.search(file)):
+            return ""
+        parsed = self._file(file)
+        return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
+
+    def kernel(self, name: str) -> Function | None:
+        """The function that was launched, wherever it is."""
+        for file in self._recorded:
+            parsed = None if _LIBRARY.search(file) else self._file(file)
+            for function in parsed.functions if parsed else ():
+                if function.name == name:
+                    return function
+        return None
+
+    def _file(self, file: str) -> SourceFile | None:
+        if file not in self._files:
+            text = self._recorded.get(file)
+            if text is None:
+                self.not_recorded.add(base_name(file))
+                text = _installed(file)
+            self._files[file] = parse(text) if text else None
+        return self._files[file]
+
+
+def parse(text: str) -> SourceFile:
+    """The functions and stages of a file.  A text that is no Python has none."""
+    lines = tuple(text.splitlines())
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return SourceFile(lines, ())
+    stages, waits = _table(tree, "STAGES"), _table(tree, "WAITS")
+    functions = [
+        _function(node, stages, lines)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
+    ]
+    return SourceFile(lines, tuple(sorted(functions, key=lambda f: (f.first, -f.last))), _waits(tree, waits))
+
+
+def _function(node: ast.FunctionDef, stages: Mapping[str, str] | None, lines: tuple[str, ...]) -> Function:
+    first, last = min(d.lineno for d in node.decorator_list), node.end_lineno or node.lineno
+    body = node.body[0].lineno
+    # a mark may stand between the header and the first statement
+    while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
+        body -= 1
+    stage = node.name if stages is None else stages.get(node.name, UNKNOWN)
+    marks = ((number, _MARK.match(lines[number - 1])) for number in range(body, last + 1))
+    return Function(
+        name=node.name,
+        first=first,
+        body=body,
+        last=last,
+        stage=None if stage == CALLER else stage,
+        specialized=any(_called(call) == "warp_specialize" for call in ast.walk(node)),
+        starts=tuple((number, mark[1]) for number, mark in marks if mark),
+    )
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return "jit" in ast.unparse(called).rsplit(".", 1)[-1]
+
+
+def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            value = ast.literal_eval(node.value)
+            return {str(key): str(stage) for key, stage in value.items()}
+    return None
+
+
+def _waits(tree: ast.Module, waits: Mapping[str, str] | None) -> dict[int, str]:
+    """Lines of `mbarrier.wait(shared.NAME...)`."""
+    found: dict[int, str] = {}
+    for node in ast.walk(tree) if waits else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "mbarrier.wait" and node.args:
+            names = [part.attr for part in ast.walk(node.args[0]) if isinstance(part, ast.Attribute)]
+            stage = next((waits[name] for name in names if waits and name in waits), None)
+            if stage:
+                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), stage)
+    return found
+
+
+def _called(node: ast.AST) -> str:
+    return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
+
+
+def _installed(file: str) -> str | None:
+    """The text of a file of this package, by its path inside it."""
+    inside = re.search(r"(?:^|[/\\])ssdprof[/\\](kernels[/\\].+\.py)$", file)
+    path = _PACKAGE / inside[1].replace("\\", "/") if inside else None
+    return path.read_text(encoding="utf-8") if path and path.is_file() else None
