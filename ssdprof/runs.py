@@ -99,12 +99,7 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
     replace: False refuses a file that exists.
     Raises BadInputError if it exists or its folder does not; MissingCapabilityError if it cannot be written.
     """
-    if file.is_dir():
-        raise BadInputError(f"{file} is a folder.", "Name a file.")
-    if not file.parent.is_dir():
-        raise BadInputError(f"There is no folder {file.parent}.", "Create it, or write somewhere else.")
-    if file.is_file() and not replace:
-        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name with -o.")
+    check_target(file, replace=replace)
     try:
         if file.exists() and not file.is_file():  # a pipe or a device: there is nothing to replace
             file.write_text(text, encoding="utf-8")
@@ -112,6 +107,16 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
             _replace(file.resolve(), text)
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+def check_target(file: Path, *, replace: bool) -> None:
+    """What `write_text` raises BadInputError for, before there is something to write."""
+    if file.is_dir():
+        raise BadInputError(f"{file} is a folder.", "Name a file.")
+    if not file.parent.is_dir():
+        raise BadInputError(f"There is no folder {file.parent}.", "Create it, or write somewhere else.")
+    if file.is_file() and not replace:
+        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name with -o.")
 
 
 def unwritable(path: Path, error: OSError) -> MissingCapabilityError:

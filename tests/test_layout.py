@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "replay": {"errors", "schema", "progress", "kernels", "measure"},
     "stall_records": {"schema"},
     "stalls": {"errors", "schema", "stall_records", "progress", "kernels", "capture", "environment", "measure"},
-    "report": {"errors", "schema"},
+    "bench": {"errors", "schema", "progress", "capture", "environment", "kernels", "measure", "report"},
+    "report": {"errors", "schema", "stall_records"},
     "request": {"errors", "schema"},
     "runs": {"errors", "schema", "report"},
 }

@@ -1,0 +1,142 @@
+"""Which cells are measured: shape, dtype, and how the tokens are laid out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from ssdprof.bench.shapes import Shape
+from ssdprof.capture.prompt import parse_seq
+from ssdprof.errors import BadInputError
+
+InputDType = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["contiguous", "views"]
+INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Sequences of one length side by side, or `packed` ones of drawn lengths up to `seqlen` behind each other.
+
+    shortest: of packed sequences.
+    """
+
+    sequences: int
+    seqlen: int
+    shortest: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.shortest is not None
+
+    @property
+    def at_most(self) -> int:
+        """Tokens in all; packed ones may be fewer."""
+        return self.sequences * self.seqlen
+
+    def __str__(self) -> str:
+        if self.packed:
+            return f"{self.sequences} packed x {self.shortest:,}-{self.seqlen:,}"
+        return f"{self.sequences} x {self.seqlen:,}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    shape: Shape
+    dtype: InputDType
+    layout: Layout
+    tokens: Tokens
+
+    def __str__(self) -> str:
+        return f"{self.shape.name}, {self.tokens}, {self.dtype}"
+
+
+def parse_tokens(
+    seqs: str, batches: str, extra: str, packed: str, *, max_tokens: int
+) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
+    """What to measure, and what was left out because it has more than `max_tokens` tokens.
+
+    seqs, batches: lists like "1k,...,256k" and "1,8"; every pair is measured if it is not too large
+    extra: pairs like "8x4k,32x1k", measured whatever their size; "" for none
+    packed: sequences of drawn lengths like "64x1k-4k"; "" for none
+    """
+    pairs = [Tokens(sequences=b, seqlen=l) for b, l in product(_batches(batches), lengths(seqs))]
+    fitting = [pair for pair in pairs if pair.at_most <= max_tokens]
+    wanted = dict.fromkeys([*fitting, *map(_pair, _words(extra)), *map(_packed, _words(packed))])
+    if not wanted:
+        raise BadInputError(f"Every cell has more than {max_tokens:,} tokens.", "Raise --max-tokens, or ask for less.")
+    return tuple(wanted), tuple(pair for pair in pairs if pair not in wanted)
+
+
+def lengths(words: str) -> tuple[int, ...]:
+    """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192)."""
+    found: list[int] = []
+    rest = iter(_words(words))
+    for word in rest:
+        if word != "...":
+            found.append(parse_seq(word))
+            continue
+        last = parse_seq(next(rest, ""))
+        if not found or last <= found[-1]:
+            raise BadInputError(f"In {words!r}, '...' has no way to go.", "Write it between two lengths: 1k,...,256k.")
+        found += _doubled(found[-1], last)
+    return tuple(dict.fromkeys(found))
+
+
+def expand(
+    shapes: Sequence[Shape], dtypes: Sequence[InputDType], tokens: Sequence[Tokens], layout: Layout
+) -> tuple[Cell, ...]:
+    """Shape by shape; in each, dtype by dtype, so that what is compiled for one serves its neighbours."""
+    return tuple(
+        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out)
+        for shape, dtype, laid_out in product(shapes, dtypes, tokens)
+    )
+
+
+def parse_dtypes(words: str) -> tuple[InputDType, ...]:
+    """ "bf16,fp16" -> ("bf16", "fp16").  Raises BadInputError."""
+    return tuple(dict.fromkeys(_input_dtype(word) for word in _words(words)))
+
+
+def _input_dtype(word: str) -> InputDType:
+    for dtype in INPUT_DTYPES:
+        if word == dtype:
+            return dtype
+    raise BadInputError(f"--dtype does not know {word!r}.", f"Give one or more of {', '.join(INPUT_DTYPES)}.")
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    length = 2 * first
+    while length < last:
+        yield length
+        length *= 2
+    yield last
+
+
+def _batches(words: str) -> Iterable[int]:
+    for word in _words(words):
+        if not re.fullmatch(r"[1-9]\d{0,5}", word):
+            raise BadInputError(f"{word!r} is no batch.", "Give numbers of sequences, such as 1,8,32.")
+        yield int(word)
+
+
+def _pair(word: str) -> Tokens:
+    match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", word)
+    if match is None:
+        raise BadInputError(f"{word!r} is no cell.", "Give sequences x length, such as 8x4k or 32x1k.")
+    return Tokens(sequences=int(match[1]), seqlen=parse_seq(match[2]))
+
+
+def _packed(word: str) -> Tokens:
+    match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
+    tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
+    if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
+        raise BadInputError(f"{word!r} is no pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
+    return tokens
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")] if text else []

@@ -1,0 +1,25 @@
+"""A bench's report on a terminal and in Markdown."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ssdprof.bench.schema import BenchReport
+from ssdprof.bench.tables import READING, tables
+from ssdprof.report import markdown
+from ssdprof.report.terminal import SplitTable
+
+
+def terminal(report: BenchReport) -> RenderableType:
+    """Every table, and how to read them."""
+    parts: list[RenderableType] = []
+    for table in tables(report):
+        parts += [SplitTable(table), ""]
+    return Group(*parts, Text(READING, style="dim"))
+
+
+def as_markdown(report: BenchReport) -> str:
+    """The same in GitHub's Markdown."""
+    parts = [markdown.draw(table) for table in tables(report)]
+    return "\n\n".join([*parts, f"<sub>{markdown.escape(READING)}</sub>"]) + "\n"

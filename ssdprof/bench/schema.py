@@ -1,0 +1,148 @@
+"""What `ssdprof bench` writes: one record per cell, in it one per implementation and precision."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ValidationError, model_validator
+
+from ssdprof.bench.occupancy import Occupancy
+from ssdprof.errors import BadInputError
+from ssdprof.schema import (
+    Ceilings,
+    Clocks,
+    Environment,
+    Launch,
+    Memory,
+    Precision,
+    Record,
+    Roofline,
+    Speedup,
+    SSDDims,
+    Status,
+    Timing,
+)
+
+
+class Kernel(Record):
+    """A kernel as it ran.  occupancy: None where the GPU or the kernel does not tell what it takes."""
+
+    launch: Launch
+    occupancy: Occupancy | None
+
+
+class Error(Record):
+    """Against the fp64 oracle, RMS of the difference over RMS of the oracle.  floor: of the oracle itself, rounded."""
+
+    out: float
+    out_floor: float
+    final_states: float
+    final_states_floor: float
+
+
+class Trial(Record):
+    """One chunk size of an implementation that takes it from its caller."""
+
+    chunk_size: int
+    status: Status
+    reason: str = ""
+    device_us: float | None = None  # of a few replays, to choose the fastest
+
+
+class BenchCase(Record):
+    """One implementation at one precision, with the chunk size that it is fastest with.
+
+    chunk_size: None if the implementation chunks as it likes.
+    sloppy: why it is outside ssdprof's error budget, and still close enough for another library's time to be shown.
+    speedups: over the fastest case of each other implementation in the cell.
+    """
+
+    implementation: str
+    variant: str
+    precision: Precision
+    chunk_size: int | None
+    status: Status
+    reason: str = ""
+    sloppy: str = ""
+    plan: str = ""  # why it ran as it did
+    trials: tuple[Trial, ...] = ()
+    error: Error | None = None
+    timing: Timing | None = None
+    speedups: tuple[Speedup, ...] = ()
+    roofline: Roofline | None = None
+    memory: Memory | None = None
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """ "fused hopper, exact, fp32 states"."""
+        return f"{self.kernel}, {self.precision}"
+
+    @property
+    def kernel(self) -> str:
+        """ "fused hopper"; the variant only where it says more than the implementation."""
+        is_plain = self.variant in ("", self.implementation)
+        return self.implementation if is_plain else f"{self.implementation} {self.variant}"
+
+    def over(self, baseline: str) -> Speedup | None:
+        return next((speedup for speedup in self.speedups if speedup.baseline == baseline), None)
+
+    @model_validator(mode="after")
+    def _no_number_without_a_match(self) -> BenchCase:
+        if (self.timing or self.speedups) and (self.status != "passed" or self.error is None):
+            raise ValueError("a timing belongs only to a case that was compared with the oracle and passed")
+        return self
+
+
+class BenchCell(Record):
+    """checked: how many tokens of a sequence the outputs were compared on, if not on all."""
+
+    shape: str
+    dims: SSDDims
+    sequences: int
+    layout: Literal["contiguous", "views"]
+    packed: bool
+    tokens: str  # in words: "8 x 4,096"
+    checked: int | None = None
+    cases: tuple[BenchCase, ...]
+
+
+class LeftOut(Record):
+    cell: str
+    reason: str
+
+
+class BenchReport(Record):
+    """peers: other libraries and their versions.  baseline: whose time the speedups in tables are over."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["bench ssd"] = "bench ssd"
+    ssdprof_version: str
+    created: str  # ISO 8601, UTC
+    command: tuple[str, ...]
+    state: Literal["complete", "partial"] = "partial"
+    seconds: float = 0.0  # wall clock
+    environment: Environment
+    peers: dict[str, str]
+    baseline: str
+    ceilings: Ceilings | None = None
+    clocks: Clocks | None = None
+    cells: tuple[BenchCell, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def dump(report: BenchReport) -> str:
+    """One JSON document that `load` reads back."""
+    return report.model_dump_json(indent=1)
+
+
+def load(text: str) -> BenchReport:
+    """Raises BadInputError for anything but what `dump` of this schema version wrote."""
+    try:
+        return BenchReport.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise BadInputError(
+            f"The file is no result of ssdprof bench: {where}: {first['msg']}.", "Use the ssdprof that wrote it."
+        ) from error

@@ -1,0 +1,220 @@
+"""BenchReport -> tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Kernel
+from ssdprof.report import format as fmt
+from ssdprof.report.tables.table import Table, columns
+from ssdprof.schema import Precision
+
+_MOST_ROWS = 50  # of a table, so that no renderer cuts it
+READING = (
+    "Device: the GPU's own time, replayed from a CUDA graph.  Call: what a Python caller waits for, launches "
+    "included.  In brackets: 95 % intervals.  Of floor: the least time that bytes and arithmetic take on this GPU, as "
+    "a share of the device time.  Extra memory: allocated by the call beyond its outputs.  Error: RMS against the fp64 "
+    "oracle; the floor is that of the oracle itself, rounded to the output's dtype."
+)
+
+
+def tables(report: BenchReport) -> tuple[Table, ...]:
+    """The answer first, then everything behind it."""
+    found = (*speedups(report), *_details(report), *_behind(report))
+    return tuple(table for table in found if table.rows)
+
+
+def speedups(report: BenchReport) -> Iterator[Table]:
+    """`fused` over the baseline: a row for each layout of tokens and precision."""
+    base = report.baseline
+    for title, cells in _grouped(report):
+        rows = [
+            (cell.tokens, f"{case.variant} {_short(case.precision)}".lstrip(), *_compared(case, cell, base))
+            for cell in cells
+            for case in cell.cases
+            if case.implementation == "fused"
+        ]
+        yield Table(
+            title=f"Fused over {base}: {title}",
+            headers=(
+                "sequences x\ntokens", "fused", "speedup,\ndevice", "speedup,\ncall", "device", "call",
+                f"{base},\ndevice", "of\nfloor",
+            ),
+            rows=tuple(rows),
+            align=columns(2, 6),
+            keys=2,
+        )  # fmt: skip
+
+
+def _compared(case: BenchCase, cell: BenchCell, base: str) -> tuple[str, ...]:
+    if case.timing is None:
+        return (case.status, *[fmt.MISSING] * 5)
+    over, baseline = case.over(base), fastest(cell, base)
+    return (
+        fmt.speedup(over.device_ratio, over.device_interval) if over else fmt.MISSING,
+        fmt.speedup(over.call_ratio, over.call_interval) if over else fmt.MISSING,
+        fmt.duration(case.timing.device_median_us),
+        fmt.duration(case.timing.call_median_us),
+        fmt.duration(baseline.timing.device_median_us if baseline and baseline.timing else None),
+        _floor(case),
+    )
+
+
+def fastest(cell: BenchCell, implementation: str) -> BenchCase | None:
+    """Of an implementation's cases, by device time; None if none was timed."""
+    timed = {
+        case.timing.device_median_us: case
+        for case in cell.cases
+        if case.implementation == implementation and case.timing is not None
+    }
+    return timed[min(timed)] if timed else None
+
+
+def _details(report: BenchReport) -> Iterator[Table]:
+    """Every implementation in every cell."""
+    for title, cells in _grouped(report):
+        rows: list[tuple[str, ...]] = []
+        for cell in cells:
+            own = [(cell.tokens, *_detail(case)) for case in cell.cases]
+            if len(rows) + len(own) > _MOST_ROWS:
+                yield _detail_table(title, rows)
+                rows = []
+            rows += own
+        yield _detail_table(title, rows)
+
+
+def _detail_table(title: str, rows: list[tuple[str, ...]]) -> Table:
+    return Table(
+        title=f"Every implementation: {title}",
+        headers=(
+            "sequences x\ntokens", "implementation", "intermediates,\nstates", "chunk", "device", "call", "of\nfloor",
+            "extra\nmemory", "error\nof out", "its\nfloor",
+        ),
+        rows=tuple(rows),
+        align=columns(3, 7),
+        keys=3,
+    )  # fmt: skip
+
+
+def _detail(case: BenchCase) -> tuple[str, ...]:
+    names = (case.kernel, _short(case.precision), fmt.count(case.chunk_size))
+    if case.timing is None:
+        return (*names, case.status, *[fmt.MISSING] * 5)
+    return (
+        *names,
+        fmt.duration(case.timing.device_median_us),
+        fmt.duration(case.timing.call_median_us),
+        _floor(case),
+        _memory(case),
+        fmt.small(case.error.out if case.error else None),
+        fmt.small(case.error.out_floor if case.error else None),
+    )
+
+
+def _behind(report: BenchReport) -> Iterator[Table]:
+    yield _kernels(report)
+    remarks = [
+        (cell.shape, cell.tokens, case.name, case.status, case.reason or f"outside ssdprof's budget: {case.sloppy}")
+        for cell in report.cells
+        for case in cell.cases
+        if case.reason or case.sloppy
+    ]
+    yield Table(
+        title="Remarks",
+        headers=("shape", "sequences x\ntokens", "implementation", "status", "why"),
+        rows=tuple(dict.fromkeys(remarks)),
+        align=columns(5, 0),
+        wraps=4,
+    )
+    yield Table(
+        title="Left out",
+        headers=("cell", "why"),
+        rows=tuple((one.cell, one.reason) for one in report.left_out),
+        align=columns(2, 0),
+        wraps=1,
+    )
+    yield Table(
+        title="What ran",
+        headers=("of", ""),
+        rows=tuple((name, value) for name, value in _facts(report) if value),
+        align=columns(2, 0),
+        wraps=1,
+    )
+
+
+def _kernels(report: BenchReport) -> Table:
+    """Every kernel as it was launched; equal ones once, with the shapes that they served."""
+    used: dict[tuple[str, ...], dict[str, None]] = {}
+    for cell in report.cells:
+        for case in cell.cases:
+            for kernel in case.kernels:
+                key = (case.kernel, _short(case.precision), *_resources(kernel))
+                used.setdefault(key, {})[f"{cell.shape} {cell.dims.dtype}"] = None
+    return Table(
+        title="Kernels as they were launched",
+        headers=(
+            "implementation", "intermediates,\nstates", "kernel", "warps", "registers", "spills", "shared",
+            "blocks\nper SM", "occupancy", "shapes",
+        ),
+        rows=tuple((*cells, ", ".join(shapes)) for cells, shapes in used.items()),
+        align=(*columns(3, 6), "left"),
+        note="Registers and spills are per thread, shared memory per block.  Occupancy: resident warps of those that "
+        "an SM can hold.",
+        keys=3,
+        wraps=9,
+    )  # fmt: skip
+
+
+def _resources(kernel: Kernel) -> tuple[str, ...]:
+    launch, held = kernel.launch, kernel.occupancy
+    return (
+        launch.kernel,
+        str(launch.config.get("num_warps", fmt.MISSING)),
+        fmt.count(launch.registers),
+        fmt.count(launch.spills),
+        fmt.size(launch.shared_bytes),
+        fmt.count(held.blocks_per_sm if held else None),
+        fmt.percent(held.warps_pct if held else None, 0),
+    )
+
+
+def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
+    gpu, clocks, ceilings = report.environment.gpu, report.clocks, report.ceilings
+    if gpu:
+        yield "GPU", f"{gpu.name}, {gpu.sm_count} SMs, driver {gpu.driver}, CUDA {gpu.cuda}"
+    if ceilings:
+        yield "ceilings", f"copy {ceilings.copy_gb_per_s:,.0f} GB/s, bf16 matmul {ceilings.matmul_tflops:,.0f} TFLOP/s"
+    if clocks:
+        yield "SM clock", f"{clocks.sm_mhz[0]} MHz before, {clocks.sm_mhz[1]} MHz after"
+        yield "throttled", ", ".join(clocks.throttle_reasons)
+    packages = report.environment.packages | {"ssdprof": report.ssdprof_version} | report.peers
+    yield "versions", ", ".join(f"{name} {version}" for name, version in packages.items())
+    checked = sorted({cell.checked for cell in report.cells if cell.checked is not None})
+    if checked:
+        lengths = fmt.words(f"{length:,}" for length in checked)
+        yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
+    yield "command", " ".join(report.command)
+    yield "took", f"{report.seconds:.0f} s, {report.state}"
+    yield "on", report.created
+
+
+def _grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
+    """Cells of one shape, dtype and layout, under these in words, in the order in which they ran."""
+    found: dict[str, list[BenchCell]] = {}
+    for cell in report.cells:
+        dims = cell.dims
+        sizes = f"{dims.nheads}x{dims.headdim}, N {dims.dstate}, G {dims.ngroups}"
+        found.setdefault(f"{cell.shape} ({sizes}), {dims.dtype}, {cell.layout} inputs", []).append(cell)
+    yield from found.items()
+
+
+def _short(precision: Precision) -> str:
+    return f"{precision.intermediates}, {precision.state_dtype}"
+
+
+def _floor(case: BenchCase) -> str:
+    return fmt.percent(case.roofline.floor_pct if case.roofline else None, 1)
+
+
+def _memory(case: BenchCase) -> str:
+    return fmt.size(case.memory.workspace_bytes if case.memory else None)

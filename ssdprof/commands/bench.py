@@ -1,0 +1,142 @@
+"""`ssdprof bench`: the kernels alone, on drawn inputs of a model's shape, against those of other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ssdprof.commands import options, terminal
+from ssdprof.errors import ExitCode
+
+if TYPE_CHECKING:
+    from ssdprof.bench.schema import BenchReport
+
+MAX_TOKENS = "256k"
+
+
+def bench(
+    operator: Annotated[Literal["ssd"], typer.Argument(help="The operator.")],  # noqa: ARG001
+    shape: Annotated[
+        str, typer.Option(metavar="S[,S...]", help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.")
+    ] = "mamba2-2.7b",
+    seq: Annotated[str, typer.Option(metavar="N[,N...]", help="Lengths; 1k,...,256k doubles.")] = "1k,4k,16k,64k",
+    batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Sequences; with every length.")] = "1",
+    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="More: sequences x length, 8x4k,32x1k.")] = "",
+    packed: Annotated[
+        str,
+        typer.Option(metavar="BxN-M[,...]", help="Packed sequences of drawn lengths: 64x1k-4k."),
+    ] = "",
+    max_tokens: Annotated[
+        str, typer.Option(metavar="N", help="Pairs of --batch and --seq with more are left out.")
+    ] = MAX_TOKENS,
+    dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Of the inputs: bf16, fp16, fp32.")] = "bf16",
+    dtypes: options.Dtypes = "exact",
+    states: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D[,D...]",
+            help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
+            show_default="fp32 with exact, the inputs' with relaxed",
+        ),
+    ] = None,
+    layout: Annotated[
+        Literal["contiguous", "views"], typer.Option(help="Of the inputs; views of a wide projection, as in a model.")
+    ] = "contiguous",
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published.")] = "",
+    published: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="What speedups are over.", show_default="the first of --against, else unfused"
+        ),
+    ] = None,
+    chunk_size: Annotated[
+        Literal["best", "128", "256"], typer.Option(help="Of the implementations that do not choose their own.")
+    ] = "best",
+    check: Annotated[
+        Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
+    ] = "full",
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=1, help="Of wall clock.", show_default="no end")
+    ] = None,
+    min_speedup: Annotated[
+        float | None, typer.Option(metavar="X", min=0, help="Fail unless fused reaches it everywhere, by device time.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JSON, after every cell.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Time the fused and the unfused kernels and, if asked, those of other libraries, all in turns.
+
+    Outputs are compared with the fp64 oracle first.  Exit code 1 says that a case of ours was wrong, or that
+    --min-speedup did not hold.
+    """
+    from ssdprof import runs
+    from ssdprof.bench import gate, render
+    from ssdprof.bench.contenders import CHUNK_SIZES, load_peers, peer_names, precisions_for
+    from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
+    from ssdprof.bench.run import BenchRequest, require_gpu
+    from ssdprof.bench.run import bench as measure
+    from ssdprof.bench.schema import dump
+    from ssdprof.bench.shapes import parse_shapes
+    from ssdprof.capture.prompt import parse_seq
+    from ssdprof.request import parse_states
+
+    tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
+    grid = expand(parse_shapes(shape), parse_dtypes(dtype), tokens, layout)
+    state_dtypes = None if states is None else parse_states(states)
+    names = peer_names(against, published)
+    baseline = _baseline(baseline, names)
+    if out is not None:
+        runs.check_target(out, replace=force)
+    require_gpu()
+    request = BenchRequest(
+        cells=grid,
+        precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
+        peers=load_peers(names, published),
+        baseline=baseline,
+        chunk_sizes=CHUNK_SIZES if chunk_size == "best" else (int(chunk_size),),
+        check=check,
+        budget=budget,
+        command=terminal.command_line(),
+    )
+    watcher = terminal.TerminalWatcher()
+    for one in too_large:
+        watcher.say(f"{one} is left out: it has more than {max_tokens} tokens.")
+
+    def keep(report: BenchReport) -> None:
+        if out is not None:
+            runs.write_text(out, dump(report) + "\n")
+
+    report = measure(request, watcher, keep)
+    if as_json:
+        print(dump(report))
+    elif markdown:
+        print(render.as_markdown(report), end="")
+    else:
+        terminal.out().print(render.terminal(report))
+    broken = gate.wrong(report) + (gate.too_slow(report, min_speedup) if min_speedup is not None else ())
+    for line in broken:
+        watcher.say(line)
+    if broken:
+        raise typer.Exit(ExitCode.GATE_FAILED)
+
+
+def _baseline(wanted: str | None, libraries: Sequence[str]) -> str:
+    from ssdprof.errors import BadInputError
+
+    if wanted is None:
+        return next(iter(libraries), "unfused")
+    if wanted not in ("unfused", *libraries):
+        raise BadInputError(
+            f"The baseline {wanted!r} does not take part.",
+            f"Take unfused{''.join(f' or {name}' for name in libraries)}, or name it in --against.",
+        )
+    return wanted

@@ -1,0 +1,64 @@
+"""The five kernels of state-spaces/mamba, as installed: https://github.com/state-spaces/mamba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+
+def load() -> Implementation:
+    """Raises ImportError where the library, or what it needs, is missing."""
+    module: Any = import_module("mamba_ssm.ops.triton.ssd_combined")
+    five_kernels = _FiveKernels(module._mamba_chunk_scan_combined_fwd)
+    return Implementation(operator="ssd", name="mamba_ssm", run=five_kernels.run, plan=five_kernels.plan)
+
+
+def version() -> str:
+    """As the library says it."""
+    return str(getattr(import_module("mamba_ssm"), "__version__", "of unknown version"))
+
+
+@dataclass(frozen=True)
+class _FiveKernels:
+    """forward: what the public `mamba_chunk_scan_combined` calls, without the autograd function around it."""
+
+    forward: Callable[..., Any]
+
+    def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
+        self._refuse_unsupported(inputs, precision)
+        # left out, it is C's dtype, also in versions that know no other
+        states = {} if precision.state_dtype == inputs.C.dtype else {"state_dtype": precision.state_dtype}
+        with torch.cuda.device(inputs.x.get_device()):
+            out, _, _, _, _, final_states = self.forward(
+                inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, D=inputs.D, z=inputs.z,
+                dt_bias=inputs.dt_bias, initial_states=inputs.initial_states, dt_softplus=inputs.dt_softplus,
+                dt_limit=inputs.dt_limit, **states,
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
+
+    def plan(self, inputs: SSDInputs, precision: Precision) -> Plan:
+        self._refuse_unsupported(inputs, precision)
+        return Plan(variant="mamba_ssm", launches=5, config={"chunk_size": inputs.chunk_size}, reason="it tunes itself")
+
+    def _refuse_unsupported(self, inputs: SSDInputs, precision: Precision) -> None:
+        if not precision.exact:
+            raise UnsupportedError("mamba_ssm: exact intermediates only")
+        if precision.state_dtype != inputs.C.dtype and "state_dtype" not in signature(self.forward).parameters:
+            raise UnsupportedError(f"mamba_ssm: this version passes states on in {inputs.C.dtype} only")
+        if inputs.cu_seqlens is not None:
+            raise UnsupportedError("mamba_ssm: no initial and final states of each packed sequence")
+        (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
+        states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
+        farthest = max(states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)))
+        if farthest > INT32_ELEMENTS:
+            raise UnsupportedError("mamba_ssm: 32-bit offsets, and a tensor here spans more than 2^31 elements")

@@ -1,0 +1,107 @@
+"""The published single-launch kernel, from a checkout of https://github.com/RishiAstra/mamba.
+
+Its package has the name of the library that it was forked from, so its files are loaded by path, under names of their
+own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+_FOLDER = Path("mamba_ssm", "ops", "triton")
+_KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
+
+# its two settings: what is fp32 in each, and whether the others are 16 bit or fp32
+_HIGH = dict.fromkeys(("states_in_fp32", "cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32", "cb_comp_fp32"), True)
+_MEDIUM = dict.fromkeys(_HIGH, False) | {"cb_comp_fp32": True}
+
+
+def load(checkout: Path) -> Implementation:
+    """Raises ImportError where the checkout lacks the kernel, or the kernel needs what is missing."""
+    softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
+    with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
+        kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
+    published = _Published(kernel._fused5_ssd)
+    return Implementation(operator="ssd", name="published", run=published.run, plan=published.plan)
+
+
+def version(checkout: Path) -> str:
+    """By content: a checkout has no version."""
+    content = (checkout / _FOLDER / f"{_KERNEL}.py").read_bytes()
+    return f"{_KERNEL}.py, sha256 {hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def _module(file: Path) -> ModuleType:
+    spec = spec_from_file_location(f"ssdprof_published_{file.stem}", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ImportError(f"there is no {'/'.join(_FOLDER.parts)}/{file.name}")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _found_as(name: str, module: ModuleType) -> Iterator[None]:
+    """`import name` finds `module`; an installed library of that name is back afterwards."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+@dataclass(frozen=True)
+class _Published:
+    launch: Callable[..., Any]
+
+    def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
+        self._refuse_unsupported(inputs, precision)
+        with torch.cuda.device(inputs.x.get_device()):
+            out, _, _, final_states, _, _ = self.launch(
+                inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, chunk_size=inputs.chunk_size,
+                initial_states=inputs.initial_states, z=inputs.z, dt_bias=inputs.dt_bias,
+                dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit, **(_HIGH if precision.exact else _MEDIUM),
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
+
+    def plan(self, inputs: SSDInputs, precision: Precision) -> Plan:
+        self._refuse_unsupported(inputs, precision)
+        setting = "high" if precision.exact else "medium"
+        return Plan(
+            variant=setting,
+            launches=4,
+            config={"chunk_size": inputs.chunk_size},
+            reason=f"its {setting!r} setting; also launched: flags and first state zeroed, last state copied",
+        )
+
+    def _refuse_unsupported(self, inputs: SSDInputs, precision: Precision) -> None:
+        if precision.exact and precision.state_dtype != torch.float32:
+            raise UnsupportedError("published: exact intermediates go with fp32 states")
+        if not precision.exact and not precision.state_dtype == inputs.x.dtype == torch.float16:
+            raise UnsupportedError("published: relaxed intermediates go with fp16 inputs and fp16 states")
+        if inputs.cu_seqlens is not None:
+            raise UnsupportedError("published: no packed sequences")
+        (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
+        states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
+        rows = (span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+        if max(states, *rows) > INT32_ELEMENTS:
+            raise UnsupportedError("published: 32-bit offsets, and a sequence here spans more than 2^31 elements")

@@ -1,0 +1,177 @@
+"""Adapters of libraries that are not installed here: stand-ins take their place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof.bench.contenders import line_up, load_peers, peer_names
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.ssd.adapters import mamba_ssm, offsets, published
+from ssdprof.kernels.ssd.inputs import SSDInputs
+
+SOFTPLUS = "mamba_ssm.ops.triton.softplus"
+
+
+def inputs(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> SSDInputs:
+    x, B = torch.zeros(1, 8, 2, 16, dtype=dtype), torch.zeros(1, 8, 1, 16, dtype=dtype)
+    made: dict[str, Any] = {"x": x, "dt": x[..., 0], "A": -torch.ones(2), "B": B, "C": B, "chunk_size": 128}
+    return SSDInputs(**(made | fields))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What a stand-in for mamba_ssm was called with."""
+    made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(
+        *arguments: Any, D: Any, z: Any, dt_bias: Any, initial_states: Any, dt_softplus: bool, dt_limit: Any
+    ) -> Any:
+        options = {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
+        made.append((arguments, options | {"dt_softplus": dt_softplus, "dt_limit": dt_limit}))
+        return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
+
+    package, module = ModuleType("mamba_ssm"), ModuleType("mamba_ssm.ops.triton.ssd_combined")
+    package.__version__ = "9.9"  # type: ignore[attr-defined]
+    module._mamba_chunk_scan_combined_fwd = forward  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
+    return made
+
+
+def test_mamba_ssm_is_called_as_its_users_call_it(calls: list[Any]) -> None:
+    (peer,) = load_peers(["mamba_ssm"], None)
+    assert (peer.implementation.name, peer.version) == ("mamba_ssm", "9.9")
+    own = {"D": torch.ones(2), "z": None, "dt_bias": torch.ones(2), "initial_states": None}
+    own |= {"dt_softplus": True, "dt_limit": (0.0, 1.0)}
+    given = inputs(**own)
+    out, states = peer.implementation.run(given, Precision(state_dtype=torch.bfloat16))
+    ((x, dt, A, B, C, chunk_size), options) = calls[0]
+    assert (x is given.x, dt is given.dt, A is given.A, B is given.B, C is given.C) == (True,) * 5
+    assert chunk_size == 128
+    assert all(options[name] is value for name, value in own.items())
+    assert out is given.x
+    assert bool((states == 1).all())
+    assert [str(precision) for precision in peer.precisions("bf16")] == ["exact, bf16 states"]
+
+
+def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
+    run = mamba_ssm.load().run
+    for precision, given, words in (
+        (Precision(intermediates="relaxed"), inputs(), "exact intermediates only"),
+        (Precision(), inputs(), "this version"),
+        (
+            Precision(state_dtype=torch.bfloat16),
+            inputs(cu_seqlens=torch.tensor([0, 8])),
+            "packed sequence",
+        ),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            run(given, precision)
+    assert not calls
+
+
+def test_offsets_of_32_bits_are_refused_before_they_wrap(calls: list[Any]) -> None:
+    far = torch.empty_strided((1, 8, 2, 16), (0, 2**29, 16, 1), dtype=torch.bfloat16, device="meta")
+    assert offsets.span(far) == 7 * 2**29 + 16 + 15 + 1
+    B, A = torch.empty(1, 8, 1, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta")
+    with pytest.raises(UnsupportedError, match="32-bit offsets"):
+        mamba_ssm.load().plan(inputs(x=far, dt=far[..., 0], A=A, B=B, C=B), Precision(state_dtype=torch.bfloat16))
+    assert not calls
+
+
+KERNEL = """
+from mamba_ssm.ops.triton.softplus import softplus
+def _fused5_ssd(x, dt, A, B, C, D, **options):
+    return x, None, None, (softplus, options), None, None
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "mamba_ssm" / "ops" / "triton"
+    folder.mkdir(parents=True)
+    (folder / "softplus.py").write_text("softplus = 'of the checkout'\n")
+    (folder / "ssd_fused5.py").write_text(KERNEL)
+    return tmp_path
+
+
+def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = ModuleType(SOFTPLUS)
+    monkeypatch.setitem(sys.modules, SOFTPLUS, installed)
+    run = published.load(checkout).run
+    assert sys.modules[SOFTPLUS] is installed
+    softplus, options = run(inputs(torch.float16), Precision()).final_states
+    assert softplus == "of the checkout"
+    assert options["chunk_size"] == 128
+    assert [options[name] for name in ("states_in_fp32", "cb_store_fp32", "cs_acc_fp32", "cb_comp_fp32")] == [True] * 4
+    relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
+    _, options = run(inputs(torch.float16), relaxed).final_states
+    assert [options[name] for name in ("states_in_fp32", "cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")] == [
+        False
+    ] * 4
+    assert options["cb_comp_fp32"] is True
+
+
+def test_the_published_kernel_leaves_no_trace_where_nothing_is_installed(checkout: Path) -> None:
+    assert SOFTPLUS not in sys.modules
+    published.load(checkout)
+    assert SOFTPLUS not in sys.modules
+
+
+def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
+    plan = published.load(checkout).plan
+    relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
+    for precision, given, words in (
+        (Precision(state_dtype=torch.float16), inputs(torch.float16), "exact intermediates go with fp32 states"),
+        (relaxed, inputs(torch.bfloat16), "fp16 inputs and fp16 states"),
+        (Precision(), inputs(cu_seqlens=torch.tensor([0, 8])), "no packed sequences"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            plan(given, precision)
+    x, B = (torch.empty(1, 2**27, *size, dtype=torch.float16, device="meta") for size in ((2, 16), (1, 16)))
+    with pytest.raises(UnsupportedError, match="32-bit offsets"):
+        plan(inputs(x=x, dt=x[..., 0], A=torch.empty(2, device="meta"), B=B, C=B), Precision())
+
+
+def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
+    before = published.version(checkout)
+    (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(KERNEL + "\n")
+    assert before.startswith("ssd_fused5.py, sha256 ")
+    assert published.version(checkout) != before
+
+
+def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
+        load_peers(["mamba_ssm"], None)
+    with pytest.raises(MissingCapabilityError, match=r"there is no mamba_ssm/ops/triton/softplus\.py"):
+        load_peers(["published"], tmp_path)
+
+
+def test_names_of_libraries(tmp_path: Path) -> None:
+    assert peer_names("", None) == ()
+    assert peer_names("mamba_ssm", tmp_path) == ("mamba_ssm", "published")
+    for words, complaint in (("vllm", "does not know 'vllm'"), ("published", "in no package")):
+        with pytest.raises(BadInputError, match=complaint):
+            peer_names(words, None)
+
+
+def test_peers_line_up_before_ours(checkout: Path) -> None:
+    peers = load_peers(["published"], checkout)
+    contenders = line_up("fp16", (), peers)
+    assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
+        ("published", "exact, fp32 states", False),
+        ("published", "relaxed, fp16 states", False),
+    ]
+    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 2
+    assert len(line_up("bf16", (), peers)) == 1

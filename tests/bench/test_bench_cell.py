@@ -1,0 +1,164 @@
+"""Right first, then how fast: what becomes of a cell's contenders.  The comparator is real, the stopwatch is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import CELL, EXACT, FakeBench, contender, measured
+
+from ssdprof import schema
+from ssdprof.bench.contenders import CHUNK_SIZES, line_up, precisions_for
+from ssdprof.bench.grid import Cell, Tokens
+from ssdprof.bench.inputs import draw
+from ssdprof.bench.judge import Verdict, judge, run_unjudged
+from ssdprof.bench.run import sampling_seconds
+from ssdprof.kernels.ssd.inputs import SSDOutput
+
+SLOW = contender("slow", lambda _: 300.0, ours=False)
+FAST = contender("fast", lambda _: 100.0)
+
+
+def noisy(amount: float):  # type: ignore[no-untyped-def]
+    def spoil(output: SSDOutput) -> SSDOutput:
+        noise = torch.randn(output.out.shape, generator=torch.Generator().manual_seed(0))
+        return SSDOutput((output.out.float() * (1 + amount * noise)).to(output.out.dtype), output.final_states)
+
+    return spoil
+
+
+def test_the_fastest_chunk_size_is_taken() -> None:
+    bench = FakeBench()
+    choosy = contender("choosy", lambda chunk: {128: 90.0, 256: 70.0}[chunk or 0], chunk_sizes=CHUNK_SIZES)
+    slow, case = measured(SLOW, choosy, bench=bench)
+    assert case.chunk_size == 256
+    assert [(trial.chunk_size, trial.device_us) for trial in case.trials] == [(128, 90.0), (256, 70.0)]
+    assert case.timing is not None
+    assert (case.timing.device_median_us, case.timing.call_median_us) == (70, 80)
+    assert (slow.chunk_size, slow.trials) == (None, ())
+    assert len(bench.recorded) == 2 + 2  # the choice, then the two that take turns
+
+
+def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
+    choosy = contender("choosy", lambda chunk: float(chunk or 0), chunk_sizes=CHUNK_SIZES, wrong_chunk=128)
+    (case,) = measured(choosy)
+    assert case.chunk_size == 256
+    assert [(trial.status, trial.device_us) for trial in case.trials] == [("inaccurate", None), ("passed", None)]
+    assert case.trials[0].reason
+    assert case.timing is not None
+    assert case.timing.device_median_us == 256
+
+
+def test_speedups_are_over_the_fastest_of_each_other_implementation() -> None:
+    relaxed = schema.Precision(intermediates="relaxed", state_dtype="bf16")
+    *_, fast = measured(
+        SLOW, contender("peer", lambda _: 200.0), contender("peer", lambda _: 150.0, precision=relaxed), FAST
+    )
+    assert {speedup.baseline: speedup.device_ratio for speedup in fast.speedups} == {"peer": 1.5, "slow": 3.0}
+    over = fast.over("slow")
+    assert over is not None
+    assert over.call_ratio == pytest.approx(310 / 110)
+    assert over.verdict == "faster"
+
+
+def test_a_wrong_case_of_ours_has_no_time() -> None:
+    slow, case = measured(SLOW, contender("ours", lambda _: 1.0, spoil=noisy(0.02)))
+    assert case.status == "inaccurate"
+    assert case.reason
+    assert (case.timing, case.speedups) == (None, ())
+    assert slow.timing is not None
+
+
+def test_a_sloppy_peer_is_timed_and_a_wrong_one_is_not() -> None:
+    sloppy, wrong = measured(
+        contender("sloppy", lambda _: 1.0, ours=False, spoil=noisy(0.009)),
+        contender("wrong", lambda _: 1.0, ours=False, spoil=noisy(0.02)),
+    )
+    assert sloppy.status == "passed"
+    assert "budget" in sloppy.sloppy
+    assert sloppy.timing is not None
+    assert sloppy.error is not None
+    assert 0.005 < sloppy.error.out < 0.01
+    assert (wrong.status, wrong.timing) == ("inaccurate", None)
+
+
+def test_states_of_a_peer_are_widened_to_be_judged_and_not_to_be_timed() -> None:
+    half = contender(
+        "half",
+        lambda _: 1.0,
+        ours=False,
+        precision=schema.Precision(intermediates="exact", state_dtype="bf16"),
+        spoil=lambda output: SSDOutput(output.out, output.final_states.bfloat16()),
+    )
+    (case,) = measured(half)
+    assert case.status == "passed"
+    inputs = draw(CELL, torch.device("cpu"), chunk_size=128)
+    assert half.entries(inputs)[0].run().final_states.dtype == torch.bfloat16
+
+
+def test_what_cannot_be_captured_is_not_timed_and_says_so() -> None:
+    slow, fast = measured(SLOW, FAST, bench=FakeBench(uncapturable=frozenset({"slow"})))
+    assert "it synchronises" in slow.reason
+    assert slow.timing is None
+    assert fast.timing is not None
+    assert fast.speedups == ()
+
+
+def test_an_output_that_changed_while_it_was_timed_is_inaccurate() -> None:
+    calls = []
+
+    def drift(output: SSDOutput) -> SSDOutput:
+        calls.append(1)
+        return output if len(calls) == 1 else noisy(0.5)(output)
+
+    (case,) = measured(contender("drifting", lambda _: 1.0, spoil=drift))
+    assert case.status == "inaccurate"
+    assert case.reason.startswith("after it was timed")
+    assert case.timing is None
+
+
+def test_a_peer_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> None:
+    calls = []
+
+    def untuned(output: SSDOutput) -> SSDOutput:
+        calls.append(1)
+        return noisy(0.5)(output) if len(calls) == 1 else output
+
+    (peer,) = measured(contender("peer", lambda _: 1.0, ours=False, spoil=untuned))
+    assert peer.status == "passed"
+
+
+def test_a_verdict_from_shorter_inputs_does_not_cover_what_is_not_finite() -> None:
+    bad = contender("bad", lambda _: 1.0, spoil=lambda output: SSDOutput(output.out / 0, output.final_states))
+    inputs = draw(CELL, torch.device("cpu"), chunk_size=128)
+    entries = [*FAST.entries(inputs), *bad.entries(inputs)]
+    judged = run_unjudged(entries, {entry.label: Verdict(status="passed") for entry in entries})
+    assert [one.verdict.status for one in judged] == ["passed", "nonfinite"]
+
+
+def test_the_bundled_kernels_line_up_and_pass() -> None:
+    """Through the interpreter, with packed sequences: what a GPU adds is speed."""
+    cell = Cell(shape=CELL.shape, dtype="bf16", layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
+    contenders = line_up("bf16", precisions_for("bf16", "all", None), (), (16,))
+    assert [(one.name, str(one.precision), one.chunk_sizes) for one in contenders] == [
+        ("unfused", "exact, fp32 states", (16,)),
+        ("unfused", "exact, bf16 states", (16,)),
+        ("fused", "exact, fp32 states", ()),
+        ("fused", "relaxed, bf16 states", ()),
+    ]
+    inputs = draw(cell, torch.device("cpu"), chunk_size=16)
+    judged = judge([entry for one in contenders for entry in one.entries(inputs)])
+    assert [one.verdict.status for one in judged] == ["passed"] * 4, [one.verdict.reason for one in judged]
+    assert judged[2].variant == "interpreter"
+
+
+def test_precisions_follow_the_inputs_dtype() -> None:
+    assert precisions_for("fp16", "exact", None) == (EXACT,)
+    assert [str(one) for one in precisions_for("fp16", "all", None)] == ["exact, fp32 states", "relaxed, fp16 states"]
+    assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
+
+
+def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
+    assert sampling_seconds(None, 1e9, 1) == 1.5
+    assert sampling_seconds(300, 0, 100) == pytest.approx(1.0)
+    assert sampling_seconds(300, 299, 100) == 0.1
+    assert sampling_seconds(300, 0, 1) == 1.5

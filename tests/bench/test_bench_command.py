@@ -1,0 +1,79 @@
+"""`ssdprof bench` as a user meets it; on a GPU, one small bench from words to files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ssdprof.bench.schema import load
+from ssdprof.cli import app
+
+
+def bench(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["bench", "ssd", *words], prog_name="ssdprof", catch_exceptions=False)
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--shape", "mamba3"], "'mamba3' is no known shape"),
+        (["--seq", "many"], "'many' is not a prompt length"),
+        (["--against", "vllm"], "does not know 'vllm'"),
+        (["--against", "published"], "Give a checkout"),
+        (["--baseline", "mamba_ssm"], "does not take part"),
+        (["--states", "int8"], "does not know 'int8'"),
+        (["--out", "nowhere/result.json"], "There is no folder nowhere"),
+    ],
+)
+def test_wrong_words_are_answered_before_a_gpu_is_missed(words: list[str], complaint: str) -> None:
+    code, out, err = bench(*words)
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+def test_a_result_is_not_overwritten(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    result.write_text("kept")
+    code, _, err = bench("--out", str(result))
+    assert code == 2
+    assert "exists" in err
+    assert result.read_text() == "kept"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_ends_with_3() -> None:
+    code, out, err = bench("--against", "mamba_ssm")
+    assert (code, out) == (3, "")
+    assert "needs an NVIDIA GPU" in err
+
+
+@pytest.mark.gpu
+def test_a_small_bench(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    words = ["--shape", "16x64x128x1", "--seq", "256", "--cells", "2x200", "--packed", "4x16-64", "--dtypes", "all"]
+    code, out, err = bench(*words, "--out", str(result), "--json")
+    assert code == 0, err
+    report = load(out)
+    assert report == load(result.read_text())
+    assert report.state == "complete"
+    assert [cell.tokens for cell in report.cells] == ["1 x 256", "2 x 200", "4 packed x 16-64"]
+    for cell in report.cells:
+        assert [case.implementation for case in cell.cases] == ["unfused"] * 2 + ["fused"] * 2
+        for case in cell.cases:
+            assert case.status == "passed", case.reason
+            assert case.timing is not None
+            assert case.roofline is not None
+            assert case.memory is not None
+            assert all(kernel.launch.registers for kernel in case.kernels)
+        assert cell.cases[2].over("unfused") is not None
+        assert cell.cases[0].trials
+    code, out, err = bench(*words, "--check", "short", "--min-speedup", "1000")
+    assert code == 1
+    assert "not 1000x" in err
+    assert "Fused over unfused" in out
+    assert json.loads(result.read_text())["kind"] == "bench ssd"

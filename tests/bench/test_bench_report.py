@@ -1,0 +1,135 @@
+"""What is written, printed and held against a gate."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from fakes import contender, measured, report
+from pydantic import ValidationError
+from rich.console import Console
+
+from ssdprof.bench import gate, render, tables
+from ssdprof.bench.contenders import CHUNK_SIZES
+from ssdprof.bench.schema import BenchCase, BenchReport, LeftOut, dump, load
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.ssd.inputs import SSDOutput
+
+ROOT = Path(__file__).parents[2]
+
+
+def cases(fused_us: float = 100.0) -> tuple[BenchCase, ...]:
+    return measured(
+        contender("mamba_ssm", lambda chunk: {128: 330.0, 256: 300.0}[chunk or 0], chunk_sizes=CHUNK_SIZES, ours=False),
+        contender("unfused", lambda _: 310.0),
+        contender("fused", lambda _: fused_us),
+    )
+
+
+@pytest.fixture(scope="module")
+def done() -> BenchReport:
+    return report(*cases())
+
+
+def test_json_comes_back_as_it_was(done: BenchReport) -> None:
+    assert load(dump(done)) == done
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"kind": "bench ssd", "schema_version": 2}'])
+def test_json_of_something_else(text: str) -> None:
+    with pytest.raises(BadInputError, match="no result of ssdprof bench"):
+        load(text)
+
+
+def test_a_time_without_a_comparison_is_no_record(done: BenchReport) -> None:
+    timed = done.cells[0].cases[2]
+    for missing in ({"error": None}, {"status": "inaccurate"}):
+        with pytest.raises(ValidationError, match="compared with the oracle"):
+            BenchCase.model_validate(dict(timed) | missing)
+
+
+def test_the_answer_is_the_first_table(done: BenchReport) -> None:
+    first, *_ = tables.tables(done)
+    assert first.title.startswith("Fused over mamba_ssm: tiny (2x16, N 16, G 1), bf16")
+    (row,) = first.rows
+    cells = dict(zip(first.headers, row, strict=True))
+    assert cells["speedup,\ndevice"] == "3.00x [3.00, 3.00]"
+    assert cells["speedup,\ncall"] == "2.82x [2.82, 2.82]"
+    assert (cells["device"], cells["call"], cells["mamba_ssm,\ndevice"]) == ("100 µs", "110 µs", "300 µs")
+
+
+def test_every_implementation_is_in_the_details(done: BenchReport) -> None:
+    details = next(table for table in tables.tables(done) if table.title.startswith("Every implementation"))
+    assert [row[1:4] for row in details.rows] == [
+        ("mamba_ssm", "exact, fp32", "256"),
+        ("unfused", "exact, fp32", "-"),
+        ("fused", "exact, fp32", "-"),
+    ]
+
+
+def test_details_are_cut_into_tables_that_are_drawn_whole(done: BenchReport) -> None:
+    many = report(cells=done.cells * 40)
+    details = [table for table in tables.tables(many) if table.title.startswith("Every implementation")]
+    assert sum(len(table.rows) for table in details) == 120
+    assert max(len(table.rows) for table in details) <= 50
+
+
+def test_what_went_wrong_is_said() -> None:
+    wrong = measured(
+        contender("fused", lambda _: 1.0, spoil=lambda output: SSDOutput(output.out * 2, output.final_states))
+    )
+    shown = report(*wrong, baseline="unfused", left_out=(LeftOut(cell="tiny, 1 x 9", reason="out of memory"),))
+    text = render.as_markdown(shown)
+    assert "inaccurate" in text
+    assert "out of memory" in text
+    assert "its budget" in text
+    assert gate.wrong(shown)
+    assert not gate.wrong(report(*cases()))
+
+
+def test_both_renderers_draw_it(done: BenchReport) -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render.terminal(done))
+    text = console.export_text()
+    for words in ("Fused over mamba_ssm", "Kernels as they were launched", "What ran", "ssdprof bench ssd", "3.00x"):
+        assert words in text
+        assert words in render.as_markdown(done).replace("\u00a0", " ")
+
+
+def test_the_gate(done: BenchReport) -> None:
+    assert gate.too_slow(done, 3.0) == ()
+    (line,) = gate.too_slow(done, 3.25)
+    assert "3.00x over mamba_ssm, not 3.25x" in line
+
+
+def test_the_gate_does_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
+    alone = report(*measured(contender("fused", lambda _: 1.0)))
+    assert "mamba_ssm was not timed" in gate.too_slow(alone, 1.0)[0]
+    late = done.model_copy(update={"left_out": (LeftOut(cell="a cell", reason="the budget was spent"),)})
+    assert gate.too_slow(late, 1.0) == ("a cell: left out: the budget was spent",)
+
+
+def test_the_readme_table_is_written_between_its_marks(done: BenchReport, tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:start -->\nold\n<!-- bench:end -->\nafter\n")
+    (tmp_path / "result.json").write_text(dump(done))
+    script["update"](readme, tmp_path / "result.json")
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- bench:start -->\n")
+    assert text.endswith("<!-- bench:end -->\nafter\n")
+    assert "old" not in text
+    assert "3.00x" in text
+    assert "result.json" in text
+    script["update"](readme, tmp_path / "result.json")
+    assert readme.read_text() == text
+
+
+def test_the_readme_says_what_the_committed_result_says() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
+    source = script["source_of"](ROOT / "README.md")
+    if source is not None:
+        assert script["section"](ROOT / source, source) == script["current"](ROOT / "README.md")
+    else:
+        assert script["current"](ROOT / "README.md").strip() == ""
