@@ -80,6 +80,7 @@ class Throughput(Record):
     l1_hit_pct: float | None = None
     l2_hit_pct: float | None = None
     tensor_flops: int | None = None
+    fp32_flops: int | None = None
     dram_peak_gb_per_s: float | None = None
     tensor_peak_tflops: float | None = None
 

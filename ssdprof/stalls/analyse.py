@@ -25,12 +25,14 @@ BUNDLED = {
 }
 
 
-def analyse(reports: Sequence[RawReport], subject: Subject | None = None) -> StallReport:
+def analyse(reports: Sequence[RawReport], subject: Subject | None = None, *, missing: str = "") -> StallReport:
     """Depends on the reports' contents and on `subject` alone: the same on every machine.
 
     subject: what was profiled; its `launched` belong to the reports, in their order.
+    missing: why there are no reports.
     """
-    names = [launched.implementation for launched in subject.launched] if subject else [""] * len(reports)
+    launched = subject.launched if subject and not missing else None
+    names = [one.implementation for one in launched] if launched else [""] * len(reports)
     return StallReport(
         ssdprof_version=__version__,
         sources={report.name: report.sha256 for report in reports},
@@ -40,8 +42,9 @@ def analyse(reports: Sequence[RawReport], subject: Subject | None = None) -> Sta
             for report, implementation in zip(reports, names, strict=True)
             for kernel in report.kernels
         ),
-        checks=checks.of_reports(reports, subject.launched if subject else None),
+        checks=checks.of_reports(reports, launched),
         subject=subject,
+        missing=missing,
     )
 
 

@@ -9,7 +9,7 @@ reader sees how many there are.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ssdprof.stall_records import Line, Stage
@@ -17,6 +17,7 @@ from ssdprof.stalls.raw import Point, RawKernel, base_name
 from ssdprof.stalls.stages import IDLE, IDLE_WARPS, ORDER, UNKNOWN, Place, Sources
 
 _BLOCK_BARRIER = "barrier"
+_Key = tuple[str, int, str, str, str]  # file, line, instruction if there is no line, function, stage
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,15 @@ def attribute(kernel: RawKernel, sources: Sources) -> Attribution:
     launched = sources.kernel(kernel.function)
     specialized = launched is not None and launched.specialized
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
-    by_line: dict[tuple[str, int, str, str], Counter[str]] = defaultdict(Counter)
+    by_line: dict[_Key, Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
     for point, place, stage in zip(kernel.points, places, _stages(places), strict=True):
         idle, busy = _split(point, specialized and place.header)
         for name, samples in ((IDLE_WARPS, idle), (stage, busy)):
             if samples:
                 by_stage[name].update(samples)
-                by_line[point.file, point.line, place.function, name].update(samples)
+                key = (point.file, point.line, "" if point.line else point.sass, place.function, name)
+                by_line[key].update(samples)
         if place.stage is None:
             from_neighbours += sum(busy.values())
     return Attribution(
@@ -74,19 +76,19 @@ def _split(point: Point, is_compilers: bool) -> tuple[dict[str, int], dict[str, 
     return idle, {reason: count for reason, count in point.samples.items() if reason not in idle}
 
 
-def _lines(found: dict[tuple[str, int, str, str], Counter[str]], sources: Sources) -> tuple[Line, ...]:
+def _lines(found: Mapping[_Key, Counter[str]], sources: Sources) -> tuple[Line, ...]:
     lines = [
         Line(
             file=base_name(file),
             line=line,
             function=function,
             stage=stage,
-            text=sources.text(file, line),
+            text=sources.text(file, line) or sass,
             samples=_ordered(samples),
         )
-        for (file, line, function, stage), samples in found.items()
+        for (file, line, sass, function, stage), samples in found.items()
     ]
-    return tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage)))
+    return tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage, line.text)))
 
 
 def stage_order(name: str, total: int) -> tuple[int, int, str]:

@@ -88,6 +88,7 @@ def throughput(kernel: RawKernel) -> Throughput:
         l1_hit_pct=found["l1_hit_pct"],
         l2_hit_pct=found["l2_hit_pct"],
         tensor_flops=_int(flops),
+        fp32_flops=_int(_fp32(kernel)),
         dram_peak_gb_per_s=_scaled(
             _product(kernel, "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second"), 1e-9
         ),
@@ -116,6 +117,17 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
     if not (peak and share_pct and pipe_pct):
         return flops, None
     return flops, peak / (2 if pipe_pct / share_pct > 1.5 else 1) * 1e-12
+
+
+def _fp32(kernel: RawKernel) -> float | None:
+    """Additions, multiplications and twice the fused ones, by ordinary threads."""
+    cycles, total = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg"), 0.0
+    for name, operations in (("fadd", 1), ("fmul", 1), ("ffma", 2)):
+        rate = kernel.number(f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed")
+        if rate is None or cycles is None:
+            return None
+        total += operations * rate * cycles
+    return total
 
 
 def not_collected(*records: Resources | Throughput) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ SECTIONS = (
     "LaunchStats",
     "Occupancy",
     "SpeedOfLight",
+    "SpeedOfLight_RooflineChart",  # fp32 arithmetic
     "SpeedOfLight_HierarchicalTensorRooflineChart",
     "MemoryWorkloadAnalysis",
     "SchedulerStats",

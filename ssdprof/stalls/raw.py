@@ -32,7 +32,6 @@ class RawKernel:
     totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty if not collected
     points: in order of address; empty if source counters were not collected
     sources: file name -> text, as recorded
-    from_lines: points are lines already, without addresses
     """
 
     function: str
@@ -40,7 +39,6 @@ class RawKernel:
     totals: Mapping[str, int] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
-    from_lines: bool = False
 
     def number(self, *names: str) -> float | None:
         """The first of the metrics that was collected."""

@@ -1,0 +1,115 @@
+"""`ssdprof stalls`: where the warps of each implementation wait, and for what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ssdprof.commands import options, terminal
+
+
+def stalls(
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="A run, a model, or a folder of stored captures.",
+            show_default="the latest run",
+        ),
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="of a run the middle one")
+    ] = None,
+    impl: Annotated[str, typer.Option(metavar="I[,I...]", help="Implementations.")] = "unfused,fused",
+    seq: Annotated[
+        str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
+    ] = None,
+    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Intermediates.")] = "exact",
+    states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
+    files: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="FILE", help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable."),
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown, and its pictures beside it.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Seconds that each process may take.")] = 300,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for what is found.", show_default="the run's")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show where the warps of each implementation wait, stage by stage and line by line.
+
+    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads reports that exist.  Exit code 3 says that this
+    machine cannot profile; what Triton knows of the kernels is then shown.
+    """
+    from ssdprof import runs, stall_output, stall_pipeline
+    from ssdprof.errors import ExitCode
+    from ssdprof.report import stall_document
+    from ssdprof.report import terminal as tables
+    from ssdprof.schema import Precision
+
+    if markdown is not None:
+        runs.check_target(markdown, replace=force)
+    folder: Path | None = None
+    if files:
+        _refuse(where, layer, seq, out)
+        report = stall_pipeline.from_files(files)
+    else:
+        request = stall_pipeline.StallRequest(
+            where=where,
+            layer=layer,
+            seqlen=None if seq is None else _one_length(seq),
+            implementations=_names(impl),
+            precision=Precision(intermediates=dtypes, state_dtype=states),
+            timeout_s=timeout,
+            out=out,
+            overwrite=force,
+        )
+        folder, report = stall_pipeline.profile(request, terminal.TerminalWatcher())
+    if markdown is not None:
+        stall_output.write_markdown(markdown, report, replace=force)
+    if as_json:
+        print(stall_output.dump(report))
+    else:
+        terminal.out().print(tables.render_document(stall_document.compose(report)))
+    for written in (folder, markdown):
+        if written is not None:
+            terminal.err().print(f"Kept in {written}.")
+    if report.missing:
+        raise typer.Exit(ExitCode.MISSING_CAPABILITY)
+
+
+def _refuse(where: str | None, layer: int | None, seq: str | None, out: Path | None) -> None:
+    from ssdprof.errors import BadInputError
+
+    if where is not None or layer is not None or seq is not None or out is not None:
+        raise BadInputError(
+            "--from reads what was profiled already.", "A run or model, --layer, --seq and --out do not go with it."
+        )
+
+
+def _one_length(seq: str) -> int:
+    from ssdprof.capture.prompt import parse_seq
+
+    return parse_seq(seq)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Implementations that there are, each once."""
+    from ssdprof import kernels
+    from ssdprof.errors import BadInputError
+
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    known = [name for name in kernels.names("ssd") if name != "reference"]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise BadInputError(
+            f"--impl does not know {', '.join(map(repr, unknown)) or 'what to profile'}.",
+            f"There are: {', '.join(known)}.",
+        )
+    return names

@@ -1,0 +1,217 @@
+"""The way of the data of `ssdprof stalls`: captured tensors -> ncu -> records -> files beside the run.
+
+locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read -> analyse
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssdprof import limits, pipeline, runs, stall_output
+from ssdprof.capture import store
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.progress import Watcher
+from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.schema import CaptureManifest, LayerCapture, Precision, RunReport, SSDDims
+from ssdprof.stall_records import Launched, StallReport, Subject
+from ssdprof.stalls import collect, ncu
+from ssdprof.stalls.analyse import analyse
+from ssdprof.stalls.open import open_report
+
+FOLDER = "stalls"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallRequest:
+    """where: a run, a model, a folder of captures; None is the latest run.  layer, seqlen: None takes what is there.
+
+    out: the folder for what is found; None takes the run's, or makes one under runs/.
+    overwrite: stalls that were found before.
+    """
+
+    where: str | None = None
+    layer: int | None = None
+    seqlen: int | None = None
+    implementations: tuple[str, ...] = ("unfused", "fused")
+    precision: Precision
+    timeout_s: float = collect.TIMEOUT_S
+    out: Path | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One layer of a folder of captures."""
+
+    folder: Path
+    layer: LayerCapture
+
+
+def from_files(paths: Sequence[Path]) -> StallReport:
+    """What reports that were made elsewhere say."""
+    return analyse([open_report(path) for path in paths])
+
+
+def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]:
+    """Collect stalls for one layer.  Returns the folder with the reports and what they say.
+
+    Where ncu cannot work, the report says why (`missing`), and what Triton knows by itself.
+    Raises MissingCapabilityError without a GPU.
+    """
+    if limits.device().type != "cuda":
+        raise MissingCapabilityError(
+            "There is no NVIDIA GPU here: warp stalls are counted by one.",
+            "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
+        )
+    run = _run(request)
+    with _opened(request, run) as folder, _captured(request, run, watcher) as captured:
+        torch.cuda.empty_cache()
+        return folder, profile_layer(captured, request, folder, watcher)
+
+
+def profile_layer(captured: Captured, request: StallRequest, folder: Path, watcher: Watcher) -> StallReport:
+    """Launch, profile, read and write: `folder` gets an ncu report per implementation, and what they say."""
+    jobs = [
+        collect.Job(
+            folder=captured.folder,
+            layer=captured.layer.layer.index,
+            seqlen=captured.layer.seqlen,
+            implementation=implementation,
+            precision=request.precision,
+        )
+        for implementation in request.implementations
+    ]
+    files = [folder / f"{job.implementation}.ncu-rep" for job in jobs]
+    launched: list[Launched] = []
+    missing = ""
+    with watcher.step("Profiling", 2 * len(jobs), unit="steps") as advance:
+        for job in jobs:
+            launched.append(collect.launch(job, timeout_s=request.timeout_s))
+            advance(1)
+        try:
+            program = ncu.find()
+            for job, one, file in zip(jobs, launched, files, strict=True):
+                collect.profile(job, one, program, file, timeout_s=request.timeout_s)
+                advance(1)
+        except MissingCapabilityError as error:
+            missing = " ".join(part for part in (error.message, error.hint) if part)
+    subject = Subject(
+        layer=captured.layer.layer,
+        dims=_dims(captured.layer),
+        precision=request.precision,
+        launched=tuple(launched),
+    )
+    report = analyse([] if missing else [open_report(file) for file in files], subject, missing=missing)
+    stall_output.write(folder, report)
+    return report
+
+
+# --- what to profile
+
+
+def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
+    """The run that the request names; None if it names a model or captures."""
+    where = request.where
+    if where is not None and not any((path / runs.REPORT).is_file() for path in (Path(where), runs.RUNS / where)):
+        return None
+    return runs.read(where)
+
+
+@contextmanager
+def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterator[Path]:
+    """The folder for what is found."""
+    if request.out is None and run is not None:
+        folder = run[0] / FOLDER
+        if (folder / stall_output.RECORD).exists() and not request.overwrite:
+            raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
+        folder.mkdir(exist_ok=True)
+        yield folder
+        return
+    with runs.opened(request.out, request.where or "model") as opened:
+        folder = opened.path / FOLDER
+        folder.mkdir(exist_ok=True)
+        yield folder
+
+
+@contextmanager
+def _captured(request: StallRequest, run: tuple[Path, RunReport] | None, watcher: Watcher) -> Iterator[Captured]:
+    """The layer's tensors: those that are stored, else captured anew, for as long as they are needed."""
+    stored = Path(request.where).expanduser() if run is None and request.where else None
+    if run is not None and store.is_capture(run[0] / runs.CAPTURES):
+        stored = run[0] / runs.CAPTURES
+    if stored is not None and store.is_capture(stored):
+        yield Captured(stored, _choose(store.read_manifest(stored), request, stored))
+        return
+    wanted = _of_run(run[1], request) if run is not None else _of_model(request)
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
+        folder, manifest = pipeline.capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        yield Captured(folder, _choose(manifest, request, folder))
+
+
+def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:
+    """The wanted layer, or the middle one; the wanted length, or the longest."""
+    found = [stored for stored in manifest.layers if stored.layer.operator == "ssd"]
+    if request.layer is not None:
+        found = [stored for stored in found if stored.layer.index == request.layer]
+    if request.seqlen is not None:
+        found = [stored for stored in found if stored.seqlen == request.seqlen]
+    if not found:
+        there = sorted({(stored.layer.index, stored.seqlen) for stored in manifest.layers})
+        raise BadInputError(
+            f"{folder} holds no such SSD layer.",
+            f"There are (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
+        )
+    longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
+    return longest[len(longest) // 2]
+
+
+def _of_run(report: RunReport, request: StallRequest) -> CaptureRequest:
+    """One layer and prompt of a run, to be captured again."""
+    prompts = [prompt for prompt in report.prompts if request.seqlen in (None, prompt.seqlen)]
+    layers = [layer for layer in report.captured_layers if request.layer in (None, layer.index)]
+    if not prompts or not layers:
+        raise BadInputError(
+            "The run has no such layer or prompt.",
+            f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} tokens, its layers are "
+            f"{', '.join(str(layer.index) for layer in report.captured_layers)}.",
+        )
+    prompt = max(prompts, key=lambda one: one.seqlen)
+    if prompt.kind == "file":
+        raise BadInputError(
+            "The run's prompt came from a file, which it does not keep.",
+            "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
+        )
+    return CaptureRequest(
+        model=ModelRequest(model=report.checkpoint.requested, revision=report.checkpoint.revision),
+        prompt=PromptRequest(text=prompt.kind, seqlens=(prompt.seqlen,)),
+        layers=str(layers[len(layers) // 2].index),
+    )
+
+
+def _of_model(request: StallRequest) -> CaptureRequest:
+    return CaptureRequest(
+        model=ModelRequest(model=request.where or ""),
+        prompt=PromptRequest(seqlens=None if request.seqlen is None else (request.seqlen,)),
+        layers="first:1" if request.layer is None else str(request.layer),
+    )
+
+
+def _dims(layer: LayerCapture) -> SSDDims:
+    """Of captured inputs, from their record."""
+    x, B = layer.tensors["x"], layer.tensors["B"]
+    return SSDDims(
+        batch=x.shape[0],
+        seqlen=x.shape[1],
+        nheads=x.shape[2],
+        headdim=x.shape[3],
+        dstate=B.shape[3],
+        ngroups=B.shape[2],
+        chunk_size=int(layer.scalars["chunk_size"] or 0),
+        dtype=x.dtype,
+    )
