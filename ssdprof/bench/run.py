@@ -136,7 +136,7 @@ class _Cells:
             judged = judge(entries, advance) if checked == cell else self._judge_short(entries, contenders, checked)
         watch = Stopwatch(
             bench=self._bench,
-            sampling=SamplingPlan(warmup_rounds=2, min_rounds=15, max_rounds=160, seconds=seconds),
+            sampling=SamplingPlan(warmup_rounds=2, min_rounds=15, max_rounds=80, seconds=seconds),
             ceilings=self._ceilings,
             limits=self._limits,
         )

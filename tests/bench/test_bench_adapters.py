@@ -150,6 +150,36 @@ def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
     assert published.version(checkout) != before
 
 
+def test_short_and_long_calls_are_tuned_apart(checkout: Path) -> None:
+    (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
+    run = published.load(checkout).run
+    short, long = (torch.zeros(1, length, 2, 16, dtype=torch.float16) for length in (8, 8200))
+    seen = []
+    for x in (short, long, short):
+        B = x[:, :, :1]
+        seen.append(run(inputs(x=x, dt=x[..., 0], B=B, C=B), Precision()).final_states)
+    first, second, third = seen
+    assert first == []
+    assert second == []
+    assert third == ["tuned for 8"]
+
+
+TUNED = """
+from mamba_ssm.ops.triton.softplus import softplus
+import triton
+@triton.autotune([triton.Config({"N": 1}), triton.Config({"N": 2})], key=["N"])
+@triton.heuristics({})
+@triton.jit
+def inner(N):
+    pass
+outer = triton.heuristics({})(inner)
+def _fused5_ssd(x, dt, A, B, C, D, **options):
+    known = list(inner.cache.values())
+    inner.cache[x.shape[1]] = f"tuned for {x.shape[1]}"
+    return x, None, None, known, None, None
+"""
+
+
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):

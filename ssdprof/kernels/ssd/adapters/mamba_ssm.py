@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.ssd.adapters.content import content
 from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
+from ssdprof.kernels.ssd.adapters.tuning import TwoTunings
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+_MODULE = "mamba_ssm.ops.triton.ssd_combined"
+_KERNELS = {
+    f"mamba_ssm.ops.triton.{name}" for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
+}
 
 
 def load() -> Implementation:
     """Raises ImportError where the library, or what it needs, is missing."""
-    module: Any = import_module("mamba_ssm.ops.triton.ssd_combined")
-    five_kernels = _FiveKernels(module._mamba_chunk_scan_combined_fwd)
+    module: Any = import_module(_MODULE)
+    tunings = TwoTunings(import_module(name) for name in sys.modules.keys() & _KERNELS)
+    five_kernels = _FiveKernels(module._mamba_chunk_scan_combined_fwd, tunings)
     return Implementation(operator="ssd", name="mamba_ssm", run=five_kernels.run, plan=five_kernels.plan)
 
 
 def version() -> str:
-    """As the library says it."""
-    return str(getattr(import_module("mamba_ssm"), "__version__", "of unknown version"))
+    """As the library says it, else by content."""
+    stated = getattr(import_module("mamba_ssm"), "__version__", None)
+    return str(stated or content(Path(str(import_module(_MODULE).__file__))))
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,11 @@ class _FiveKernels:
     """forward: what the public `mamba_chunk_scan_combined` calls, without the autograd function around it."""
 
     forward: Callable[..., Any]
+    tunings: TwoTunings
 
     def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
         self._refuse_unsupported(inputs, precision)
+        self.tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1])
         # left out, it is C's dtype, also in versions that know no other
         states = {} if precision.state_dtype == inputs.C.dtype else {"state_dtype": precision.state_dtype}
         with torch.cuda.device(inputs.x.get_device()):

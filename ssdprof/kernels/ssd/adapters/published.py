@@ -6,7 +6,6 @@ own.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,9 @@ import torch
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.ssd.adapters.content import content
 from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
+from ssdprof.kernels.ssd.adapters.tuning import TwoTunings
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _FOLDER = Path("mamba_ssm", "ops", "triton")
@@ -36,14 +37,13 @@ def load(checkout: Path) -> Implementation:
     softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
-    published = _Published(kernel._fused5_ssd)
+    published = _Published(kernel._fused5_ssd, TwoTunings([kernel]))
     return Implementation(operator="ssd", name="published", run=published.run, plan=published.plan)
 
 
 def version(checkout: Path) -> str:
     """By content: a checkout has no version."""
-    content = (checkout / _FOLDER / f"{_KERNEL}.py").read_bytes()
-    return f"{_KERNEL}.py, sha256 {hashlib.sha256(content).hexdigest()[:12]}"
+    return content(checkout / _FOLDER / f"{_KERNEL}.py")
 
 
 def _module(file: Path) -> ModuleType:
@@ -72,9 +72,11 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Published:
     launch: Callable[..., Any]
+    tunings: TwoTunings
 
     def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
         self._refuse_unsupported(inputs, precision)
+        self.tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1])
         with torch.cuda.device(inputs.x.get_device()):
             out, _, _, final_states, _, _ = self.launch(
                 inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, chunk_size=inputs.chunk_size,

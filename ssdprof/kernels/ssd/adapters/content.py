@@ -1,0 +1,11 @@
+"""A name for a library that states no version."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+
+def content(file: Path) -> str:
+    """ "ssd_fused5.py, sha256 0123456789ab"."""
+    return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
