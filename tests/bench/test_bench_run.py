@@ -1,0 +1,138 @@
+"""A whole bench on a machine without a GPU: kernels in the interpreter, and a stopwatch that makes its numbers up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import CEILINGS, HOPPER, FakeBench
+from typer.testing import CliRunner
+
+from ssdprof.bench import run
+from ssdprof.bench.contenders import Entry
+from ssdprof.bench.grid import Cell
+from ssdprof.bench.schema import BenchReport, load
+from ssdprof.cli import app
+from ssdprof.kernels._triton import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+
+
+class Stopwatch(FakeBench):
+    def __init__(self, _device: torch.device) -> None:
+        super().__init__()
+
+    def _cost(self, entry: Entry) -> float:
+        return {"unfused": 300.0, "fused": 100.0}[entry.contender.name]
+
+
+class Unread:
+    """Clocks that nobody can read."""
+
+    clocks = None
+
+    def poll(self) -> None:
+        pass
+
+
+@contextmanager
+def no_clocks() -> Iterator[Unread]:
+    yield Unread()
+
+
+@pytest.fixture(autouse=True)
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "measure_ceilings", lambda _: CEILINGS)
+    monkeypatch.setattr(run, "CudaBench", Stopwatch)
+    monkeypatch.setattr(run, "ClockWatch", no_clocks)
+    monkeypatch.setattr(run.Limits, "of", lambda _: HOPPER)
+    monkeypatch.chdir(tmp_path)
+
+
+def bench(*words: str) -> tuple[int, str, str]:
+    arguments = ["bench", "ssd", "--shape", "2x16x16x1", "--chunk-size", "128", *words]
+    result = CliRunner().invoke(app, arguments, prog_name="ssdprof", catch_exceptions=False)
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+def test_from_words_to_a_file() -> None:
+    code, out, err = bench("--seq", "20,40", "--cells", "2x20", "--out", "result.json", "--json")
+    assert code == 0, err
+    report = load(out)
+    assert report == load(Path("result.json").read_text())
+    assert (report.state, report.baseline) == ("complete", "unfused")
+    assert [cell.tokens for cell in report.cells] == ["1 x 20", "1 x 40", "2 x 20"]
+    for cell in report.cells:
+        unfused, fused = cell.cases
+        assert (unfused.chunk_size, fused.chunk_size, fused.variant) == (128, None, "interpreter")
+        over = fused.over("unfused")
+        assert over is not None
+        assert over.device_ratio == 3
+        assert cell.checked is None
+        assert fused.plan
+
+
+def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = run._Cells.measure
+
+    def interrupted(self: run._Cells, cell: Cell, *rest: object) -> object:
+        if cell.tokens.seqlen == 40:
+            raise KeyboardInterrupt
+        return measure(self, cell, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run._Cells, "measure", interrupted)
+    code, _, _ = bench("--seq", "20,40", "--out", "result.json")
+    assert code == 130
+    kept = load(Path("result.json").read_text())
+    assert (kept.state, len(kept.cells)) == ("partial", 1)
+
+
+def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CHECKED_SEQLEN", 16)
+    compared = []
+    judge = run.judge
+
+    def counting(entries, *rest):  # type: ignore[no-untyped-def]
+        compared.append(entries[0].inputs.x.shape[:2])
+        return judge(entries, *rest)
+
+    monkeypatch.setattr(run, "judge", counting)
+    code, out, _ = bench("--seq", "20,40", "--check", "short", "--json")
+    assert code == 0
+    assert compared == [(1, 16)]
+    assert [cell.checked for cell in load(out).cells] == [16, 16]
+
+
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(run._Cells, "measure", full)
+    code, out, _ = bench("--seq", "20", "--json")
+    report = load(out)
+    assert code == 0
+    assert report.cells == ()
+    assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
+
+
+def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(seconds))
+    code, out, err = bench("--seq", "20,40", "--budget", "150", "--min-speedup", "2", "--json")
+    report: BenchReport = load(out)
+    assert [cell.tokens for cell in report.cells] == ["1 x 20"]
+    assert [one.cell for one in report.left_out] == ["2x16x16x1, 1 x 40, bf16"]
+    assert code == 1
+    assert "the budget of 150 s was spent" in err
+
+
+@pytest.mark.parametrize(("least", "code"), [("3", 0), ("3.01", 1)])
+def test_the_gate_is_the_exit_code(least: str, code: int) -> None:
+    ended, out, err = bench("--seq", "20", "--min-speedup", least, "--markdown")
+    assert ended == code
+    assert "**Fused over unfused" in out
+    assert ("not 3.01x" in err) == bool(code)
