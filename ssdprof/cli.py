@@ -38,6 +38,7 @@ class Commands(TyperGroup):
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
             _line("interrupted", str(interrupt) or "Nothing was kept.", "yellow")
+            _forget_interrupt()
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             terminal.reader_is_gone()
@@ -93,6 +94,12 @@ def main() -> None:
             f"The traceback is in {log.name}; please report it.",
         )
         sys.exit(INTERNAL_ERROR)
+
+
+def _forget_interrupt() -> None:
+    """CPython notes a KeyboardInterrupt that leaves source run by `exec`, as the interpreter of Triton and templates of
+    classes do, and ends the process by the signal even if it was handled.  The next `exec` drops the note."""
+    exec("")
 
 
 def _complain(message: str, hint: str) -> None:

@@ -229,3 +229,16 @@ def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"])
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
+
+
+def test_an_interrupt_inside_generated_code_ends_with_its_exit_code(tmp_path: Path) -> None:
+    """CPython would end the process by the signal, although the interrupt was handled."""
+    (tmp_path / "generated.py").write_text(
+        "import sys\n"
+        "from ssdprof import cli\n"
+        "cli.app.command('generated')(lambda: exec('raise KeyboardInterrupt'))\n"
+        "sys.argv = ['ssdprof', 'generated']\n"
+        "cli.main()\n"
+    )
+    command = [sys.executable, "-m", "generated"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 130
