@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import torch
 
+from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
@@ -185,14 +186,12 @@ def plan(
 
 
 def _hopper_config(inputs: SSDInputs, batch_invariant: bool) -> HopperConfig:
-    sm_count = torch.cuda.get_device_properties(inputs.x.device).multi_processor_count
-    return HopperConfig.choose(inputs, sm_count, batch_invariant=batch_invariant)
+    return HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
 def _portable_config(inputs: SSDInputs) -> FusedConfig:
     # the interpreter has no registers to fit into: it takes what Hopper takes
-    capability = torch.cuda.get_device_capability(inputs.x.device) if inputs.x.is_cuda else (9, 0)
-    return FusedConfig.choose(inputs, capability)
+    return FusedConfig.choose(inputs, capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
@@ -201,7 +200,7 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
         raise UnsupportedError(f"fused: dstate must be a power of two from {MIN_DSTATE} to {MAX_DSTATE}, not {dstate}")
     if not x.is_cuda and not INTERPRETED:
         raise UnsupportedError(f"fused: tensors must be on the GPU, not on {x.device}")
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+    if x.is_cuda and capability(x) < (8, 0):
         raise UnsupportedError("fused: needs a GPU of compute capability 8.0 or newer")
 
 

@@ -1,0 +1,21 @@
+"""What a launcher asks about a tensor's GPU, remembered, because asking is a good part of the time before a launch."""
+
+from functools import cache
+
+import torch
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability, (9, 0) for Hopper."""
+    return _properties(tensor.get_device())[0]
+
+
+def sm_count(tensor: torch.Tensor) -> int:
+    """Multiprocessors."""
+    return _properties(tensor.get_device())[1]
+
+
+@cache
+def _properties(index: int) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
