@@ -3,8 +3,8 @@
     python benchmarks/record_stalls.py FOLDER
 
 Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep, and launched.json with what each launches.  The layer is
-drawn at random: 8 heads of 64, a state of 128, one group, 4096 tokens of bf16.  With a gate z, the fused
-implementation takes its portable kernel.
+drawn at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128, one group, 16384 tokens of bf16.
+With a gate z, the fused implementation takes its portable kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import CheckpointRef, LayerRef, Precision
 from ssdprof.stalls import collect, ncu
 
-SEQLEN, HEADS, HEADDIM, DSTATE = 4096, 8, 64, 128
+SEQLEN, HEADS, HEADDIM, DSTATE = 16384, 48, 64, 128
 PRECISION = Precision(intermediates="exact", state_dtype="fp32")
 
 
@@ -38,7 +38,7 @@ def draw() -> SSDInputs:
     return SSDInputs(
         x=normal(1, SEQLEN, HEADS, HEADDIM).bfloat16(),
         dt=normal(1, SEQLEN, HEADS).mul(0.5).bfloat16(),
-        A=-torch.arange(1.0, HEADS + 1),
+        A=-torch.linspace(1.0, 16.0, HEADS),
         B=normal(1, SEQLEN, 1, DSTATE).bfloat16(),
         C=normal(1, SEQLEN, 1, DSTATE).bfloat16(),
         D=torch.ones(HEADS),

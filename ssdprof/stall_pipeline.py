@@ -127,16 +127,27 @@ def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
 def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterator[Path]:
     """The folder for what is found."""
     if request.out is None and run is not None:
-        folder = run[0] / FOLDER
-        if (folder / stall_output.RECORD).exists() and not request.overwrite:
-            raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
-        folder.mkdir(exist_ok=True)
-        yield folder
+        with _made(run[0] / FOLDER, overwrite=request.overwrite) as folder:
+            yield folder
         return
-    with runs.opened(request.out, request.where or "model") as opened:
-        folder = opened.path / FOLDER
-        folder.mkdir(exist_ok=True)
+    with (
+        runs.opened(request.out, request.where or "model") as opened,
+        _made(opened.path / FOLDER, overwrite=request.overwrite) as folder,
+    ):
         yield folder
+
+
+@contextmanager
+def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder that is removed again if nothing was written into it."""
+    if (folder / stall_output.RECORD).exists() and not overwrite:
+        raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 @contextmanager

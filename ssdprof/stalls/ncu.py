@@ -22,6 +22,7 @@ SECTIONS = (
     "SpeedOfLight_RooflineChart",  # fp32 arithmetic
     "SpeedOfLight_HierarchicalTensorRooflineChart",
     "MemoryWorkloadAnalysis",
+    "MemoryWorkloadAnalysis_Tables",  # bytes of DRAM and L2
     "SchedulerStats",
     "WarpStateStats",
     "SourceCounters",

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 # dark enough on white, light enough on black, and apart from each other without colour vision as far as nine can be
 _COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
 _MOST_REASONS = len(_COLORS) - 1
-_SETTINGS: dict[Any, Any] = {"svg.hashsalt": "ssdprof", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
+_SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "ssdprof",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
 
 
 def stages(bars: Mapping[str, Mapping[str, float]], title: str) -> str:
@@ -78,7 +83,7 @@ def roofline(report: StallReport) -> str | None:
                 low * 1.1, low * bandwidth / 1e3 * 1.6, f"DRAM {bandwidth:,.0f} GB/s", fontsize=8, color="#777777"
             )
         for (kernel, (intensity, tflops)), color in zip(points, _COLORS * len(points), strict=False):
-            axes.plot([intensity], [tflops], "o", color=color, label=f"{kernel.kernel}: {tflops:,.3g} TFLOP/s")
+            axes.plot([intensity], [tflops], "o", color=color, label=_label(kernel, tflops))
         axes.set_xlim(low, high)
         axes.set_xlabel("floating-point operations per byte of DRAM")
         axes.set_ylabel("TFLOP/s")
@@ -87,6 +92,11 @@ def roofline(report: StallReport) -> str | None:
         axes.legend(loc="lower right", fontsize=8, frameon=False)
 
     return _svg(draw, (9.0, 4.5))
+
+
+def _label(kernel: KernelStalls, tflops: float) -> str:
+    """matplotlib leaves out of a legend what begins with an underscore."""
+    return f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
 
 
 def _point(kernel: KernelStalls) -> tuple[float, float] | None:

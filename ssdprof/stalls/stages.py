@@ -89,8 +89,8 @@ class SourceFile:
 
     def place(self, line: int) -> Place:
         found = [function for function in self.functions if function.first <= line <= function.last]
-        if not found:
-            return Place()
+        if not found:  # no code is here: the compiler named the wrong line or file
+            return Place("", UNKNOWN)
         function = found[-1]
         if line < function.body:
             return Place(function.name, None, header=True)

@@ -1,0 +1,197 @@
+"""`ssdprof stalls` as a user calls it, on a machine without a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+from stalls import synthetic
+from typer.testing import CliRunner, Result
+
+from ssdprof import limits, stall_pipeline
+from ssdprof.cli import app
+from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.stall_records import StallReport
+from ssdprof.stalls.analyse import analyse
+
+CSV = '"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n"0","_k","2000"\n'
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, ["stalls", *words])
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    file = tmp_path / "page.csv"
+    file.write_text(CSV)
+    return file
+
+
+def test_a_report_from_elsewhere_is_shown(page: Path) -> None:
+    result = call("--from", str(page))
+    assert result.exit_code == 0
+    assert "_k: 2.00 µs in one kernel." in result.stdout
+
+
+def test_json_is_the_whole_record_and_nothing_else(page: Path) -> None:
+    result = call("--from", str(page), "--json")
+    report = StallReport.model_validate(json.loads(result.stdout))
+    assert report.kernels[0].throughput.duration_us == 2.0
+    assert str(page.parent) not in result.stdout
+    assert call("--from", str(page), "--json").stdout == result.stdout
+
+
+def test_markdown_is_written_with_its_pictures_beside_it(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stall_pipeline, "from_files", lambda _: analyse([synthetic.report(synthetic.kernel())]))
+    file = tmp_path / "out" / "stalls.md"
+    file.parent.mkdir()
+    assert call("--from", str(page), "--markdown", str(file)).exit_code == 0
+    text = file.read_text()
+    for picture in file.parent.glob("*.svg"):
+        assert picture.name in text
+    assert list(file.parent.glob("*.svg"))
+    again = call("--from", str(page), "--markdown", str(file))
+    assert again.exit_code == ExitCode.BAD_INPUT
+    assert "--force" in again.stderr
+    assert call("--from", str(page), "--markdown", str(file), "--force").exit_code == 0
+
+
+@pytest.mark.parametrize("words", [["demo"], ["--layer", "3"], ["--seq", "1k"], ["--out", "x"]])
+def test_a_report_from_elsewhere_goes_with_no_model(page: Path, words: list[str]) -> None:
+    result = call("--from", str(page), *words)
+    assert result.exit_code == ExitCode.BAD_INPUT
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    result = call("demo")
+    assert result.exit_code == ExitCode.MISSING_CAPABILITY
+    assert "no NVIDIA GPU" in result.stderr
+    assert "--from FILE" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["fusde", "", "reference"])
+def test_an_unknown_implementation_is_named(name: str) -> None:
+    result = call("demo", "--impl", name)
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "There are: unfused, fused" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "no ncu report"), (b"junk" * 99, "no ncu report"), (b"NVR\0\2\0\0\0\x08\x07", "zero ranges")],
+)
+def test_a_file_that_is_no_report_has_its_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "a.ncu-rep"
+    file.write_bytes(content)
+    result = call("--from", str(file))
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert words in result.stderr
+
+
+def test_a_missing_file_has_its_sentence(tmp_path: Path) -> None:
+    result = call("--from", str(tmp_path / "gone.ncu-rep"))
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "cannot be read" in result.stderr
+
+
+# --- the way of the data, with stand-ins for the GPU and for ncu
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> Path:
+    import torch
+    from kernels.ssd_cases import Case
+
+    from ssdprof.capture.captured import CapturedLayer
+    from ssdprof.capture.store import CaptureWriter
+    from ssdprof.schema import CheckpointRef, LayerRef
+
+    layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
+    checkpoint = CheckpointRef(
+        requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=layers, layer_count=8
+    )
+    with CaptureWriter(tmp_path / "captures", checkpoint=checkpoint, prompts=(), segment_length=64) as writer:
+        for layer in layers:
+            inputs = Case(seqlen=64, dtype=torch.bfloat16).inputs()
+            strides = {name: t.stride() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
+    return tmp_path / "captures"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """A machine with a GPU that launches nothing; returns the jobs that it was given."""
+    import torch
+
+    from ssdprof.schema import Launch
+    from ssdprof.stall_records import Launched
+    from ssdprof.stalls import collect
+
+    jobs: list[tuple[str, int]] = []
+
+    def launch(job: collect.Job, **_: object) -> Launched:
+        jobs.append((job.implementation, job.layer))
+        kernel = Launch(kernel=f"_{job.implementation}", config={}, registers=96, spills=0, shared_bytes=1024)
+        return Launched(implementation=job.implementation, variant="v", launch_count=1, launches=(kernel,))
+
+    def profile(job: collect.Job, launched: Launched, _program: Path, file: Path, **_: object) -> float:
+        assert launched.implementation == job.implementation
+        file.write_text(job.implementation)
+        return 1.0
+
+    def open_report(path: Path) -> object:
+        return synthetic.report(synthetic.kernel(function=f"_{path.read_text()}"), name=path.name)
+
+    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(collect, "launch", launch)
+    monkeypatch.setattr(collect, "profile", profile)
+    monkeypatch.setattr(stall_pipeline.ncu, "find", lambda: Path("ncu"))
+    monkeypatch.setattr(stall_pipeline, "open_report", open_report)
+    return jobs
+
+
+def test_stored_captures_are_profiled_and_everything_is_kept(
+    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = call(str(captured), "--out", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    assert gpu == [("unfused", 5), ("fused", 5)]  # the middle layer
+    report = StallReport.model_validate_json(result.stdout)
+    assert [kernel.implementation for kernel in report.kernels] == ["unfused", "fused"]
+    assert report.subject is not None
+    assert report.subject.dims.dtype == "bf16"
+    assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {
+        file.name for file in (out / "stalls").iterdir()
+    }
+    assert (out / "stalls" / "stalls.json").read_text() == result.stdout
+
+
+def test_one_layer_and_implementation_can_be_chosen(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
+    assert call(str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", "fused").exit_code == 0
+    assert gpu == [("fused", 7)]
+
+
+def test_a_layer_that_is_not_there_is_named(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
+    result = call(str(captured), "--out", str(tmp_path / "o"), "--layer", "4")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "(2, 64), (5, 64), (7, 64)" in result.stderr
+    assert not gpu
+    assert not (tmp_path / "o").exists()
+
+
+def test_where_ncu_cannot_work_triton_is_asked(
+    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> Path:
+        raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
+
+    monkeypatch.setattr(stall_pipeline.ncu, "find", none)
+    result = call(str(captured), "--out", str(tmp_path / "o"))
+    assert result.exit_code == ExitCode.MISSING_CAPABILITY
+    assert len(gpu) == 2
+    assert "No stalls: ncu is not on this machine. Install it." in result.stdout
+    assert "_fused" in result.stdout
+    assert "96" in result.stdout

@@ -1,0 +1,181 @@
+"""What is said of stalls: shares that add up, stages in words, nothing invented."""
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+from stalls import synthetic
+
+from ssdprof import stall_output
+from ssdprof.report import markdown, stall_document, terminal
+from ssdprof.report import stall_words as words
+from ssdprof.report.stall_groups import designs
+from ssdprof.report.tables import stalls as tables
+from ssdprof.stall_records import StallReport
+from ssdprof.stalls import plots
+from ssdprof.stalls.analyse import analyse
+from ssdprof.stalls.hints import _ADVICE
+from ssdprof.stalls.raw import Point, RawKernel
+from ssdprof.stalls.stages import IDLE, ORDER
+
+FLOPS = {
+    "dram__bytes_read.sum": 1e6,
+    "dram__bytes_write.sum": 1e6,
+    "sm__ops_path_tensor_src_bf16_dst_fp32.sum": 4e8,
+    "sm__ops_path_tensor_src_bf16_dst_fp32.sum.pct_of_peak_sustained_elapsed": 20.0,
+    "sm__ops_path_tensor_src_bf16_dst_fp32.sum.peak_sustained_elapsed.per_second": 2e15,
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": 40.0,
+    "dram__bytes.sum.peak_sustained": 1504.0,
+    "dram__cycles_elapsed.avg.per_second": 3.2e9,
+}
+
+
+def kernel(name: str, us: float, *points: Point) -> RawKernel:
+    source = synthetic.SOURCE.replace("_kernel", name)
+    metrics = {
+        "gpu__time_duration.sum": us * 1e3,
+        "smsp__pcsamp_sample_count": sum(sum(p.samples.values()) for p in points),
+    }
+    return replace(
+        synthetic.kernel(points=points), function=name, metrics=metrics | FLOPS, sources={synthetic.FILE: source}
+    )
+
+
+@pytest.fixture
+def both() -> StallReport:
+    """Two kernels of one design, 30 and 10 us, and one of the other."""
+    scan, load = Point(0x10, synthetic.FILE, 9, "", {"wait": 10}), Point(0x20, synthetic.FILE, 6, "", {"barrier": 30})
+    return analyse(
+        [
+            synthetic.report(
+                kernel("_chunk_state_kernel", 30.0, scan), kernel("_bmm_chunk_kernel", 10.0, load), name="u.ncu-rep"
+            ),
+            synthetic.report(kernel("_fused_kernel", 5.0, scan, load), name="f.ncu-rep"),
+        ]
+    )
+
+
+def shown(report: StallReport, width: int = 140) -> str:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(terminal.render_document(stall_document.compose(report)))
+    return captured.get()
+
+
+def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> None:
+    unfused, fused = designs(both)
+    assert (unfused.name, unfused.duration_us) == ("unfused", 40.0)
+    assert {name: share.pct for name, share in unfused.stages.items()} == {"chunk_scan.current": 75.0, "loads": 25.0}
+    assert unfused.us(unfused.stages["chunk_scan.current"]) == 30.0
+    assert {name: share.pct for name, share in fused.stages.items()} == {"loads": 75.0, "chunk_scan.current": 25.0}
+    assert all(design.all().pct == pytest.approx(100.0) for design in designs(both))
+
+
+def test_idle_warps_are_kept_apart() -> None:
+    (design,) = designs(analyse([synthetic.report(synthetic.kernel())]))
+    assert design.idle == {"ahead": 11.0, "idle warps": 25.0}
+    assert not set(design.stages) & IDLE
+    assert design.all().pct == pytest.approx(100.0)
+    table = tables.by_stage(design)
+    assert table is not None
+    assert "idle warps 25.0%" in table.note
+    assert not any("idle" in row[0] for row in table.rows)
+
+
+def test_without_durations_samples_weigh() -> None:
+    report = analyse([synthetic.report(synthetic.kernel(metrics={}))])
+    (design,) = designs(report)
+    assert design.duration_us is None
+    assert design.all().pct == pytest.approx(100.0)
+    table = tables.by_stage(design)
+    assert table is not None
+    assert {row[2] for row in table.rows} == {"-"}
+
+
+def test_stages_stand_side_by_side(both: StallReport) -> None:
+    table = tables.side_by_side(designs(both))
+    assert table is not None
+    assert dict((row[0], row[1:]) for row in table.rows) == {
+        "loads": ("10.0 µs", "25.0%", "3.75 µs", "75.0%"),
+        "chunk_scan": ("30.0 µs", "75.0%", "1.25 µs", "25.0%"),
+        "all": ("40.0 µs", "100.0%", "5.00 µs", "100.0%"),
+    }
+
+
+def test_the_summary_speaks_of_every_stage(both: StallReport) -> None:
+    said = {f"{s.subject} {s.text}" for s in stall_document.compose(both).summary}
+    assert "unfused, chunk_scan: 75%: 75% current chunk (wait 75%)." in said
+    assert "fused, loads: 75% (barrier 75%)." in said
+
+
+def test_a_report_can_be_read_on_a_terminal_and_in_markdown(both: StallReport) -> None:
+    for text in (shown(both), markdown.render_document(stall_document.compose(both))):
+        assert "unfused: 40.0 µs in 2 kernels." in text
+        assert "return exp2(x)" in text.replace("\\", "")
+        assert "Self-checks" in text
+    assert "not checked" in shown(both)
+
+
+def test_what_was_not_collected_is_said(both: StallReport) -> None:
+    table = tables.kernels(both)
+    assert table is not None
+    assert "Not collected: " in table.note
+    assert "l2_hit_pct" in table.note
+    assert table.rows[0][table.headers.index("L2\nhits")] == "-"
+
+
+def test_failed_checks_are_caveats_and_the_document_fails() -> None:
+    metrics = synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}
+    document = stall_document.compose(analyse([synthetic.report(synthetic.kernel(metrics=metrics))]))
+    assert document.failed
+    assert any("200 of 201" in caveat for caveat in document.caveats)
+    assert not stall_document.compose(analyse([synthetic.report(synthetic.kernel())])).failed
+
+
+def test_a_missing_profile_shows_what_triton_knows() -> None:
+    from stalls.test_analyse import subject
+
+    report = analyse([], subject("_fused_kernel"), missing="ncu is not on this machine.")
+    text = shown(report)
+    assert "No stalls: ncu is not on this machine." in text
+    assert "_fused_kernel" in text
+    assert "What Triton knows" in text
+
+
+def test_every_stage_part_and_reason_has_words() -> None:
+    assert {stage for stage in ORDER if "." in stage} <= set(words.PARTS)
+    assert set(_ADVICE) <= set(words.REASONS)
+
+
+# --- pictures
+
+
+def test_pictures_are_svg_and_the_same_every_time(both: StallReport) -> None:
+    pictures = stall_output.pictures(both)
+    assert set(pictures) == {"unfused", "fused", "roofline"}
+    assert pictures == stall_output.pictures(both)
+    for _, svg in pictures.values():
+        root = ElementTree.fromstring(svg)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "dc:date" not in svg
+    assert "chunk_scan: current chunk" in pictures["unfused"][1]
+    for name in (">chunk_state_kernel: ", ">bmm_chunk_kernel: ", ">fused_kernel: "):
+        assert name in pictures["roofline"][1]
+
+
+def test_a_bar_is_as_long_as_its_stage() -> None:
+    svg = plots.stages({"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t")
+    assert re.findall(r">(\d+\.\d) %<", svg) == ["60.0", "40.0"]
+
+
+def test_more_reasons_than_colours_share_one() -> None:
+    svg = plots.stages({"a": {f"reason{i}": 10.0 - i / 10 for i in range(12)}}, "t")
+    assert "reason0" in svg
+    assert "reason11" not in svg
+    assert ">other<" in svg
+
+
+def test_no_roofline_without_arithmetic() -> None:
+    assert plots.roofline(analyse([synthetic.report(synthetic.kernel())])) is None

@@ -1,0 +1,167 @@
+"""Lines to stages, from the source itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ssdprof
+from ssdprof.stalls.analyse import BUNDLED
+from ssdprof.stalls.stages import ORDER, UNKNOWN, Place, Sources, parse
+
+KERNELS = Path(ssdprof.__file__).parent / "kernels"
+FILES = sorted(file for file in KERNELS.rglob("*.py") if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
+
+SOURCE = '''"""A kernel."""
+STAGES = {"helper": "caller", "load": "loads", "_kernel": "setup"}
+WAITS = {"full": "waiting.chunk"}
+
+
+@triton.jit
+def helper(x):
+    return x + 1
+
+
+@triton.jit
+def load(ptr):
+    """Words."""
+    mbarrier.wait(shared.full.index(0), 1)
+    mbarrier.wait(
+        shared.empty.index(0),
+        1,
+    )
+    return helper(ptr)
+
+
+@triton.jit(launch_metadata=words)
+def _kernel(
+    x_ptr,
+    N: tl.constexpr,
+):  # fmt: skip
+    # stage ticket: first
+    ticket = 0
+    for i in range(3):
+        # stage chunk_scan.previous
+        a = load(x_ptr)
+    # stage chunk_state: after the loop
+    b = 1
+'''
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(SOURCE.splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("return x + 1", Place("helper", None)),
+        ("shared.full", Place("load", "waiting.chunk")),
+        ("shared.empty", Place("load", "loads")),
+        ("return helper", Place("load", "loads")),
+        ("N: tl.constexpr", Place("_kernel", None, header=True)),
+        ("ticket = 0", Place("_kernel", "ticket")),
+        ("for i in", Place("_kernel", "ticket")),
+        ("a = load", Place("_kernel", "chunk_scan.previous")),
+        ("b = 1", Place("_kernel", "chunk_state")),
+        ("STAGES =", Place("", UNKNOWN)),
+    ],
+)
+def test_a_line_has_the_stage_that_the_source_says(text: str, place: Place) -> None:
+    assert parse(SOURCE).place(line_of(text)) == place
+    moved = parse("# a line more\n" * 7 + SOURCE)
+    assert moved.place(line_of(text) + 7) == place
+
+
+def test_a_file_without_a_table_has_its_functions_as_stages() -> None:
+    foreign = parse(SOURCE.replace("STAGES", "OTHER").replace("WAITS", "ANY"))
+    assert foreign.place(line_of("shared.full")) == Place("load", "load")
+    assert foreign.place(line_of("return x + 1")) == Place("helper", "helper")
+
+
+def test_a_function_that_the_table_forgot_is_unknown() -> None:
+    assert parse(SOURCE.replace('"load": "loads", ', "")).place(line_of("return helper")) == Place("load", UNKNOWN)
+
+
+def test_a_text_that_is_no_python_has_no_stages() -> None:
+    assert parse("__global__ void k() {}").place(1) == Place("", UNKNOWN)
+
+
+def test_library_lines_belong_to_their_caller() -> None:
+    sources = Sources({"/x/site-packages/triton/language/standard.py": "import this\n"})
+    assert sources.place("/x/site-packages/triton/language/standard.py", 1) == Place()
+    assert not sources.not_recorded
+
+
+def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
+    sources = Sources({})
+    stage = KERNELS / "ssd" / "fused_stages.py"
+    number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/fused_stages.py", number)
+    assert place == Place("wait_for_state", "state_passing.wait")
+    assert sources.not_recorded == {"fused_stages.py"}
+    assert sources.place("/home/someone/kernel.py", 3) == Place("", UNKNOWN)
+
+
+# --- our own kernels
+
+
+def test_there_are_kernels_to_look_at() -> None:
+    assert len(FILES) > 8
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_jit_function_has_a_stage_that_exists(file: Path) -> None:
+    parsed = parse(file.read_text())
+    assert {f.name for f in parsed.functions} == set(re.findall(r"^@\w+\.jit.*\ndef (\w+)", file.read_text(), re.M))
+    for function in parsed.functions:
+        assert function.stage != UNKNOWN, f"{file.name}: STAGES lacks {function.name}"
+        for stage in (function.stage, *(stage for _, stage in function.starts)):
+            assert stage is None or stage in ORDER, f"{file.name}: {function.name}: {stage} is no stage"
+    assert set(parsed.waits.values()) <= set(ORDER)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_tables_name_nothing_that_is_gone(file: Path) -> None:
+    text = file.read_text()
+    functions = {function.name for function in parse(text).functions}
+    table = re.search(r"^STAGES = (\{.*?\})$", text, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert set(re.findall(r'"(\w+)":', table[1])) == functions
+
+
+def test_every_mark_is_inside_a_kernel() -> None:
+    for file in KERNELS.rglob("*.py"):
+        text = file.read_text()
+        marks = {number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*# stage ", line)}
+        starts = {number for function in parse(text).functions for number, _ in function.starts}
+        assert marks == starts, file.name
+
+
+def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
+    text = (KERNELS / "ssd" / "hopper_roles.py").read_text()
+    waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
+    assert waits
+    assert set(waits) <= set(parse(text).waits)
+
+
+def test_the_fused_kernels_have_every_stage() -> None:
+    for names in (("fused_portable", "fused_stages"), ("fused_hopper", "hopper_roles")):
+        found: set[str] = set()
+        for name in names:
+            for function in parse((KERNELS / "ssd" / f"{name}.py").read_text()).functions:
+                found |= {function.stage or ""} | {stage for _, stage in function.starts}
+        assert {
+            "ticket", "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "state_passing.load",
+            "state_passing.store", "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
+        } <= found  # fmt: skip
+
+
+def test_launched_kernels_are_known_by_name() -> None:
+    launched = {
+        function.name
+        for file in FILES
+        for function in parse(file.read_text()).functions
+        if function.name.endswith("_kernel")
+    }
+    assert launched == set(BUNDLED)
