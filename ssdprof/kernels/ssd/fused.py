@@ -13,9 +13,9 @@ from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd import fused_hopper, fused_portable
+from ssdprof.kernels.ssd import fused_hopper, fused_portable, hopper_config
 from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_hopper import HopperConfig
+from ssdprof.kernels.ssd.hopper_config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _INF = float("inf")
@@ -150,7 +150,7 @@ def run(
 ) -> SSDOutput:
     """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does."""
     _refuse_unsupported(inputs)
-    if not fused_hopper.unsupported(inputs):
+    if not hopper_config.unsupported(inputs):
         return fused_hopper.ssd_fused_hopper(inputs, precision, config=_hopper_config(inputs, batch_invariant))
     return fused_portable.ssd_fused_portable(inputs, precision, config=_portable_config(inputs))
 
@@ -164,7 +164,7 @@ def plan(
     """Which kernel would run, how and why.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     config: HopperConfig | FusedConfig
-    why_not = fused_hopper.unsupported(inputs)
+    why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, batch_invariant)
         handover = fused_hopper.handover(inputs, config)

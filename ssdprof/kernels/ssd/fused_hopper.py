@@ -19,7 +19,6 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +28,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssdprof.kernels._gpu import capability
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, ceil_div, unit_count
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE, Segment, Shared, gates, loads, scores, unit_state
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -38,98 +37,6 @@ FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sec
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
 STAGES = {"find_segment": "ticket", "_add": "caller", "first_role": "bmm_chunk", "_fused_hopper_kernel": "setup"}
 GL_DTYPE = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class HopperConfig:
-    """segment: chunks of 64 positions per segment
-    ring, score_ring: chunks, and chunks' scores, in shared memory at once
-    unit_registers, other_registers: per thread of the two roles with states, and of gates and loads
-    """
-
-    segment: int
-    ring: int = 3
-    score_ring: int = 2
-    unit_registers: int = 192
-    other_registers: int = 24
-    reason: str = ""
-
-    @classmethod
-    def choose(cls, inputs: SSDInputs, sm_count: int, *, batch_invariant: bool) -> HopperConfig:
-        """By the length and number of sequences, the number of units and the GPU.
-
-        With `batch_invariant`, as if there were one sequence: a sequence's result is then bitwise the same in any
-        batch, and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
-        """
-        if inputs.cu_seqlens is not None:
-            return cls(segment=64, reason="packed: one rule for sequences of any length")
-        sequences = 1 if batch_invariant else inputs.sequences
-        nchunks = _ceil_div(inputs.x.shape[1], CHUNK.value)
-        segment = _segment(nchunks, sequences * unit_count(inputs) // 2, sm_count)
-        return cls(segment=segment, reason=f"least modelled time of {sequences} x {nchunks} chunks on {sm_count} SMs")
-
-
-@lru_cache(maxsize=256)
-def _segment(nchunks: int, pairs: int, sm_count: int) -> int:
-    """Chunks per segment, by a model of the time, in units of a chunk of the second pass.
-
-    A program costs its chunks, 0.58 for each that the first pass reaches (all of a short segment, on the average 40 and
-    a fifth of a long one; none of a sequence's last), and 4 for its start and the hand-over.  Measured on an H200:
-    docs/ssd-performance.md.
-    """
-
-    def cost(segment: int) -> float:
-        segments = _ceil_div(nchunks, segment)
-        programs = segments * pairs
-        first_pass = 0.58 * (1 - 1 / segments)
-        longest = segment + (0.58 * segment if segments > 1 else 0) + 4
-        if programs <= sm_count:
-            return longest
-        average = segment + first_pass * min(segment, 40 + 0.2 * segment) + 4
-        return programs / sm_count * average + longest / 2
-
-    candidates = {_ceil_div(nchunks, count) for count in range(1, 65)}
-    return min(sorted(candidates, reverse=True), key=cost)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def unit_count(inputs: SSDInputs) -> int:
-    nheads, headdim = inputs.x.shape[2:]
-    return nheads * _ceil_div(headdim, SLICE.value)
-
-
-def unsupported(inputs: SSDInputs) -> str:
-    """Why this kernel cannot take `inputs`; empty if it can."""
-    x, B, C = inputs.x, inputs.B, inputs.C
-    headdim, dstate = x.shape[3], B.shape[3]
-    slices = _ceil_div(headdim, SLICE.value)
-    if not x.is_cuda or capability(x) != (9, 0):
-        return "anything but a Hopper GPU"
-    if x.dtype == torch.float32:
-        return "fp32 inputs"
-    if inputs.z is not None:
-        return "a gate z"
-    if headdim < SLICE.value or headdim % 16 or dstate not in (64, 128):
-        return f"headdim {headdim} with dstate {dstate}"
-    if slices * inputs.heads_per_group % 2:
-        return "an odd number of heads per group"
-    if x.shape[0] * x.shape[1] >= 2**31:
-        return "2^31 positions"
-    for name, tensor in (("x", x), ("B", B), ("C", C)):
-        row = tensor.stride(1)
-        if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
-            return f"strides or alignment of {name}, which the copy engine cannot read"
-        if tensor.shape[0] > 1 and tensor.stride(0) != tensor.shape[1] * row:
-            return f"batch stride of {name}, which is not that of its rows"
-    for name, tensor in (("B", B), ("C", C)):
-        if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
-            return f"group stride of {name}"
-    if inputs.dt.shape[0] > 1 and inputs.dt.stride(0) != inputs.dt.shape[1] * inputs.dt.stride(1):
-        return "batch stride of dt, which is not that of its rows"
-    return ""
 
 
 @gluon.jit
@@ -274,7 +181,7 @@ def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
     """Segments of all sequences; an upper bound if they are packed, for their lengths are on the device."""
     positions = config.segment * CHUNK.value
     if inputs.cu_seqlens is None:
-        return inputs.sequences * _ceil_div(inputs.x.shape[1], positions)
+        return inputs.sequences * ceil_div(inputs.x.shape[1], positions)
     return int(inputs.sequences + inputs.x.shape[1] // positions)
 
 
@@ -362,7 +269,7 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
 
 
 def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperConfig) -> SSDOutput:
-    """Output as x, final states in fp32.  Call it only where `unsupported` is empty."""
+    """Output as x, final states in fp32.  Call it only where `hopper_config.unsupported` is empty."""
     args, options, outputs = launch_arguments(inputs, precision, config)
     pairs = unit_count(inputs) // 2
     with torch.cuda.device_of(inputs.x):

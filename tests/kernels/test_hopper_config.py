@@ -1,0 +1,37 @@
+"""How the Hopper kernel cuts a call, which needs no GPU to be decided."""
+
+from ssd_cases import Case
+
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+
+H200 = 132  # multiprocessors
+MAMBA2 = dict(heads=80, headdim=1, dstate=16)
+
+
+def segment(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> int:
+    inputs = Case(seqlen=seqlen, batch=batch, **MAMBA2).inputs()
+    return HopperConfig.choose(inputs, H200, batch_invariant=batch_invariant).segment
+
+
+def test_a_short_sequence_is_one_wave_of_programs() -> None:
+    """40 pairs of heads: three segments are 120 programs."""
+    assert segment(1024) == 6
+    assert segment(4096) == 22
+
+
+def test_a_batch_that_fills_the_gpu_is_not_cut() -> None:
+    assert segment(1024, batch=32) == 16
+    assert segment(4096, batch=8) == 64
+
+
+def test_batch_invariant_ignores_the_batch() -> None:
+    assert segment(1024, batch=32, batch_invariant=True) == segment(1024)
+
+
+def test_packed_sequences_are_cut_by_one_rule() -> None:
+    inputs = Case(lengths=(100, 900), **MAMBA2).inputs()
+    assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
+
+
+def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
+    assert unsupported(Case().inputs()) == "anything but a Hopper GPU"
