@@ -97,6 +97,7 @@ class Hint(Record):
     """What the evidence points to, and what may help."""
 
     stage: str  # "" if it is about the whole kernel
+    share_pct: float | None = None  # of the kernel's busy samples that it is about
     evidence: str
     advice: str
 

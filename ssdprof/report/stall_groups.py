@@ -6,7 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ssdprof.stall_records import KernelStalls, StallReport
+from ssdprof.stall_records import Hint, KernelStalls, Line, StallReport
+
+_WORTH_PCT = 4.0
+_LARGE_PCT = 30.0
+_MOST_HINTS = 6
 
 
 @dataclass
@@ -32,12 +36,16 @@ class Design:
     """The kernels that do the work together.
 
     stages: in the algorithm's order, "stage" or "stage.part".  idle: in percent of all samples.
+    hints: each with its kernel, the most telling first; only those that are worth a change of the whole.
+    lines: those that do not idle, each with its percent of the busy time, the hottest first.
     """
 
     name: str
     kernels: tuple[KernelStalls, ...]
     stages: dict[str, Share]
     idle: dict[str, float]
+    hints: tuple[tuple[KernelStalls, Hint], ...]
+    lines: tuple[tuple[float, Line], ...]
     duration_us: float | None
 
     @property
@@ -71,9 +79,10 @@ def designs(report: StallReport) -> tuple[Design, ...]:
 
 
 def _design(name: str, kernels: tuple[KernelStalls, ...]) -> Design:
+    weights = list(_weights(kernels))
     stages: dict[str, Share] = defaultdict(Share)
     idle: dict[str, float] = defaultdict(float)
-    for kernel, weight in _weights(kernels):
+    for kernel, weight in weights:
         samples = sum(kernel.samples.values())
         busy = samples - kernel.idle_samples
         for stage in kernel.stages:
@@ -89,8 +98,36 @@ def _design(name: str, kernels: tuple[KernelStalls, ...]) -> Design:
         kernels=kernels,
         stages=dict(stages),
         idle=dict(idle),
+        hints=tuple(_hints(weights)),
+        lines=tuple(sorted(_lines(weights), key=lambda one: -one[0])),
         duration_us=sum(known) if len(known) == len(kernels) else None,
     )
+
+
+def _lines(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[float, Line]]:
+    for kernel, weight in weights:
+        idle = {stage.name for stage in kernel.stages if stage.idle}
+        busy = sum(kernel.samples.values()) - kernel.idle_samples
+        for line in kernel.lines:
+            if line.stage not in idle:
+                yield 100 * weight * line.total / busy, line
+
+
+def _hints(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[KernelStalls, Hint]]:
+    """Those about a part of at least _WORTH_PCT of the design, then those about kernels of at least _LARGE_PCT."""
+    ranked = [
+        (weight * hint.share_pct, kernel, hint)
+        for kernel, weight in weights
+        for hint in kernel.hints
+        if hint.share_pct is not None and weight * hint.share_pct >= _WORTH_PCT
+    ]
+    for _, kernel, hint in sorted(ranked, key=lambda one: -one[0])[:_MOST_HINTS]:
+        yield kernel, hint
+    for kernel, weight in weights:
+        if 100 * weight >= _LARGE_PCT:
+            for hint in kernel.hints:
+                if hint.share_pct is None:
+                    yield kernel, hint
 
 
 def _weights(kernels: tuple[KernelStalls, ...]) -> Iterator[tuple[KernelStalls, float]]:

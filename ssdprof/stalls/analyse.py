@@ -50,7 +50,7 @@ def analyse(reports: Sequence[RawReport], subject: Subject | None = None, *, mis
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     """One launch.  implementation: "" to tell from the kernel's name."""
-    sources = Sources(kernel.sources)
+    sources = Sources.of(kernel)
     found = attribute(kernel, sources)
     resources, throughput = facts.resources(kernel), facts.throughput(kernel)
     missing = facts.not_collected(resources, throughput)

@@ -11,6 +11,7 @@ _WORTH_PCT = 5.0  # of the busy samples: what is below is not worth a change
 _BUSY_MEMORY_PCT = 70.0  # of a memory's bandwidth: beyond it, waiting means that it is full
 
 _MOST_HIT_PCT = 80.0  # of L2: beyond it, loads wait for L2 and not for DRAM
+_FULL_WAVE = 0.8
 _LONGEST_QUOTE = 80
 
 _LATE = (
@@ -71,9 +72,13 @@ def _by_stage(kernel: KernelStalls) -> Iterator[tuple[int, Hint]]:
             line = _hottest(kernel, stage, reason)
             advice = _advice(kernel, stage, reason, line)
             if advice:
-                parts = (f"{reason} in {stage.name} is {share:.0f} % of the busy samples", _where(line, reason, count))
+                parts = (
+                    f"{reason} in {stage.name} is {share:.0f} % of the kernel's busy samples",
+                    _where(line, reason, count),
+                )
                 memory = _memory(kernel) if advice in _ABOUT_MEMORY else ""
-                yield count, Hint(stage=stage.name, evidence=f"{''.join(parts)}{memory}.", advice=advice)
+                evidence = f"{''.join(parts)}{memory}."
+                yield count, Hint(stage=stage.name, share_pct=share, evidence=evidence, advice=advice)
 
 
 def _advice(kernel: KernelStalls, stage: Stage, reason: str, line: Line | None) -> str:
@@ -137,13 +142,13 @@ def _whole(kernel: KernelStalls) -> Iterator[Hint]:
             advice="Few warps hide little latency: it must be hidden inside a warp, by loads in flight and independent "
             "work, or smaller tiles must let more programs in.",
         )
-    if used.waves is not None and used.waves < 1:
+    if used.waves is not None and used.waves < _FULL_WAVE:
         yield Hint(
             stage="",
             evidence=f"The grid fills {100 * used.waves:.0f} % of the GPU once.",
             advice="More programs: split the sequence or the heads further.",
         )
-    elif used.waves is not None and used.waves < 4 and used.waves % 1 and used.waves % 1 < 0.5:
+    elif used.waves is not None and 1 < used.waves < 4 and used.waves % 1 and used.waves % 1 < 0.5:
         yield Hint(
             stage="",
             evidence=f"{used.waves:.2f} waves: the last one keeps {100 * (used.waves % 1):.0f} % of the GPU busy.",

@@ -32,6 +32,7 @@ class RawKernel:
     totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty if not collected
     points: in order of address; empty if source counters were not collected
     sources: file name -> text, as recorded
+    excerpts: file name -> its lines that are known, where the whole file was not recorded
     """
 
     function: str
@@ -39,6 +40,7 @@ class RawKernel:
     totals: Mapping[str, int] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
+    excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def number(self, *names: str) -> float | None:
         """The first of the metrics that was collected."""

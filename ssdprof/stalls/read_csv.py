@@ -139,14 +139,14 @@ def _listing(kernel: str, rows: Sequence[tuple[str, dict[str, list[str]]]]) -> R
     number = 0
     for file, cells in rows:
         sources = cells.get("Source", [""])
-        line, address = _number(cells.get("Line No", [""])[0]), cells.get("Address", [""])[0].strip()
+        line, address = _number(cells.get("Line No", [""])[0]), _address(cells.get("Address", [""])[0])
         samples = _samples(cells)
         if line is not None:
             number = int(line)
             texts.setdefault(file, {})[number] = sources[0]
             lines.append(Point(0, file, number, "", samples))
-        if address:
-            instructions.append(Point(_address(address), file if number else "", number, sources[-1].strip(), samples))
+        if address is not None:
+            instructions.append(Point(address, file if number else "", number, sources[-1].strip(), samples))
     points = tuple(sorted(instructions, key=lambda point: point.address) or lines)
     totals: dict[str, int] = {}
     for point in points:
@@ -157,7 +157,7 @@ def _listing(kernel: str, rows: Sequence[tuple[str, dict[str, list[str]]]]) -> R
         metrics={},
         totals=totals,
         points=points,
-        sources={file: _text(found) for file, found in texts.items()},
+        excerpts=texts,
     )
 
 
@@ -176,16 +176,10 @@ def _stalls(row: Row) -> bool:
     return any(_STALL.fullmatch(cell) for cell in row)
 
 
-def _address(text: str) -> int:
-    try:
-        return int(text, 0)
-    except ValueError:
-        return int(text, 16)
-
-
-def _text(lines: Mapping[int, str]) -> str:
-    """A file from the lines that are listed."""
-    return "\n".join(lines.get(number, "") for number in range(1, max(lines) + 1))
+def _address(text: str) -> int | None:
+    """None for what is no address: "-" on the row of a line, "..." where instructions of other lines lie between."""
+    digits = re.fullmatch(r"(?:0x)?([0-9a-fA-F]+)", text.strip())
+    return int(digits[1], 16) if digits else None
 
 
 def _filled(row: Row, length: int) -> list[str]:

@@ -18,8 +18,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from ssdprof.stalls.raw import base_name
+from ssdprof.stalls.raw import RawKernel, base_name
 
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # without a role in this program, before it or after it
@@ -100,20 +101,31 @@ class SourceFile:
 
 
 class Sources:
-    """The files of a report.  One of this package that was not recorded with it is taken from the installed package."""
+    """The files of a report.
 
-    def __init__(self, recorded: Mapping[str, str]) -> None:
+    One that was not recorded with it is taken from the installed package, if it is of this package and the lines that
+    are known of it are the same there.
+    """
+
+    def __init__(self, recorded: Mapping[str, str], excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({})):
         self._recorded = recorded
+        self._excerpts = excerpts
         self._files: dict[str, SourceFile | None] = {}
         self.not_recorded: set[str] = set()
+
+    @classmethod
+    def of(cls, kernel: RawKernel) -> Sources:
+        return cls(kernel.sources, kernel.excerpts)
 
     def place(self, file: str, line: int) -> Place:
         if not file or _LIBRARY.search(file):
             return Place()
         parsed = self._file(file)
-        return parsed.place(line) if parsed else Place("", UNKNOWN)
+        return parsed.place(line) if parsed else Place("", base_name(file))
 
     def text(self, file: str, line: int) -> str:
+        if line in self._excerpts.get(file, {}):
+            return self._excerpts[file][line].strip()
         if file not in self._recorded and (not file or _LIBRARY.search(file)):
             return ""
         parsed = self._file(file)
@@ -121,7 +133,7 @@ class Sources:
 
     def kernel(self, name: str) -> Function | None:
         """The function that was launched, wherever it is."""
-        for file in self._recorded:
+        for file in (*self._recorded, *self._excerpts):
             parsed = None if _LIBRARY.search(file) else self._file(file)
             for function in parsed.functions if parsed else ():
                 if function.name == name:
@@ -132,8 +144,11 @@ class Sources:
         if file not in self._files:
             text = self._recorded.get(file)
             if text is None:
-                self.not_recorded.add(base_name(file))
                 text = _installed(file)
+                known = self._excerpts.get(file)
+                if text is None or not known or not _same(text, known):
+                    self.not_recorded.add(base_name(file))
+                    text = None if known else text
             self._files[file] = parse(text) if text else None
         return self._files[file]
 
@@ -200,6 +215,12 @@ def _waits(tree: ast.Module, waits: Mapping[str, str] | None) -> dict[int, str]:
 
 def _called(node: ast.AST) -> str:
     return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
+
+
+def _same(text: str, known: Mapping[int, str]) -> bool:
+    """Whether a file has the lines that are known of it."""
+    lines = text.splitlines()
+    return all(number <= len(lines) and lines[number - 1].strip() == line.strip() for number, line in known.items())
 
 
 def _installed(file: str) -> str | None:

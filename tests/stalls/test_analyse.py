@@ -91,7 +91,7 @@ def test_checks_pass_on_a_report_that_adds_up() -> None:
         ({"totals": {"wait": 120, "barrier": 80}}, "every reason adds up over the lines"),
         ({"metrics": synthetic.METRICS | {"smsp__pcsamp_dropped_bytes": 64}}, "no sample was dropped"),
         ({"sources": {}}, "the source was recorded"),
-        ({"sources": {}}, "every line has a stage"),
+        ({"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}, "every line has a stage"),
     ],
 )
 def test_a_check_fails_where_something_is_missing(changes: dict[str, object], check: str) -> None:
@@ -130,7 +130,7 @@ def test_a_hint_names_its_evidence() -> None:
     found = stalls_of(synthetic.kernel())
     hint = next(hint for hint in found.hints if hint.stage == "loads")
     assert hint.evidence == (
-        "long_scoreboard in loads is 30 % of the busy samples, 100 % of them on kernel.py:6 `return p`; "
+        "long_scoreboard in loads is 30 % of the kernel's busy samples, 100 % of them on kernel.py:6 `return p`; "
         "L2 hit rate 92 %."
     )
     assert "latency of L2" in hint.advice

@@ -100,7 +100,20 @@ def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> N
     place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/fused_stages.py", number)
     assert place == Place("wait_for_state", "state_passing.wait")
     assert sources.not_recorded == {"fused_stages.py"}
-    assert sources.place("/home/someone/kernel.py", 3) == Place("", UNKNOWN)
+    assert sources.place("/home/someone/kernel.py", 3) == Place("", "kernel.py")
+
+
+def test_an_excerpt_must_agree_with_the_installed_file() -> None:
+    path = "/elsewhere/ssdprof/kernels/ssd/fused_stages.py"
+    lines = (KERNELS / "ssd" / "fused_stages.py").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if "while tl.atomic_add" in line)
+    agreeing = Sources({}, {path: {number: lines[number - 1], number + 1: lines[number]}})
+    assert agreeing.place(path, number).stage == "state_passing.wait"
+    assert not agreeing.not_recorded
+    other = Sources({}, {path: {number: lines[number - 1], number + 1: "return 7"}})
+    assert other.place(path, number) == Place("", "fused_stages.py")
+    assert other.text(path, number + 1) == "return 7"
+    assert other.not_recorded == {"fused_stages.py"}
 
 
 # --- our own kernels

@@ -8,7 +8,7 @@ from ssdprof.report import format as fmt
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import Design, Share
 from ssdprof.report.tables.table import Note, Table, columns
-from ssdprof.stall_records import Check, KernelStalls, StallReport
+from ssdprof.stall_records import Check, KernelStalls, Line, StallReport
 
 _HOTTEST = 10
 _MOST_REASONS = 7
@@ -124,35 +124,23 @@ def reasons(design: Design) -> Table | None:
     )
 
 
-def hottest(kernel: KernelStalls) -> Table | None:
-    """The ten lines with the most busy samples."""
-    idle = {stage.name for stage in kernel.stages if stage.idle}
-    lines = [line for line in kernel.lines if line.stage not in idle][:_HOTTEST]
-    if not lines:
+def hottest(design: Design) -> Table | None:
+    """The ten lines with most of the busy time."""
+    if not design.lines:
         return None
-    busy = sum(kernel.samples.values()) - kernel.idle_samples
     return Table(
-        title=f"{kernel.kernel}: the hottest lines",
+        title=f"{design.name}: the hottest lines",
         headers=("share", "line", "stage", "waits for", "source"),
-        rows=tuple(
-            (
-                fmt.percent(100 * line.total / busy, 1),
-                f"{line.file}:{line.line}" if line.line else "no line",
-                line.stage,
-                ", ".join(f"{reason} {100 * n / line.total:.0f}%" for reason, n in list(line.samples.items())[:2]),
-                line.text if len(line.text) <= _LONGEST_LINE else f"{line.text[: _LONGEST_LINE - 3]}...",
-            )
-            for line in lines
-        ),
+        rows=tuple((fmt.percent(pct, 1), *_line(line)) for pct, line in design.lines[:_HOTTEST]),
         align=("right", "left", "left", "left", "left"),
         keys=2,
         wraps=4,
     )
 
 
-def hints(report: StallReport) -> Table | None:
+def hints(found: Sequence[Design]) -> Table | None:
     """Evidence and advice."""
-    rows = [(kernel.kernel, f"{hint.evidence}  {hint.advice}") for kernel in report.kernels for hint in kernel.hints]
+    rows = [(kernel.kernel, f"{hint.evidence}  {hint.advice}") for design in found for kernel, hint in design.hints]
     if not rows:
         return None
     return Table(
@@ -202,6 +190,12 @@ def launched(report: StallReport) -> Table | None:
         note="Registers and spills are per thread, shared memory per block.",
         keys=3,
     )
+
+
+def _line(line: Line) -> tuple[str, str, str, str]:
+    waits = (f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
+    text = line.text if len(line.text) <= _LONGEST_LINE else f"{line.text[: _LONGEST_LINE - 3]}..."
+    return f"{line.file}:{line.line}" if line.line else "no line", line.stage, ", ".join(waits), text
 
 
 def _speed(kernel: KernelStalls) -> tuple[str, ...]:
