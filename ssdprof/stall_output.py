@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ssdprof import runs
+from ssdprof.errors import BadInputError
 from ssdprof.report import markdown, stall_document
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import designs
-from ssdprof.stall_records import StallReport
+from ssdprof.stall_records import STALLS_VERSION, StallReport
 from ssdprof.stalls import plots
 
+FOLDER = "stalls"  # in a run's folder
 RECORD = "stalls.json"
 DOCUMENT = "stalls.md"
+_AGAIN = "Profile again, or read it with the ssdprof that wrote it."
 
 
 def dump(report: StallReport) -> str:
     """One JSON document: the same bytes for the same ncu reports, on every machine."""
     return report.model_dump_json(indent=1)
+
+
+def load(file: Path) -> StallReport:
+    """The report that `dump` wrote.  Raises BadInputError if it cannot be read or has another version."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        version = json.loads(text).get("stalls_version")
+        if version != STALLS_VERSION:
+            raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
+        return StallReport.model_validate_json(text)
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, AttributeError) as error:
+        raise BadInputError(f"{file} is damaged.", _AGAIN) from error
+
+
+def appendix(folder: Path, target: Path | None) -> str:
+    """What a run's folder knows of stalls, as Markdown to follow its report; empty if that is nothing.
+
+    target: the Markdown's file, which gets the pictures beside it; None leaves them out.
+    """
+    record = folder / FOLDER / RECORD
+    if not record.is_file():
+        return ""
+    report = load(record)
+    figures = {} if target is None else _write_pictures(target, report)
+    return "\n" + markdown.render_document(stall_document.compose(report, figures))
 
 
 def write(folder: Path, report: StallReport) -> None:
@@ -32,13 +63,18 @@ def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> 
     Raises what `runs.write_text` raises.
     """
     runs.check_target(file, replace=replace)
+    document = stall_document.compose(report, _write_pictures(file, report))
+    runs.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
+
+
+def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
+    """Title -> file name, of pictures beside `file`."""
     figures = {}
     for name, (title, svg) in pictures(report).items():
         picture = file.with_name(f"{file.stem}-{name}.svg")
         runs.write_text(picture, svg)
         figures[title] = picture.name
-    document = stall_document.compose(report, figures)
-    runs.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
+    return figures
 
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report
 
-FOLDER = "stalls"
+DEFAULT_PRECISION = Precision(intermediates="exact", state_dtype="fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,35 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
     Where ncu cannot work, the report says why (`missing`), and what Triton knows by itself.
     Raises MissingCapabilityError without a GPU.
     """
-    if limits.device().type != "cuda":
-        raise MissingCapabilityError(
-            "There is no NVIDIA GPU here: warp stalls are counted by one.",
-            "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
-        )
+    _require_gpu()
     run = _run(request)
     with _opened(request, run) as folder, _captured(request, run, watcher) as captured:
         torch.cuda.empty_cache()
         return folder, profile_layer(captured, request, folder, watcher)
+
+
+def profile_run(asked: CaptureRequest, folder: Path, report: RunReport, watcher: Watcher) -> StallReport:
+    """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the run's folder.
+
+    asked: what the run captured.  Raises what `profile` raises.
+    """
+    _require_gpu()
+    model = Path(asked.model.model).expanduser()
+    stored = next((path for path in (model, folder / runs.CAPTURES) if store.is_capture(path)), None)
+    layers = report.captured_layers
+    wanted = replace(
+        asked,
+        layers=str(layers[len(layers) // 2].index),
+        prompt=replace(asked.prompt, seqlens=(max(prompt.seqlen for prompt in report.prompts),)),
+    )
+    request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION)
+    with _made(folder / stall_output.FOLDER, overwrite=False) as out, ExitStack() as stack:
+        if stored is not None:
+            captured = _stored(stored, request)
+        else:
+            captured = stack.enter_context(_captured_anew(wanted, request, watcher))
+        torch.cuda.empty_cache()
+        return profile_layer(captured, request, out, watcher)
 
 
 def profile_layer(captured: Captured, request: StallRequest, folder: Path, watcher: Watcher) -> StallReport:
@@ -112,6 +132,14 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
     return report
 
 
+def _require_gpu() -> None:
+    if limits.device().type != "cuda":
+        raise MissingCapabilityError(
+            "There is no NVIDIA GPU here: warp stalls are counted by one.",
+            "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
+        )
+
+
 # --- what to profile
 
 
@@ -127,12 +155,12 @@ def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
 def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterator[Path]:
     """The folder for what is found."""
     if request.out is None and run is not None:
-        with _made(run[0] / FOLDER, overwrite=request.overwrite) as folder:
+        with _made(run[0] / stall_output.FOLDER, overwrite=request.overwrite) as folder:
             yield folder
         return
     with (
         runs.opened(request.out, request.where or "model") as opened,
-        _made(opened.path / FOLDER, overwrite=request.overwrite) as folder,
+        _made(opened.path / stall_output.FOLDER, overwrite=request.overwrite) as folder,
     ):
         yield folder
 
@@ -153,16 +181,24 @@ def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def _captured(request: StallRequest, run: tuple[Path, RunReport] | None, watcher: Watcher) -> Iterator[Captured]:
     """The layer's tensors: those that are stored, else captured anew, for as long as they are needed."""
-    stored = Path(request.where).expanduser() if run is None and request.where else None
-    if run is not None and store.is_capture(run[0] / runs.CAPTURES):
-        stored = run[0] / runs.CAPTURES
-    if stored is not None and store.is_capture(stored):
-        yield Captured(stored, _choose(store.read_manifest(stored), request, stored))
+    place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
+    if store.is_capture(place):
+        yield _stored(place, request)
         return
     wanted = _of_run(run[1], request) if run is not None else _of_model(request)
+    with _captured_anew(wanted, request, watcher) as captured:
+        yield captured
+
+
+@contextmanager
+def _captured_anew(wanted: CaptureRequest, request: StallRequest, watcher: Watcher) -> Iterator[Captured]:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
-        folder, manifest = pipeline.capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
-        yield Captured(folder, _choose(manifest, request, folder))
+        folder, _ = pipeline.capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        yield _stored(folder, request)
+
+
+def _stored(folder: Path, request: StallRequest) -> Captured:
+    return Captured(folder, _choose(store.read_manifest(folder), request, folder))
 
 
 def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:

@@ -21,13 +21,18 @@ def export(
     as_json: options.Json = False,
 ) -> None:
     """Write a run's report as Markdown or JSON."""
-    from ssdprof import runs
+    from ssdprof import runs, stall_output
     from ssdprof.report import json, markdown
 
     folder, report = runs.read(run)
     to_stdout = output is None or str(output) == "-"
     as_data = format == "json" or (as_json and to_stdout)
-    text = json.dump(report) if as_data else markdown.render(report)
+    if output is not None and not to_stdout:
+        runs.check_target(output, replace=force)
+    if as_data:
+        text = json.dump(report)
+    else:
+        text = markdown.render(report) + stall_output.appendix(folder, None if to_stdout else output)
     if output is None or to_stdout:
         print(text)
         return

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdprof.commands import options, terminal
 from ssdprof.errors import ExitCode
+
+if TYPE_CHECKING:
+    from ssdprof.request import CaptureRequest
+    from ssdprof.schema import RunReport
 
 
 def run(
@@ -27,6 +31,9 @@ def run(
         typer.Option(metavar="DIR", help="Folder of the run.", show_default="runs/<time>-<model>"),
     ] = None,
     save_captures: Annotated[bool, typer.Option("--save-captures", help="Keep the inputs too.  Gigabytes.")] = False,
+    stalls: Annotated[
+        bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
+    ] = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
@@ -51,5 +58,24 @@ def run(
     else:
         terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
+    if stalls:
+        _stalls(request, folder, report, as_json)
     if not report.passed:
         raise typer.Exit(ExitCode.GATE_FAILED)
+
+
+def _stalls(request: CaptureRequest, folder: Path, report: RunReport, as_json: bool) -> None:
+    """Profile, show and keep.  A machine that cannot profile says so, and the run is what it was."""
+    from ssdprof import stall_output, stall_pipeline
+    from ssdprof.errors import SsdprofError
+    from ssdprof.report import stall_document
+    from ssdprof.report import terminal as tables
+
+    try:
+        found = stall_pipeline.profile_run(request, folder, report, terminal.TerminalWatcher())
+    except SsdprofError as error:
+        terminal.err().print(f"No stalls: {error.message}  {error.hint}")
+        return
+    if not as_json:
+        terminal.out().print(tables.render_document(stall_document.compose(found)))
+    terminal.err().print(f"Stalls are in {folder / stall_output.FOLDER}.")

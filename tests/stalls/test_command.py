@@ -195,3 +195,72 @@ def test_where_ncu_cannot_work_triton_is_asked(
     assert "No stalls: ncu is not on this machine. Install it." in result.stdout
     assert "_fused" in result.stdout
     assert "96" in result.stdout
+
+
+def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from report.make import make_report as run_report
+
+    from ssdprof import runs, stall_output
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    with runs.opened(folder, "m") as opened:
+        opened.write(run_report())
+    without = CliRunner().invoke(app, ["export", str(folder)]).stdout
+    assert "stall" not in without
+    (folder / stall_output.FOLDER).mkdir()
+    stall_output.write(folder / stall_output.FOLDER, analyse([synthetic.report(synthetic.kernel())]))
+    printed = CliRunner().invoke(app, ["export", str(folder)]).stdout
+    assert printed.startswith(without.rstrip("\n"))
+    assert "stages and stall reasons" in printed
+    assert ".svg" not in printed
+    result = CliRunner().invoke(app, ["export", str(folder), "-o", "report.md"])
+    assert result.exit_code == 0, result.output
+    assert "](report-kernel.svg)" in Path("report.md").read_text()
+    assert Path("report-kernel.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "damaged"), ("[]", "damaged"), ('{"stalls_version": 99}', "version 99"), ("{}", "None")]
+)
+def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    from ssdprof import stall_output
+    from ssdprof.errors import BadInputError
+
+    (tmp_path / "stalls.json").write_text(text)
+    with pytest.raises(BadInputError, match=words):
+        stall_output.load(tmp_path / "stalls.json")
+
+
+def test_a_record_can_be_read_again(tmp_path: Path) -> None:
+    from ssdprof import stall_output
+
+    report = analyse([synthetic.report(synthetic.kernel())])
+    (tmp_path / "stalls.json").write_text(stall_output.dump(report))
+    assert stall_output.load(tmp_path / "stalls.json") == report
+
+
+def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
+    from report.make import make_report as run_report
+
+    from ssdprof.replay import Unwatched
+    from ssdprof.request import CaptureRequest, ModelRequest
+    from ssdprof.schema import LayerRef
+
+    layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
+    run = run_report().model_copy(update={"captured_layers": layers})
+    asked = CaptureRequest(model=ModelRequest(model=str(captured)))
+    (tmp_path / "run").mkdir()
+    report = stall_pipeline.profile_run(asked, tmp_path / "run", run, Unwatched())
+    assert gpu == [("unfused", 5), ("fused", 5)]
+    assert report.subject is not None
+    assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()
+
+
+def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(
+        app, ["run", "demo", "--seq", "64", "--layers", "first:1", "--dtypes", "exact", "--states", "fp32", "--stalls"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "No stalls: There is no NVIDIA GPU here" in result.stderr
