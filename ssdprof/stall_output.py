@@ -84,7 +84,7 @@ def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
         if design.is_sampled:
             title = f"{design.name}: stages and stall reasons"
             bars = {_label(name): share.reasons for name, share in design.stages.items()}
-            found[runs.safe_name(design.name)] = (title, plots.stages(bars, title))
+            found[runs.safe_name(design.name.lstrip("_"))] = (title, plots.stages(bars, title))
     roofline = plots.roofline(report)
     return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
 
