@@ -122,6 +122,11 @@ class KernelStalls(Record):
     def idle_samples(self) -> int:
         return sum(stage.total for stage in self.stages if stage.idle)
 
+    @property
+    def busy_samples(self) -> int:
+        """All but those of warps that have nothing to do."""
+        return sum(stage.total for stage in self.stages if not stage.idle)
+
 
 class Subject(Record):
     """What was launched, where that is known: a report that came from elsewhere does not say."""

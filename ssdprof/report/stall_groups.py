@@ -84,7 +84,7 @@ def _design(name: str, kernels: tuple[KernelStalls, ...]) -> Design:
     idle: dict[str, float] = defaultdict(float)
     for kernel, weight in weights:
         samples = sum(kernel.samples.values())
-        busy = samples - kernel.idle_samples
+        busy = kernel.busy_samples
         for stage in kernel.stages:
             if stage.idle:
                 idle[stage.name] += 100 * weight * stage.total / samples
@@ -107,7 +107,7 @@ def _design(name: str, kernels: tuple[KernelStalls, ...]) -> Design:
 def _lines(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[float, Line]]:
     for kernel, weight in weights:
         idle = {stage.name for stage in kernel.stages if stage.idle}
-        busy = sum(kernel.samples.values()) - kernel.idle_samples
+        busy = kernel.busy_samples
         for line in kernel.lines:
             if line.stage not in idle:
                 yield 100 * weight * line.total / busy, line
@@ -132,7 +132,7 @@ def _hints(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[KernelSt
 
 def _weights(kernels: tuple[KernelStalls, ...]) -> Iterator[tuple[KernelStalls, float]]:
     """Each sampled kernel's part of the whole: by duration, else by samples."""
-    sampled = [kernel for kernel in kernels if kernel.stages]
+    sampled = [kernel for kernel in kernels if kernel.busy_samples]
     times = [kernel.throughput.duration_us for kernel in sampled]
     sizes = [
         sum(kernel.samples.values()) if None in times else time or 0.0

@@ -73,6 +73,9 @@ def throughput(kernel: RawKernel) -> Throughput:
     duration = kernel.number("gpu__time_duration.sum", "gpu__time_duration.avg")
     if found["issue_pct"] is None:
         found["issue_pct"] = _scaled(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
+    l2_bytes = kernel.number("lts__t_bytes.sum")
+    if l2_bytes is None:
+        l2_bytes = _scaled(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
     flops, tensor_peak = _tensor(kernel, found["tensor_pct"])
     return Throughput(
         duration_us=_scaled(duration, 1e-3),
@@ -84,7 +87,7 @@ def throughput(kernel: RawKernel) -> Throughput:
         tensor_pct=found["tensor_pct"],
         dram_read_bytes=_int(found["dram_read_bytes"]),
         dram_write_bytes=_int(found["dram_write_bytes"]),
-        l2_bytes=_int(kernel.number("lts__t_bytes.sum") or _scaled(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)),
+        l2_bytes=_int(l2_bytes),
         l1_hit_pct=found["l1_hit_pct"],
         l2_hit_pct=found["l2_hit_pct"],
         tensor_flops=_int(flops),

@@ -61,12 +61,11 @@ def hints(kernel: KernelStalls) -> tuple[Hint, ...]:
 
 def _by_stage(kernel: KernelStalls) -> Iterator[tuple[int, Hint]]:
     """(samples, hint) of every stage's reasons that are worth one."""
-    busy = sum(kernel.samples.values()) - kernel.idle_samples
     for stage in kernel.stages:
         if stage.idle:
             continue
         for reason, count in stage.samples.items():
-            share = 100 * count / busy
+            share = 100 * count / kernel.busy_samples
             if share < _WORTH_PCT or reason in _WORKING:
                 continue
             line = _hottest(kernel, stage, reason)

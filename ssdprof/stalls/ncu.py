@@ -184,7 +184,8 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     errors = [line for line in lines if "ERROR" in line or "Error" in line]
     last = (errors or lines or ["nothing"])[-1].removeprefix("==ERROR==").strip()
     return MissingCapabilityError(
-        f"Profiling failed (exit code {returncode}); the last words were: {last[:300]}", "ssdprof doctor may say why."
+        f"A process of the profile failed (exit code {returncode}); its last words: {last[:300]}",
+        "ssdprof doctor may say why.",
     )
 
 

@@ -47,8 +47,9 @@ def test_what_was_not_collected_is_none_and_named() -> None:
 
 
 def test_a_zero_that_was_collected_stays_a_zero() -> None:
-    found = stalls_of(synthetic.kernel(metrics=synthetic.METRICS | {"dram__bytes_read.sum": 0}))
-    assert found.throughput.dram_read_bytes == 0
+    zeros = {"dram__bytes_read.sum": 0, "lts__t_bytes.sum": 0}
+    found = stalls_of(synthetic.kernel(metrics=synthetic.METRICS | zeros))
+    assert (found.throughput.dram_read_bytes, found.throughput.l2_bytes) == (0, 0)
     assert "dram_read_bytes" not in found.not_collected
 
 

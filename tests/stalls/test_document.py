@@ -179,3 +179,11 @@ def test_more_reasons_than_colours_share_one() -> None:
 
 def test_no_roofline_without_arithmetic() -> None:
     assert plots.roofline(analyse([synthetic.report(synthetic.kernel())])) is None
+
+
+def test_a_kernel_that_only_idled_breaks_nothing() -> None:
+    idle = (Point(0x110, synthetic.FILE, 14, "BAR.SYNC", {"barrier": 50}),)
+    report = analyse([synthetic.report(synthetic.kernel(points=idle))])
+    (design,) = designs(report)
+    assert not design.is_sampled
+    assert "stages and stall reasons" not in shown(report)
