@@ -118,7 +118,7 @@ class Sources:
         return cls(kernel.sources, kernel.excerpts)
 
     def place(self, file: str, line: int) -> Place:
-        if not file or _LIBRARY.search(file):
+        if not file or not line or _LIBRARY.search(file):
             return Place()
         parsed = self._file(file)
         return parsed.place(line) if parsed else Place("", base_name(file))

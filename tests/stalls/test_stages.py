@@ -93,6 +93,10 @@ def test_library_lines_belong_to_their_caller() -> None:
     assert not sources.not_recorded
 
 
+def test_line_0_is_the_compilers_word_for_no_line() -> None:
+    assert Sources({"/a/k.py": SOURCE}).place("/a/k.py", 0) == Place()
+
+
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
     sources = Sources({})
     stage = KERNELS / "ssd" / "fused_stages.py"
