@@ -21,6 +21,7 @@ class Launched(Record):
     variant: str
     launch_count: int  # of Triton kernels
     launches: tuple[Launch, ...]  # each kernel once, with what Triton knows of its resources
+    occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
 
 
 class Stage(Record):

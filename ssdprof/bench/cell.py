@@ -12,9 +12,9 @@ import torch
 
 from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import Judged, still_right
-from ssdprof.bench.occupancy import Limits, occupancy
 from ssdprof.bench.schema import BenchCase, Kernel, Trial
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan, sample_in_turns
 from ssdprof.measure.timing import Bench, CaptureError, Sampled, time_in_turns

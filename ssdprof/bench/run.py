@@ -16,12 +16,12 @@ from ssdprof.bench.contenders import CHUNK_SIZES, Contender, Entry, Peer, line_u
 from ssdprof.bench.grid import Cell, InputDType, Tokens
 from ssdprof.bench.inputs import draw
 from ssdprof.bench.judge import Judged, Verdict, judge, run_unjudged
-from ssdprof.bench.occupancy import Limits
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.environment import ClockWatch
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.measure.attempt import first_line
+from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.roofline import dims_of, measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import ValidationError, model_validator
 
-from ssdprof.bench.occupancy import Occupancy
 from ssdprof.errors import BadInputError
+from ssdprof.measure.occupancy import Occupancy
 from ssdprof.schema import (
     Ceilings,
     Clocks,

@@ -26,6 +26,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.dtypes import dtype_named
 from ssdprof.measure.launches import recorded_launches
+from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.stall_records import Launched
 from ssdprof.stalls.ncu import RANGE
 
@@ -69,11 +70,14 @@ def warm_up(name: str, inputs: SSDInputs, precision: Precision) -> Launched:
     with recorded_launches() as launches, _counted() as count:
         implementation.run(inputs, precision)
     implementation.run(inputs, precision)
+    limits = Limits.of(inputs.x.device)
+    found = [occupancy(launch, limits) if limits else None for launch in launches]
     return Launched(
         implementation=name,
         variant=implementation.plan(inputs, precision).variant,
         launch_count=len(count),
         launches=tuple(launches),
+        occupancy_pct=tuple(one.warps_pct if one else None for one in found),
     )
 
 

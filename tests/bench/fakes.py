@@ -14,13 +14,13 @@ from ssdprof.bench.contenders import Contender, Entry
 from ssdprof.bench.grid import Cell, Tokens
 from ssdprof.bench.inputs import draw
 from ssdprof.bench.judge import judge
-from ssdprof.bench.occupancy import Limits
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
 from ssdprof.bench.shapes import Shape
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.roofline import dims_of
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording, Run

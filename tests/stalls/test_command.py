@@ -134,7 +134,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def launch(job: collect.Job, **_: object) -> Launched:
         jobs.append((job.implementation, job.layer))
         kernel = Launch(kernel=f"_{job.implementation}", config={}, registers=96, spills=0, shared_bytes=1024)
-        return Launched(implementation=job.implementation, variant="v", launch_count=1, launches=(kernel,))
+        return Launched(
+            implementation=job.implementation, variant="v", launch_count=1, launches=(kernel,), occupancy_pct=(31.0,)
+        )
 
     def profile(job: collect.Job, launched: Launched, _program: Path, file: Path, **_: object) -> float:
         assert launched.implementation == job.implementation
@@ -195,6 +197,7 @@ def test_where_ncu_cannot_work_triton_is_asked(
     assert "No stalls: ncu is not on this machine. Install it." in result.stdout
     assert "_fused" in result.stdout
     assert "96" in result.stdout
+    assert "31%" in result.stdout
 
 
 def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from ssdprof.report import format as fmt
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import Design, Share
 from ssdprof.report.tables.table import Note, Table, columns
+from ssdprof.schema import Launch
 from ssdprof.stall_records import Check, KernelStalls, Line, StallReport
 
 _HOTTEST = 10
@@ -176,18 +178,18 @@ def checks(report: StallReport) -> Table | None:
 def launched(report: StallReport) -> Table | None:
     """What Triton knows by itself, where there are no stalls."""
     rows = [
-        (one.implementation, one.variant, launch.kernel, *_known(launch.registers, launch.spills, launch.shared_bytes))
+        (one.implementation, one.variant, launch.kernel, *_known(launch), fmt.percent(occupancy, 0))
         for one in (report.subject.launched if report.subject else ())
-        for launch in one.launches
+        for launch, occupancy in zip_longest(one.launches, one.occupancy_pct)
     ]
     if not rows:
         return None
     return Table(
         title="What Triton knows of the kernels",
-        headers=("implementation", "variant", "kernel", "registers", "spills", "shared"),
+        headers=("implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy"),
         rows=tuple(rows),
-        align=columns(3, 3),
-        note="Registers and spills are per thread, shared memory per block.",
+        align=columns(3, 4),
+        note="Registers and spills are per thread, shared memory per block; occupancy is what these allow.",
         keys=3,
     )
 
@@ -264,8 +266,8 @@ def _neighbours(kernel: KernelStalls) -> str:
     )
 
 
-def _known(registers: int | None, spills: int | None, shared_bytes: int | None) -> tuple[str, str, str]:
-    return fmt.count(registers), fmt.count(spills), fmt.size(shared_bytes)
+def _known(launch: Launch) -> tuple[str, str, str]:
+    return fmt.count(launch.registers), fmt.count(launch.spills), fmt.size(launch.shared_bytes)
 
 
 def _absent(report: StallReport) -> str:

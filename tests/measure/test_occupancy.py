@@ -3,7 +3,7 @@
 import pytest
 from fakes import HOPPER
 
-from ssdprof.bench.occupancy import Limits, occupancy
+from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.schema import Launch
 
 AMPERE = Limits(warps=64, blocks=32, shared_bytes=167_936)  # sm_80
