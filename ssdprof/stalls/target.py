@@ -30,6 +30,8 @@ from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.stall_records import Launched
 from ssdprof.stalls.ncu import RANGE
 
+DEVICE = "cuda"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -43,7 +45,7 @@ def main() -> None:
     given = parser.parse_args()
     precision = Precision(intermediates=given.intermediates, state_dtype=dtype_named(given.state_dtype))
     try:
-        inputs = load(given.folder, given.layer, given.seqlen, "cuda")
+        inputs = load(given.folder, given.layer, given.seqlen, DEVICE)
         launched = warm_up(given.implementation, inputs, precision)
     except (SsdprofError, UnsupportedError, KeyError) as error:
         sys.exit(f"Error: {error}")
@@ -70,7 +72,7 @@ def warm_up(name: str, inputs: SSDInputs, precision: Precision) -> Launched:
     with recorded_launches() as launches, _counted() as count:
         implementation.run(inputs, precision)
     implementation.run(inputs, precision)
-    limits = Limits.of(inputs.x.device)
+    limits = Limits.of(inputs.x.device) if inputs.x.is_cuda else None
     found = [occupancy(launch, limits) if limits else None for launch in launches]
     return Launched(
         implementation=name,

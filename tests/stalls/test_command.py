@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from kernels.ssd_cases import Case
 from stalls import synthetic
+from stalls.captures import store_layers
 from typer.testing import CliRunner, Result
 
 from ssdprof import limits, stall_pipeline
@@ -101,30 +104,12 @@ def test_a_missing_file_has_its_sentence(tmp_path: Path) -> None:
 
 @pytest.fixture
 def captured(tmp_path: Path) -> Path:
-    import torch
-    from kernels.ssd_cases import Case
-
-    from ssdprof.capture.captured import CapturedLayer
-    from ssdprof.capture.store import CaptureWriter
-    from ssdprof.schema import CheckpointRef, LayerRef
-
-    layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
-    checkpoint = CheckpointRef(
-        requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=layers, layer_count=8
-    )
-    with CaptureWriter(tmp_path / "captures", checkpoint=checkpoint, prompts=(), segment_length=64) as writer:
-        for layer in layers:
-            inputs = Case(seqlen=64, dtype=torch.bfloat16).inputs()
-            strides = {name: t.stride() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
-    return tmp_path / "captures"
+    return store_layers(tmp_path / "captures", Case(seqlen=64, dtype=torch.bfloat16))
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it was given."""
-    import torch
-
     from ssdprof.schema import Launch
     from ssdprof.stall_records import Launched
     from ssdprof.stalls import collect
@@ -174,6 +159,18 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
 def test_one_layer_and_implementation_can_be_chosen(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
     assert call(str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", "fused").exit_code == 0
     assert gpu == [("fused", 7)]
+
+
+def test_what_was_found_before_is_not_replaced_unasked(
+    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    words = (str(captured), "--out", str(tmp_path / "o"), "--impl", "fused")
+    assert call(*words).exit_code == 0
+    again = call(*words)
+    assert again.exit_code == ExitCode.BAD_INPUT
+    assert "--force" in again.stderr
+    assert len(gpu) == 1
+    assert call(*words, "--force").exit_code == 0
 
 
 def test_a_layer_that_is_not_there_is_named(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:

@@ -134,6 +134,13 @@ def test_failed_checks_are_caveats_and_the_document_fails() -> None:
     assert not stall_document.compose(analyse([synthetic.report(synthetic.kernel())])).failed
 
 
+def test_a_failed_check_stands_out_in_the_table() -> None:
+    metrics = synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}
+    table = tables.checks(analyse([synthetic.report(synthetic.kernel(metrics=metrics))]))
+    assert table is not None
+    assert [row[1] for row in table.rows if row[2] == "NO"] == ["reasons add up to the samples"]
+
+
 def test_a_missing_profile_shows_what_triton_knows() -> None:
     from stalls.test_analyse import subject
 
