@@ -16,6 +16,7 @@ from ssdprof.stalls.reasons import canonical
 
 SAMPLED = "smsp__pcsamp_warps_issue_stalled_"  # + a reason; with "_not_issued" after it, a part of the same samples
 _MAGIC = b"NVR\0"
+_LAYOUT = b"\x08\x07"  # version 7 of the container: the one whose sizes are known here
 _TO_BASE = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0, "second": 1e9, "msecond": 1e6, "usecond": 1e3, "nsecond": 1.0}
 
 
@@ -30,6 +31,8 @@ def read(path: Path) -> RawReport:
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name an .ncu-rep file.") from error
     whole = _is_whole(content)
+    if whole is False:  # not even shown to ncu-report, which such a file may crash
+        raise _unusable(path, content, whole)
     kernels = tuple(_kernels(path))
     if not kernels or not all(kernel.metrics for kernel in kernels):
         raise _unusable(path, content, whole)
@@ -113,12 +116,15 @@ def _point(action: Any, address: int, samples: dict[str, int]) -> Point:
 
 
 def _is_whole(content: bytes) -> bool | None:
-    """Whether the blocks end where the file ends; None for a container that has none."""
+    """Whether the blocks end where the file ends; None for another container."""
     if not content.startswith(_MAGIC):
         return None
     at = len(_MAGIC)
     try:
-        at += 4 + struct.unpack_from("<I", content, at)[0]  # the file's own header
+        size = struct.unpack_from("<I", content, at)[0]  # of the file's own header
+        if content[at + 4 : at + 4 + size] != _LAYOUT:
+            return None
+        at += 4 + size
         while at < len(content):
             size = struct.unpack_from("<I", content, at)[0]
             header = content[at + 4 : at + 4 + size]

@@ -1,0 +1,145 @@
+"""A report through the ncu-report package, with a stand-in for it; and files that are no report, with the real one."""
+
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.stalls.analyse import stalls_of
+from ssdprof.stalls.read import read
+
+SOURCE = "@jit\ndef _mine(x):\n    return x\n"
+PCSAMP = "smsp__pcsamp_warps_issue_stalled"
+
+
+def block(payload: bytes) -> bytes:
+    """One block of ncu's container: the size of a header, the header, which holds the payload's size, the payload."""
+    header = b"\x08\x01" + b"\x1a\x02\x08\x07" + b"\x28" + bytes([len(payload)])
+    return struct.pack("<I", len(header)) + header + payload
+
+
+WHOLE = b"NVR\0" + struct.pack("<I", 2) + b"\x08\x07" + block(b"x" * 100) + block(b"y" * 7)
+
+
+class Metric:
+    def __init__(self, name: str, value: Any, unit: str = "", at: dict[int, int] | None = None) -> None:
+        self._name, self._value, self._unit, self._at = name, value, unit, at or {}
+
+    def name(self) -> str:
+        return self._name
+
+    def value(self) -> Any:
+        return self._value
+
+    def unit(self) -> str:
+        return self._unit
+
+    def num_instances(self) -> int:
+        return len(self._at)
+
+    def correlation_ids(self) -> Any:
+        return SimpleNamespace(as_uint64=lambda k: list(self._at)[k])
+
+    def as_uint64(self, k: int) -> int:
+        return list(self._at.values())[k]
+
+
+def module(*metrics: Metric) -> Any:
+    """ncu_report with one launch."""
+    by_name = {metric.name(): metric for metric in metrics}
+    action = SimpleNamespace(
+        name=lambda: "_mine",
+        metric_names=lambda: tuple(by_name),
+        metric_by_name=by_name.get,
+        source_files=lambda: SimpleNamespace(asdict=lambda: {"/a/k.py": SOURCE, "/b": ""}),
+        source_info=lambda at: SimpleNamespace(file_name=lambda: "/a/k.py", line=lambda: 3) if at == 0x20 else None,
+        sass_by_pc=lambda at: f"  LDG   R{at}",
+    )
+    profiled = SimpleNamespace(num_actions=lambda: 1, action_by_idx=lambda _: action)
+    context = SimpleNamespace(num_ranges=lambda: 1, range_by_idx=lambda _: profiled)
+    return SimpleNamespace(load_report=lambda _: context)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "r.ncu-rep"
+    path.write_bytes(WHOLE)
+    return path
+
+
+def test_a_report_becomes_plain_values(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = module(
+        Metric(f"{PCSAMP}_gmma", 3, at={0x20: 3, 0x10: 0}),
+        Metric(f"{PCSAMP}_wait", 5, at={0x10: 4, 0x20: 1}),
+        Metric(f"{PCSAMP}_wait_not_issued", 2, at={0x10: 2}),
+        Metric("smsp__pcsamp_sample_count", 8),
+        Metric("gpu__time_duration.sum", 1.5, "us"),
+        Metric("lts__t_sector_hit_rate.pct", float("nan"), "%"),
+        Metric("dram__bytes_read.sum", None),
+    )
+    monkeypatch.setitem(sys.modules, "ncu_report", stub)
+    report = read(file)
+    assert (report.name, report.whole) == ("r.ncu-rep", True)
+    (kernel,) = report.kernels
+    assert kernel.totals == {"warpgroup_arrive": 3, "wait": 5}
+    assert [(point.address, point.line, point.sass, dict(point.samples)) for point in kernel.points] == [
+        (0x10, 0, "LDG R16", {"wait": 4}),
+        (0x20, 3, "LDG R32", {"warpgroup_arrive": 3, "wait": 1}),
+    ]
+    assert kernel.metrics["gpu__time_duration.sum"] == 1500.0  # ns
+    assert list(kernel.sources) == ["/a/k.py"]
+    found = stalls_of(kernel)
+    assert {check.status for check in found.checks} <= {"ok", "not checked"}
+    assert {"l2_hit_pct", "dram_read_bytes"} <= set(found.not_collected)
+
+
+def test_a_report_without_source_counters_has_no_stages(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+    found = stalls_of(read(file).kernels[0])
+    assert found.throughput.duration_us == 0.007
+    assert (found.sample_count, found.stages, found.lines) == (None, (), ())
+    assert {"stall reasons", "source lines"} <= set(found.not_collected)
+    assert {check.status for check in found.checks} == {"not checked"}
+
+
+def test_a_launch_without_metrics_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", module())
+    with pytest.raises(BadInputError, match="no profiled kernel"):
+        read(file)
+
+
+@pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
+def test_a_file_of_the_wrong_length_is_truncated(file: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match="is truncated"):
+        read(file)
+
+
+def test_a_compressed_report_does_not_say_whether_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+    (tmp_path / "r.ncu-repz").write_bytes(b"\x28\xb5\x2f\xfd")
+    assert read(tmp_path / "r.ncu-repz").whole is None
+
+
+def test_the_length_of_an_unknown_layout_is_not_judged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+    file.write_bytes(WHOLE.replace(b"\x08\x07", b"\x08\x09", 1) + b"more")
+    assert read(file).whole is None
+
+
+def test_the_real_package_finds_nothing_in_a_report_without_launches(file: Path) -> None:
+    file.write_bytes(WHOLE[:10])
+    with pytest.raises(BadInputError, match="zero ranges"):
+        read(file)
+
+
+def test_without_the_package_it_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", None)
+    with pytest.raises(MissingCapabilityError, match="not installed") as raised:
+        read(file)
+    assert raised.value.hint == "pip install ncu-report"
