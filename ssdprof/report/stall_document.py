@@ -59,9 +59,9 @@ def _statements(found: tuple[Design, ...]) -> Iterator[Statement]:
                 main = [f"{reason} {pct:.0f}%" for reason, pct in share.most[:3] if pct >= _WORTH_PCT]
                 what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {_part(part, name)}"
                 said.append(" ".join(word for word in (what, f"({', '.join(main)})" if main else "") if word))
-            text = f"{whole.pct:.0f}%" + (
-                f": {'; '.join(said)}" if len(parts) > 1 or name not in parts else f" {said[0]}"
-            )
+            details = "; ".join(filter(None, said))
+            separator = " " if not details or details.startswith("(") else ": "
+            text = f"{whole.pct:.0f}%{separator}{details}".rstrip()
             yield Statement(f"{design.name}, {name}:" if len(found) > 1 else f"{name}:", f"{text}.")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ssdprof.errors import BadInputError
+from ssdprof.report.stall_document import compose
 from ssdprof.report.stall_groups import designs
 from ssdprof.stall_records import KernelStalls
 from ssdprof.stalls import read_csv
@@ -164,3 +165,11 @@ def test_the_raw_page_says_what_the_report_says(unpacked: Path) -> None:
         assert (a.kernel, a.samples, a.sample_count) == (b.kernel, b.samples, b.sample_count)
         for name, value in b.throughput:
             assert getattr(a.throughput, name) == (None if value is None else pytest.approx(value, rel=1e-2, abs=1e-2))
+
+
+def test_a_sentence_of_the_summary_ends_where_there_is_no_more_to_say(unpacked: Path) -> None:
+    """The ticket of the Hopper kernel waits for many things, each below what is worth a word."""
+    document = compose(analyse([raw(unpacked / "fused_hopper.ncu-rep")]))
+    said = {statement.subject: statement.text for statement in document.summary}
+    assert said["ticket:"] == "1%."
+    assert not any(": ." in text or " ." in text for text in said.values())
