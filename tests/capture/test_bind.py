@@ -1,5 +1,6 @@
 """From a model's call to the operator's inputs."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -57,7 +58,10 @@ def test_arguments_arrive_where_they_belong() -> None:
 def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
     leaked = {"use_cache": True, "output_router_logits": False, "cu_seqlens": None, "position_ids": torch.arange(3)}
-    bind(operator, Mixer(), tuple(args), {**kwargs, **leaked})
+    clean, bound = (bind(operator, Mixer(), tuple(args), kwargs | extra).inputs for extra in ({}, leaked))
+    for field in fields(clean):
+        ours, theirs = getattr(bound, field.name), getattr(clean, field.name)
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, field.name
 
 
 @pytest.mark.parametrize(
