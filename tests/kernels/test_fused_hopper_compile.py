@@ -9,8 +9,8 @@ from compile_target import SHARED_BYTES, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_hopper import ssd_fused_hopper
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 
 MAMBA2 = dict(heads=4, headdim=64, dstate=128)
 

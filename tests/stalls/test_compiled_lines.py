@@ -23,7 +23,7 @@ import torch, triton
 from triton.runtime.jit import JITFunction
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd import fused_hopper
+from ssdprof.kernels.ssd import hopper_launch
 from ssdprof.kernels.ssd.unfused import five_stages
 
 triton.runtime.driver.set_active(_AbsentGpu(90))
@@ -38,7 +38,7 @@ JITFunction.run = compile_only
 inputs = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
 five_stages(inputs, EXACT)
 ssd_fused_portable(inputs, EXACT, config=FusedConfig.choose(inputs, (9, 0)))
-fused_hopper.ssd_fused_hopper(inputs, EXACT, config=fused_hopper.HopperConfig(segment=4))
+hopper_launch.ssd_fused_hopper(inputs, EXACT, config=hopper_launch.HopperConfig(segment=4))
 """
 
 

@@ -13,7 +13,7 @@ from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd import fused_hopper, fused_portable, hopper_config
+from ssdprof.kernels.ssd import fused_portable, hopper_config, hopper_launch
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -151,7 +151,7 @@ def run(
     """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does."""
     _refuse_unsupported(inputs)
     if not hopper_config.unsupported(inputs):
-        return fused_hopper.ssd_fused_hopper(inputs, precision, config=_hopper_config(inputs, batch_invariant))
+        return hopper_launch.ssd_fused_hopper(inputs, precision, config=_hopper_config(inputs, batch_invariant))
     return fused_portable.ssd_fused_portable(inputs, precision, config=_portable_config(inputs))
 
 
@@ -167,8 +167,8 @@ def plan(
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, batch_invariant)
-        handover = fused_hopper.handover(inputs, config)
-        workspace_bytes = fused_hopper.workspace_bytes(inputs, precision, config)
+        handover = hopper_launch.handover(inputs, config)
+        workspace_bytes = hopper_launch.workspace_bytes(inputs, precision, config)
     else:
         variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs)
         handover = config.handover(inputs)
