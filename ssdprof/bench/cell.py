@@ -86,6 +86,7 @@ def _choose(contender: Contender, judged: Sequence[Judged], bench: Bench) -> Cho
             status=candidate.verdict.status,
             reason=candidate.verdict.reason,
             device_us=times.get(candidate.entry.label),
+            first_call=candidate.first_call,
         )
         for candidate in own
         if candidate.entry.chunk_size is not None
@@ -136,6 +137,7 @@ def _case(choice: Choice, limits: Limits | None) -> BenchCase:
         trials=choice.trials,
         error=judged.verdict.error,
         memory=judged.memory,
+        first_call=judged.first_call,
         kernels=tuple(_kernel(launch, limits) for launch in judged.launches),
     )
 

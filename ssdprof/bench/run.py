@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +14,10 @@ import torch
 from ssdprof import __version__, environment, schema
 from ssdprof.bench.cell import Stopwatch, time_cell
 from ssdprof.bench.contenders import CHUNK_SIZES, Contender, Entry, Peer, line_up
+from ssdprof.bench.first_call import Patience, slower
 from ssdprof.bench.grid import Cell, InputDType, Tokens
 from ssdprof.bench.inputs import draw
-from ssdprof.bench.judge import Judged, Verdict, judge, run_unjudged
+from ssdprof.bench.judge import BudgetSpent, Judged, Verdict, judge, run_unjudged
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.environment import ClockWatch
 from ssdprof.errors import MissingCapabilityError
@@ -39,6 +41,7 @@ class BenchRequest:
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
     baseline: an implementation's name.
+    first_call: seconds after which a first call is broken off.
     """
 
     cells: tuple[Cell, ...]
@@ -48,6 +51,7 @@ class BenchRequest:
     chunk_sizes: tuple[int, ...] = CHUNK_SIZES
     check: Literal["full", "short"] = "full"
     budget: float | None = None
+    first_call: float = math.inf
     command: tuple[str, ...] = ()
 
 
@@ -69,6 +73,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
     """
     device = require_gpu()
     began = time.monotonic()
+    end = math.inf if request.budget is None else began + request.budget
     report = BenchReport(
         ssdprof_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,13 +86,14 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
     bench_of_cells = _Cells(request, device, report.ceilings)
     with ClockWatch() as clocks, watcher.step("Measuring", len(request.cells), unit="cells") as advance:
         for number, cell in enumerate(request.cells):
-            spent = time.monotonic() - began
-            if request.budget is not None and spent >= request.budget:
-                late = LeftOut(cell=str(cell), reason=f"the budget of {request.budget:g} s was spent")
-                report = report.model_copy(update={"left_out": (*report.left_out, late)})
-            else:
-                seconds = sampling_seconds(request.budget, spent, len(request.cells) - number)
-                report = _with(report, cell, bench_of_cells, seconds, watcher)
+            seconds = sampling_seconds(end - time.monotonic(), len(request.cells) - number)
+            try:
+                measured = bench_of_cells.measure(cell, seconds, end, watcher)
+                report = report.model_copy(update={"cells": (*report.cells, measured)})
+            except BudgetSpent as error:
+                report = _without(report, cell, f"the budget of {request.budget:g} s was spent{error}")
+            except torch.OutOfMemoryError as error:
+                report = _without(report, cell, f"out of memory: {first_line(error)}")
             clocks.poll()
             report = report.model_copy(update={"clocks": clocks.clocks, "seconds": time.monotonic() - began})
             on_cell(report)
@@ -97,21 +103,13 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
     return report
 
 
-def sampling_seconds(budget: float | None, spent: float, cells_left: int) -> float:
+def sampling_seconds(left: float, cells_left: int) -> float:
     """For the next cell: a third of its share of what is left; the rest goes to compiling and comparing."""
-    if budget is None:
-        return SECONDS_PER_CELL
-    return min(SECONDS_PER_CELL, max(LEAST_SECONDS, (budget - spent) / cells_left / 3))
+    return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
-def _with(report: BenchReport, cell: Cell, cells: _Cells, seconds: float, watcher: Watcher) -> BenchReport:
-    """The report and the cell, measured or left out."""
-    try:
-        measured = cells.measure(cell, seconds, watcher)
-    except torch.OutOfMemoryError as error:
-        without_room = LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
-        return report.model_copy(update={"left_out": (*report.left_out, without_room)})
-    return report.model_copy(update={"cells": (*report.cells, measured)})
+def _without(report: BenchReport, cell: Cell, reason: str) -> BenchReport:
+    return report.model_copy(update={"left_out": (*report.left_out, LeftOut(cell=str(cell), reason=reason))})
 
 
 class _Cells:
@@ -126,14 +124,21 @@ class _Cells:
         self._limits = Limits.of(device)
         self._verdicts: dict[Cell, dict[str, Verdict]] = {}
 
-    def measure(self, cell: Cell, seconds: float, watcher: Watcher) -> BenchCell:
+    def measure(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell:
+        """seconds: of sampling.  end: of the bench, by time.monotonic.  Raises BudgetSpent, if need be half-way."""
         request = self._request
+        patience = Patience(most=request.first_call, until=end)
+        if patience.exhausted:
+            raise BudgetSpent("")
         contenders = line_up(cell.dtype, request.precisions(cell.dtype), request.peers, request.chunk_sizes)
         inputs = draw(cell, self._device, chunk_size=min(request.chunk_sizes))
         entries = [entry for contender in contenders for entry in contender.entries(inputs)]
         checked = self._checked(cell)
         with watcher.step(f"{cell}: comparing with the fp64 oracle", unit="tokens") as advance:
-            judged = judge(entries, advance) if checked == cell else self._judge_short(entries, contenders, checked)
+            if checked == cell:
+                judged = judge(entries, advance, patience)
+            else:
+                judged = self._judge_short(entries, contenders, checked, patience)
         watch = Stopwatch(
             bench=self._bench,
             sampling=SamplingPlan(warmup_rounds=2, min_rounds=15, max_rounds=80, seconds=seconds),
@@ -159,9 +164,16 @@ class _Cells:
             return cell
         return replace(cell, tokens=Tokens(sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)))
 
-    def _judge_short(self, entries: Sequence[Entry], contenders: Sequence[Contender], checked: Cell) -> list[Judged]:
-        if checked not in self._verdicts:
-            inputs = draw(checked, self._device, chunk_size=min(self._request.chunk_sizes))
-            short = judge([entry for contender in contenders for entry in contender.entries(inputs)])
-            self._verdicts[checked] = {one.entry.label: one.verdict for one in short}
-        return run_unjudged(entries, self._verdicts[checked])
+    def _judge_short(
+        self, entries: Sequence[Entry], contenders: Sequence[Contender], checked: Cell, patience: Patience
+    ) -> list[Judged]:
+        if checked in self._verdicts:
+            return run_unjudged(entries, self._verdicts[checked], patience)
+        inputs = draw(checked, self._device, chunk_size=min(self._request.chunk_sizes))
+        short = judge([entry for contender in contenders for entry in contender.entries(inputs)], patience=patience)
+        self._verdicts[checked] = {one.entry.label: one.verdict for one in short}
+        judged = run_unjudged(entries, self._verdicts[checked], patience)
+        return [
+            replace(one, first_call=slower(one.first_call, before.first_call))
+            for one, before in zip(judged, short, strict=True)
+        ]

@@ -40,6 +40,20 @@ class Error(Record):
     final_states_floor: float
 
 
+class Compiled(Record):
+    """A kernel that Triton's cache did not have.  seconds: of its compiler."""
+
+    kernel: str
+    seconds: float
+
+
+class FirstCall(Record):
+    """From the call to the end of the GPU's work.  compiled: in it; with a library that tunes itself, every try."""
+
+    seconds: float
+    compiled: tuple[Compiled, ...] = ()
+
+
 class Trial(Record):
     """One chunk size of an implementation that takes it from its caller."""
 
@@ -47,6 +61,7 @@ class Trial(Record):
     status: Status
     reason: str = ""
     device_us: float | None = None  # of a few replays, to choose the fastest
+    first_call: FirstCall | None = None
 
 
 class BenchCase(Record):
@@ -72,6 +87,7 @@ class BenchCase(Record):
     roofline: Roofline | None = None
     memory: Memory | None = None
     kernels: tuple[Kernel, ...] = ()
+    first_call: FirstCall | None = None  # in the cell, which finds what the cells before it compiled
 
     @property
     def name(self) -> str:

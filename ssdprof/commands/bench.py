@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
 
 MAX_TOKENS = "256k"
+FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
 
 
 def bench(
@@ -65,6 +66,9 @@ def bench(
     budget: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=1, help="Of wall clock.", show_default="no end")
     ] = None,
+    first_call: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="After which a first call, which compiles, is broken off.")
+    ] = FIRST_CALL,
     min_speedup: Annotated[
         float | None, typer.Option(metavar="X", min=0, help="Fail unless fused reaches it everywhere, by device time.")
     ] = None,
@@ -105,6 +109,7 @@ def bench(
         chunk_sizes=CHUNK_SIZES if chunk_size == "best" else (int(chunk_size),),
         check=check,
         budget=budget,
+        first_call=first_call,
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.runtime import Autotuner, _async_compile
 
 from ssdprof.bench.contenders import line_up, load_peers, peer_names
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.adapters import mamba_ssm, offsets, published
+from ssdprof.kernels.ssd.adapters.tuning import TwoTunings
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
@@ -178,6 +181,62 @@ def _fused5_ssd(x, dt, A, B, C, D, **options):
     inner.cache[x.shape[1]] = f"tuned for {x.shape[1]}"
     return x, None, None, known, None, None
 """
+
+
+class Kernel:
+    """A stand-in for a compiled-on-demand kernel: says in which mode it was asked for what."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.modes: list[bool] = []
+
+    def run(self, **arguments: Any) -> None:
+        self.asked.append(arguments)
+        self.modes.append(_async_compile.active_mode.get() is not None)
+
+
+def tuned(kernel: Kernel, *blocks: int) -> tuple[TwoTunings, Autotuner]:
+    def plain(x: Any, BLOCK: int) -> None:
+        pass
+
+    configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
+    tuner = triton.autotune(configs, key=["x"])(triton.jit(plain))
+    assert isinstance(tuner, Autotuner)
+    tuner.fn = kernel
+    module = ModuleType("tuned")
+    module.tuner = tuner  # type: ignore[attr-defined]
+    return TwoTunings([module]), tuner
+
+
+def test_what_a_tuner_will_try_is_compiled_before_side_by_side() -> None:
+    kernel = Kernel()
+    _, tuner = tuned(kernel, 32, 64)
+    tuner.nargs = {"x": 7}
+    assert tuner.prune_configs({"grid": (1,), "warmup": False}) == tuner.configs
+    assert [(asked["x"], asked["BLOCK"], asked["num_warps"]) for asked in kernel.asked] == [(7, 32, 8), (7, 64, 8)]
+    assert all(asked["warmup"] for asked in kernel.asked)  # compiles, and launches nothing
+    assert kernel.modes == [True, True]
+    assert _async_compile.active_mode.get() is None
+
+
+def test_a_tuner_that_is_interrupted_while_it_compiles_can_go_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel()
+    _, tuner = tuned(kernel, 32, 64)
+    tuner.nargs = {"x": 7}
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel, "run", lambda **_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tuner.prune_configs({"grid": (1,), "warmup": False})
+    tuner.prune_configs({"grid": (1,), "warmup": False})
+    assert kernel.modes == [True, True]
+
+
+def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
+    tunings, tuner = tuned(Kernel(), 32, 64)
+    tunings.zero_before_each_try("flags")
+    flags = torch.ones(4)
+    tuner.pre_hook({"flags": flags})
+    assert not flags.any()
 
 
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

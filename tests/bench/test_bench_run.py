@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,9 +97,9 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch) -> N
     compared = []
     judge = run.judge
 
-    def counting(entries, *rest):  # type: ignore[no-untyped-def]
+    def counting(entries, **rest):  # type: ignore[no-untyped-def]
         compared.append(entries[0].inputs.x.shape[:2])
-        return judge(entries, *rest)
+        return judge(entries, **rest)
 
     monkeypatch.setattr(run, "judge", counting)
     code, out, _ = bench("--seq", "20,40", "--check", "short", "--json")
@@ -120,14 +121,51 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(seconds))
-    code, out, err = bench("--seq", "20,40", "--budget", "150", "--min-speedup", "2", "--json")
+    clock = [0.0]
+    measure = run._Cells.measure
+
+    def slowly(self: run._Cells, cell: Cell, *rest: object) -> object:
+        measured = measure(self, cell, *rest)  # type: ignore[arg-type]
+        clock[0] += 100
+        return measured
+
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run._Cells, "measure", slowly)
+    code, out, err = bench("--seq", "20,40,60", "--budget", "150", "--min-speedup", "2", "--json")
     report: BenchReport = load(out)
-    assert [cell.tokens for cell in report.cells] == ["1 x 20"]
-    assert [one.cell for one in report.left_out] == ["2x16x16x1, 1 x 40, bf16"]
+    assert [cell.tokens for cell in report.cells] == ["1 x 20", "1 x 40"]
+    assert [one.cell for one in report.left_out] == ["2x16x16x1, 1 x 60, bf16"]
     assert code == 1
-    assert "the budget of 150 s was spent" in err
+    assert "left out: the budget of 150 s was spent" in err
+
+
+def test_a_cell_whose_first_call_eats_the_budget_is_left_out_and_says_whose(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiling(self: Entry) -> object:
+        if self.contender.name == "unfused":
+            time.sleep(5)
+        raise AssertionError("the bench was over")
+
+    monkeypatch.setattr(Entry, "run", compiling)
+    code, out, _ = bench("--seq", "20", "--budget", "1", "--json")
+    assert code == 0
+    (one,) = load(out).left_out
+    assert one.reason == "the budget of 1 s was spent in the first call of unfused exact, fp32 states, chunk 128"
+
+
+def test_a_first_call_that_takes_too_long_is_a_failure_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = Entry.run
+
+    def compiling(self: Entry) -> object:
+        if self.contender.name == "fused":
+            time.sleep(5)
+        return called(self)
+
+    monkeypatch.setattr(Entry, "run", compiling)
+    code, out, err = bench("--seq", "20", "--first-call", "1", "--json")
+    assert code == 1
+    unfused, fused = load(out).cells[0].cases
+    assert (unfused.status, fused.status) == ("passed", "failed")
+    assert "its first call was broken off after 1 s" in err
 
 
 @pytest.mark.parametrize(("least", "code"), [("3", 0), ("3.01", 1)])

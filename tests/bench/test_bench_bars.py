@@ -1,0 +1,121 @@
+"""A result against what the kernels are held to."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import contender, measured, report
+
+from ssdprof import schema
+from ssdprof.bench.grid import expand, parse_tokens
+from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump
+from ssdprof.bench.shapes import parse_shapes
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "check_bars.py"
+bars = runpy.run_path(str(SCRIPT))
+RELAXED = schema.Precision(intermediates="relaxed", state_dtype="bf16")
+RULES = tomllib.loads("""
+[[bar]]
+name = "exact"
+shapes = ["tiny"]
+tokens = ["1 x 40"]
+of = "fused exact fp32"
+over = "mamba_ssm"
+device = { must = 3.0, goal = 4.0 }
+call = { must = 2.9 }
+
+[[bar]]
+name = "relaxed"
+shapes = ["tiny"]
+tokens = ["1 x 40"]
+of = "fused relaxed"
+over = "fused exact"
+device = { must = 1.0, goal = 1.15 }
+
+[first_call]
+name = "first call"
+of = ["fused"]
+seconds = 2.0
+""")
+
+
+def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any) -> BenchReport:
+    """mamba_ssm takes 300 us and has two precisions, of which one is slower; a call costs 10 us more."""
+    cases = measured(
+        contender("mamba_ssm", lambda _: 300.0, ours=False),
+        contender("mamba_ssm", lambda _: 400.0, ours=False, precision=RELAXED),
+        contender("fused", lambda _: fused_us),
+        contender("fused", lambda _: relaxed_us, precision=RELAXED),
+    )
+    first = FirstCall(seconds=9.0, compiled=(Compiled(kernel="one", seconds=seconds),))
+    return report(*(case.model_copy(update={"first_call": first}) for case in cases), **fields)
+
+
+def check(*reports: BenchReport) -> dict[tuple[str, str], Any]:
+    return {(one.name, one.what): one for one in bars["check"](RULES, reports)}
+
+
+def test_what_holds_and_what_does_not() -> None:
+    found = check(timed())
+    device, call = found["exact", "as mamba_ssm, device"], found["exact", "as mamba_ssm, call"]
+    assert (device.least.ratio, device.holds, device.at_goal) == (3.0, True, 0)
+    assert call.least.ratio == pytest.approx(310 / 110)
+    assert (call.holds, len(call.missed)) == (False, 1)
+    relaxed = found["relaxed", "as fused exact, device"]
+    assert (relaxed.least.ratio, relaxed.holds, relaxed.at_goal) == (1.25, True, 1)
+    assert not check(timed(relaxed_us=101.0))["relaxed", "as fused exact, device"].holds
+
+
+def test_what_was_not_measured_does_not_hold() -> None:
+    alone = report(*measured(contender("fused", lambda _: 1.0)))
+    device = check(alone)["exact", "as mamba_ssm, device"]
+    assert (device.holds, device.missed, len(device.unmeasured)) == (False, (), 1)
+    assert not check(alone)["first call", "as 2 s, compiling"].holds
+
+
+def test_the_newest_result_that_has_both_counts() -> None:
+    old, new = timed(100.0), timed(200.0, created="2026-01-02T00:00:00+00:00")
+    newest_alone = report(*measured(contender("fused", lambda _: 1.0)), created="2026-01-03T00:00:00+00:00")
+    for order in ((old, new, newest_alone), (newest_alone, new, old)):
+        assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
+
+
+def test_a_kernel_that_compiles_too_long_is_named() -> None:
+    slow = check(timed(seconds=2.5))["first call", "as 2 s, compiling"]
+    assert slow.least.ratio == pytest.approx(0.8)
+    assert slow.least.cell == "one for tiny, 1 x 40"
+    assert not slow.holds
+
+
+def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(dump(timed()))
+    (tmp_path / "bars.toml").write_text(
+        '[[bar]]\nname="a bar"\nshapes=["tiny"]\ntokens=["1 x 40"]\nof="fused exact"\nover="mamba_ssm"\n'
+        'device={must=MUST}\n[first_call]\nname="first"\nof=["fused"]\nseconds=2.0\n'
+    )
+    ended = {}
+    for must in ("3", "4"):
+        rules = tmp_path / f"{must}.toml"
+        rules.write_text((tmp_path / "bars.toml").read_text().replace("MUST", must))
+        command = [sys.executable, str(SCRIPT), str(tmp_path / "result.json"), "--bars", str(rules)]
+        ended[must] = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended["3"].returncode == 0, ended["3"].stderr
+    assert "held" in ended["3"].stdout
+    assert ended["4"].returncode == 1
+    assert "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x" in ended["4"].stdout
+
+
+def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
+    tokens, _ = parse_tokens("1k,...,256k", "1", "32x1k,8x4k", "64x1k-4k", max_tokens=1 << 18)
+    for bar in tomllib.loads(bars["BARS"].read_text())["bar"]:
+        cells = expand(parse_shapes(",".join(bar["shapes"])), (bar.get("dtype", "bf16"),), tokens, "contiguous")
+        assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= {
+            (shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]
+        }
+        assert bar["device"]["must"] > 0
