@@ -48,6 +48,7 @@ def launch_too_large() -> None:
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
 TOO_LARGE = {"fp32": launch_too_large}
+COMMON = {"mamba2 bf16 exact": LAUNCHES["mamba2 bf16 exact"]}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -60,6 +61,14 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     assert kernel.registers > 100, kernel
     programs = 1 if label in ONE_PROGRAM_PER_SM else 2
     assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+
+
+@pytest.mark.parametrize("capability", [89, 120])
+def test_gpus_with_less_shared_memory(capability: int) -> None:
+    """L4 and RTX: 99 KiB for one program, and operands that pass through registers."""
+    (kernel,) = compiled("test_fused_compile", capability, "COMMON")["mamba2 bf16 exact"]
+    assert kernel.spilled_bytes <= COMMON_STACK_BYTES, kernel
+    assert kernel.shared_bytes <= 99 << 10, kernel
 
 
 def test_the_limits_can_be_broken() -> None:

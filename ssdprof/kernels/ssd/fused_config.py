@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ssdprof.kernels.ssd.config_table import PORTABLE, Call, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions
@@ -39,34 +40,25 @@ class FusedConfig:
 
     @classmethod
     def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> FusedConfig:
-        """The configuration for a GPU of this compute capability.
+        """The configuration for a GPU of this compute capability, by `config_table.PORTABLE`.
 
         The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps; what is left holds the
         chunk's scores and output.
         """
         length, headdim, dstate = inputs.x.shape[1], inputs.x.shape[3], inputs.B.shape[3]
-        block_p = max(16, min(triton.next_power_of_2(headdim), 64 if dstate <= 128 else 32))
-        if inputs.x.dtype == torch.float32:
-            chunk, num_warps, p_rows = 16, 4 if dstate <= 64 else 8, dstate <= 128
-            reason = "tf32x3 holds every operand twice in registers: short chunks"
-        elif capability < (9, 0):
-            chunk, num_warps, p_rows = 64 if dstate <= 128 else 32, 8, True
-            reason = "operands in registers: 8 warps, because 4 would spill"
-        else:
-            chunk, num_warps, p_rows = 64, 4, block_p >= 64
-            reason = (
-                "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
-            )
+        wide = inputs.x.dtype == torch.float32
+        row = first_fit(PORTABLE, Call(major=capability[0], wide=wide, headdim=headdim, dstate=dstate))
+        chunk = row.take.chunk
         if inputs.cu_seqlens is None and length < chunk:
             chunk = max(16, triton.next_power_of_2(length))
         return cls(
             chunk=chunk,
             min_chunks=_MIN_SEGMENT // chunk,
             max_chunks=_MAX_SEGMENT // chunk,
-            block_p=block_p,
-            p_rows=p_rows,
-            num_warps=num_warps,
-            reason=reason,
+            block_p=max(16, min(triton.next_power_of_2(headdim), row.take.block_p)),
+            p_rows=row.take.p_rows,
+            num_warps=row.take.num_warps,
+            reason=row.why,
         )
 
     def lanes(self, inputs: SSDInputs) -> int:

@@ -1,13 +1,15 @@
-"""What the Hopper kernel takes, and how it cuts a call into programs, and why."""
+"""What the Hopper kernel takes, and how it cuts a call into programs, and why.  Its rings and registers are a row of
+`config_table.py`; the length of its segments is a model of the time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import torch
 
 from ssdprof.kernels._gpu import capability
+from ssdprof.kernels.ssd.config_table import HOPPER, PACKED_SEGMENT, Call, first_fit
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
@@ -20,10 +22,10 @@ class HopperConfig:
     """
 
     segment: int
-    ring: int = 3
-    score_ring: int = 2
-    unit_registers: int = 192
-    other_registers: int = 24
+    ring: int = HOPPER[-1].take.ring
+    score_ring: int = HOPPER[-1].take.score_ring
+    unit_registers: int = HOPPER[-1].take.unit_registers
+    other_registers: int = HOPPER[-1].take.other_registers
     reason: str = ""
 
     @classmethod
@@ -34,11 +36,15 @@ class HopperConfig:
         batch, and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
         """
         if inputs.cu_seqlens is not None:
-            return cls(segment=64, reason="packed: one rule for sequences of any length")
-        sequences = 1 if batch_invariant else inputs.sequences
-        nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-        segment = _segment(nchunks, sequences * unit_count(inputs) // 2, sm_count)
-        return cls(segment=segment, reason=f"least modelled time of {sequences} x {nchunks} chunks on {sm_count} SMs")
+            segment, reason = PACKED_SEGMENT, "packed: one rule for sequences of any length"
+        else:
+            sequences = 1 if batch_invariant else inputs.sequences
+            nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
+            segment = _segment(nchunks, sequences * unit_count(inputs) // 2, sm_count)
+            reason = f"least modelled time of {sequences} x {nchunks} chunks on {sm_count} SMs"
+        call = Call(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
+        row = first_fit(HOPPER, call)
+        return cls(segment=segment, **asdict(row.take), reason=f"{reason}; {row.why}")
 
 
 @lru_cache(maxsize=256)

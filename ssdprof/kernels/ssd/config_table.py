@@ -1,0 +1,126 @@
+"""Which configuration each SSD kernel takes, by GPU, dtype and sizes, and why.  In a table, the first row that fits.
+
+Nothing is searched at a call: these rows are all that the library's functions go by.  Two things are not here.  How
+many chunks a segment of the Hopper kernel has is a model of the time (`hopper_config.py`).  And what `ssdprof tune ssd`
+has found for a shape on one GPU comes before these rows, where a program asks for it (`tuned.py`).
+
+On a GPU, "operands in shared memory" are those whose matrix instructions read them from there: majors 9, 10 and 11
+(H100, H200, B200).  On the others, majors 8 and 12 (A100, L4, RTX) and whatever comes after, operands pass through
+registers.  Measured on an H200: docs/ssd-performance.md.  Compiled for others: tests/kernels/test_*_compile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
+PACKED_SEGMENT = 64  # chunks, in the Hopper kernel: packed sequences of any length are cut by one rule
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What rows look at.  major: of the GPU's compute capability.  wide: fp32 inputs."""
+
+    major: int
+    wide: bool
+    headdim: int
+    dstate: int
+    gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Generic[Settings]):
+    """Fits a call on one of the majors, of these inputs and a gate or none, and of sizes up to these; None: any."""
+
+    majors: tuple[int, ...] | None = None
+    wide: bool | None = None
+    gate: bool | None = None
+    headdim: int | None = None
+    dstate: int | None = None
+    take: Settings
+    why: str
+
+    def fits(self, call: Call) -> bool:
+        return (
+            (self.majors is None or call.major in self.majors)
+            and self.wide in (None, call.wide)
+            and self.gate in (None, call.gate)
+            and (self.headdim is None or call.headdim <= self.headdim)
+            and (self.dstate is None or call.dstate <= self.dstate)
+        )
+
+
+def first_fit(table: Sequence[Row[Settings]], call: Call) -> Row[Settings]:
+    """The last row of each table fits every call."""
+    return next(row for row in table if row.fits(call))
+
+
+# --- the fused kernel for Hopper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """See `HopperConfig`."""
+
+    ring: int
+    score_ring: int
+    unit_registers: int
+    other_registers: int
+
+
+HOPPER = (
+    Row(
+        take=Roles(ring=3, score_ring=2, unit_registers=192, other_registers=24),
+        why="three chunks of B, C and x fill shared memory; what two roles with states leave of the registers, "
+        "the scores need",
+    ),
+)
+
+
+# --- the portable fused kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """See `FusedConfig`.  block_p: at most."""
+
+    chunk: int
+    block_p: int
+    p_rows: bool
+    num_warps: int
+
+
+_DOUBLED = "tf32x3 holds every operand twice in registers: short chunks"
+_TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
+_NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
+PORTABLE = (
+    Row(wide=True, dstate=64, take=Tile(chunk=16, block_p=64, p_rows=True, num_warps=4), why=_DOUBLED),
+    Row(wide=True, dstate=128, take=Tile(chunk=16, block_p=64, p_rows=True, num_warps=8), why=_DOUBLED),
+    Row(wide=True, take=Tile(chunk=16, block_p=32, p_rows=False, num_warps=8), why=_DOUBLED),
+    Row(
+        majors=FROM_SHARED_MEMORY,
+        headdim=32,
+        take=Tile(chunk=64, block_p=32, p_rows=False, num_warps=4),
+        why=_TWO_PROGRAMS,
+    ),
+    Row(
+        majors=FROM_SHARED_MEMORY,
+        dstate=128,
+        take=Tile(chunk=64, block_p=64, p_rows=True, num_warps=4),
+        why=_TWO_PROGRAMS,
+    ),
+    Row(
+        majors=FROM_SHARED_MEMORY,
+        take=Tile(chunk=64, block_p=32, p_rows=False, num_warps=4),
+        why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
+    ),
+    Row(dstate=128, take=Tile(chunk=64, block_p=64, p_rows=True, num_warps=8), why=_NO_SPILLS),
+    Row(
+        take=Tile(chunk=32, block_p=32, p_rows=True, num_warps=8),
+        why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
+    ),
+)

@@ -1,0 +1,67 @@
+"""The committed configurations: which row a call gets, that every call gets one, and that every row is got."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from ssd_cases import Case
+
+from ssdprof.kernels.ssd.config_table import HOPPER, PORTABLE, Call, Row, first_fit
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.hopper_config import HopperConfig
+
+CALLS = [
+    Call(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+    for major, wide, headdim, dstate, gate in product(
+        (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
+    )
+]
+TABLES = {"HOPPER": HOPPER, "PORTABLE": PORTABLE}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_call_has_a_row_and_every_row_a_call(table: Sequence[Row[Any]]) -> None:
+    taken = [first_fit(table, call) for call in CALLS]
+    assert all(any(row is one for one in taken) for row in table)
+    assert all(row.why for row in table)
+
+
+def portable(capability: tuple[int, int], headdim: int = 64, dstate: int = 128, **case: Any) -> tuple[object, ...]:
+    inputs = Case(seqlen=1024, heads=1, headdim=headdim, dstate=dstate, **case).inputs()
+    config = FusedConfig.choose(inputs, capability)
+    return config.chunk, config.block_p, config.p_rows, config.num_warps
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "expected"),
+    [
+        ((8, 0), {}, (64, 64, True, 8)),
+        ((8, 9), {}, (64, 64, True, 8)),
+        ((9, 0), {}, (64, 64, True, 4)),
+        ((10, 0), {}, (64, 64, True, 4)),
+        ((12, 0), {}, (64, 64, True, 8)),
+        ((8, 0), {"dstate": 256}, (32, 32, True, 8)),
+        ((9, 0), {"dstate": 256}, (64, 32, False, 4)),
+        ((9, 0), {"headdim": 32}, (64, 32, False, 4)),
+        ((9, 0), {"headdim": 8}, (64, 16, False, 4)),
+    ],
+)
+def test_the_portable_kernel_by_gpu_and_sizes(
+    capability: tuple[int, int], sizes: dict[str, int], expected: tuple[object, ...]
+) -> None:
+    assert portable(capability, **sizes, dtype=torch.bfloat16) == expected
+
+
+def test_fp32_takes_short_chunks_on_every_gpu() -> None:
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        assert portable(capability, dstate=64, dtype=torch.float32) == (16, 64, True, 4)
+        assert portable(capability, dtype=torch.float32) == (16, 64, True, 8)
+        assert portable(capability, dstate=256, dtype=torch.float32) == (16, 32, False, 8)
+
+
+def test_a_reason_goes_with_the_choice() -> None:
+    inputs = Case(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
+    assert FusedConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
+    assert HopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[-1].why)
