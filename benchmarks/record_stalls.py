@@ -70,7 +70,12 @@ def main(out: Path) -> None:
             ("unfused", 0, "unfused"),
         ):
             job = collect.Job(
-                folder=captures, layer=layer, seqlen=SEQLEN, implementation=implementation, precision=PRECISION
+                folder=captures,
+                cache=Path(folder) / "cache",
+                layer=layer,
+                seqlen=SEQLEN,
+                implementation=implementation,
+                precision=PRECISION,
             )
             launched[name] = collect.launch(job)
             report = out / f"{name}.ncu-rep"

@@ -97,9 +97,27 @@ def profile_run(asked: CaptureRequest, folder: Path, report: RunReport, watcher:
 
 def profile_layer(captured: Captured, request: StallRequest, folder: Path, watcher: Watcher) -> StallReport:
     """Launch, profile, read and write: `folder` gets an ncu report per implementation, and what they say."""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as cache:
+        launched, files, missing = _collect(captured, request, folder, Path(cache), watcher)
+    subject = Subject(
+        layer=captured.layer.layer,
+        dims=_dims(captured.layer),
+        precision=request.precision,
+        launched=launched,
+    )
+    report = analyse([] if missing else [open_report(file) for file in files], subject, missing=missing)
+    stall_output.write(folder, report)
+    return report
+
+
+def _collect(
+    captured: Captured, request: StallRequest, folder: Path, cache: Path, watcher: Watcher
+) -> tuple[tuple[Launched, ...], list[Path], str]:
+    """(what is launched, ncu's reports in that order, why there are none)."""
     jobs = [
         collect.Job(
             folder=captured.folder,
+            cache=cache,
             layer=captured.layer.layer.index,
             seqlen=captured.layer.seqlen,
             implementation=implementation,
@@ -121,15 +139,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
                 advance(1)
         except MissingCapabilityError as error:
             missing = " ".join(part for part in (error.message, error.hint) if part)
-    subject = Subject(
-        layer=captured.layer.layer,
-        dims=_dims(captured.layer),
-        precision=request.precision,
-        launched=tuple(launched),
-    )
-    report = analyse([] if missing else [open_report(file) for file in files], subject, missing=missing)
-    stall_output.write(folder, report)
-    return report
+    return tuple(launched), files, missing
 
 
 def _require_gpu() -> None:

@@ -24,6 +24,14 @@ class Launched(Record):
     occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
 
 
+class Refusal(Record):
+    """Why a call cannot be made."""
+
+    message: str
+    hint: str
+    exit_code: int
+
+
 class Stage(Record):
     """A stage of the algorithm in one kernel.  Its name and what comes after a dot are a part of it."""
 

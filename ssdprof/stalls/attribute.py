@@ -1,8 +1,9 @@
 """Samples to lines, lines to stages.
 
-An instruction has one source line: that of the innermost function that was inlined there.  If that line has no stage
-(a library, a helper, a header), the instruction gets the stage of the one before it in the program that has one, else
-of the one after it: compilers keep what a line was inlined into together.  Those samples are counted, so that the
+An instruction has one source line.  In reports that ssdprof records it is the innermost of those that led there that
+has a stage (`call_sites.py`); in others it is that of the innermost function that was inlined.  If that line has no
+stage (a library, a helper, a header), the instruction gets the stage of the one before it in the program that has one,
+else of the one after it: compilers keep what a line was inlined into together.  Those samples are counted, so that the
 reader sees how many there are.
 """
 

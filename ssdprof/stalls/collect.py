@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.schema import Precision
-from ssdprof.stall_records import Launched
+from ssdprof.stall_records import Launched, Refusal
 from ssdprof.stalls import ncu
 
 TIMEOUT_S = 300.0
@@ -18,9 +19,12 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens."""
+    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder for compiled kernels,
+    for this job's `launch` and `profile` and others like it: what was compiled elsewhere may lack its lines.
+    """
 
     folder: Path
+    cache: Path
     layer: int
     seqlen: int
     implementation: str
@@ -45,11 +49,18 @@ def target(job: Job, launched: Path) -> tuple[str, ...]:
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
     """Run the job without ncu: what it launches, and what Triton knows of that.
 
-    It also leaves every kernel compiled, so that ncu's own time is not spent on it.
+    It also leaves every kernel compiled, so that ncu's own time is not spent on it.  Raises SsdprofError with the
+    exit code of what kept it from launching: BAD_INPUT if the implementation refuses the layer.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
-        ncu.run(target(job, launched), timeout_s=timeout_s, environ=ncu.clean_environment(os.environ))
+        try:
+            ncu.run(target(job, launched), timeout_s=timeout_s, environ=_environment(job))
+        except MissingCapabilityError as error:
+            if launched.is_file():
+                refusal = Refusal.model_validate_json(launched.read_text(encoding="utf-8"))
+                raise SsdprofError(refusal.message, refusal.hint, ExitCode(refusal.exit_code)) from error
+            raise
         return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
 
 
@@ -67,7 +78,11 @@ def profile(job: Job, launched: Launched, program: Path, report: Path, *, timeou
             launched.launch_count,
             target(job, Path(folder) / "launched.json"),
         )
-        output = ncu.run(command, timeout_s=timeout_s, environ=ncu.clean_environment(os.environ))
+        output = ncu.run(command, timeout_s=timeout_s, environ=_environment(job))
     if not report.is_file():
         raise ncu.explain(output, 0)
     return time.monotonic() - start
+
+
+def _environment(job: Job) -> dict[str, str]:
+    return ncu.clean_environment(os.environ) | {"TRITON_CACHE_DIR": str(job.cache)}

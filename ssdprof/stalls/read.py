@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
-from collections import defaultdict
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.stalls.raw import Point, RawKernel, RawReport, Value
-from ssdprof.stalls.reasons import canonical
+from ssdprof.stalls import unpack
+from ssdprof.stalls.raw import RawKernel, RawReport
 
-SAMPLED = "smsp__pcsamp_warps_issue_stalled_"  # + a reason; with "_not_issued" after it, a part of the same samples
 _MAGIC = b"NVR\0"
 _LAYOUT = b"\x08\x07"  # version 7 of the container: the one whose sizes are known here
-_TO_BASE = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0, "second": 1e9, "msecond": 1e6, "usecond": 1e3, "nsecond": 1.0}
+_TIMEOUT_S = 600  # far beyond what the largest whole report takes
+_AGAIN = "Copy or record it again."
 
 
 def read(path: Path) -> RawReport:
     """Every launch in a report.
 
-    Raises BadInputError for a file that is missing, no report, truncated or without a launch, and
+    Raises BadInputError for a file that is missing, no report, truncated, damaged or without a launch, and
     MissingCapabilityError if ncu-report is not installed.
     """
     try:
@@ -31,9 +30,9 @@ def read(path: Path) -> RawReport:
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name an .ncu-rep file.") from error
     whole = _is_whole(content)
-    if whole is False:  # not even shown to ncu-report, which such a file may crash
+    if whole is False:
         raise _unusable(path, content, whole)
-    kernels = tuple(_kernels(path))
+    kernels = _kernels(path)
     if not kernels or not all(kernel.metrics for kernel in kernels):
         raise _unusable(path, content, whole)
     return RawReport(name=path.name, sha256=hashlib.sha256(content).hexdigest(), kernels=kernels, whole=whole)
@@ -43,73 +42,33 @@ def _unusable(path: Path, content: bytes, whole: bool | None) -> BadInputError:
     if not content.startswith(_MAGIC) and path.suffix != ".ncu-repz":
         return BadInputError(f"{path} is no ncu report.", "Name a file that 'ncu -o' wrote.")
     if whole is False:
-        return BadInputError(f"{path} is truncated: it ends in the middle of a block.", "Copy or record it again.")
+        return BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
     return BadInputError(
-        f"{path} holds no profiled kernel (zero ranges).",
-        "ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing when it was recorded.",
+        f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is damaged.",
+        "Copy it again; or ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing when it was recorded.",
     )
 
 
-def _kernels(path: Path) -> Iterator[RawKernel]:
-    try:
-        import ncu_report
-    except ImportError as error:
-        raise MissingCapabilityError(
-            "The ncu-report package, which reads ncu's files, is not installed.", "pip install ncu-report"
-        ) from error
-    context = ncu_report.load_report(str(path))
-    for i in range(context.num_ranges()):
-        profiled = context.range_by_idx(i)
-        for j in range(profiled.num_actions()):
-            yield _kernel(profiled.action_by_idx(j))
-
-
-def _kernel(action: Any) -> RawKernel:
-    names = [name for name in action.metric_names() if "TriageCompute" not in name]
-    metrics: dict[str, Value] = {}
-    totals: dict[str, int] = {}
-    samples: dict[int, dict[str, int]] = defaultdict(dict)
-    for name in names:
-        metric = action.metric_by_name(name)
-        if name.startswith(SAMPLED) and not name.endswith("_not_issued"):
-            reason = canonical(name.removeprefix(SAMPLED))
-            totals[reason] = totals.get(reason, 0) + int(metric.value() or 0)
-            addresses = metric.correlation_ids()
-            for k in range(metric.num_instances()):
-                count, at = metric.as_uint64(k), samples[addresses.as_uint64(k)]
-                if count:
-                    at[reason] = at.get(reason, 0) + count
-        value = _value(metric)
-        if value is not None:
-            metrics[name] = value
-    return RawKernel(
-        function=action.name(),
-        metrics=metrics,
-        totals=totals,
-        points=tuple(_point(action, address, samples[address]) for address in sorted(samples)),
-        sources={name: text for name, text in dict(action.source_files().asdict()).items() if text},
-    )
-
-
-def _value(metric: Any) -> Value | None:
-    """In base units; None for a metric that is named but has no number."""
-    value = metric.value()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, int | float) and metric.name().startswith("gpu__time"):
-        return value * _TO_BASE.get(metric.unit(), 1.0)
-    return value if isinstance(value, int | float | str) else None
-
-
-def _point(action: Any, address: int, samples: dict[str, int]) -> Point:
-    source = action.source_info(address)
-    return Point(
-        address=address,
-        file=source.file_name() if source else "",
-        line=source.line() if source else 0,
-        sass=" ".join((action.sass_by_pc(address) or "").split()),
-        samples=samples,
-    )
+def _kernels(path: Path) -> tuple[RawKernel, ...]:
+    """By ncu-report in a child process, which a damaged file may crash."""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        out = Path(folder) / "kernels.json"
+        command = [sys.executable, "-m", "ssdprof.stalls.unpack", str(path), str(out)]
+        try:
+            child = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise BadInputError(f"{path} is damaged: ncu-report did not come to its end.", _AGAIN) from error
+        if child.returncode == unpack.NOT_INSTALLED:
+            raise MissingCapabilityError(
+                "The ncu-report package, which reads ncu's files, is not installed.", "pip install ncu-report"
+            )
+        if child.returncode != 0:
+            words = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            how = f"signal {-child.returncode}" if child.returncode < 0 else "".join(words)
+            raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
+        return unpack.parse(out.read_text(encoding="utf-8"))
 
 
 # --- whether a file is whole: a report is a row of blocks, each with a header that says how long its payload is

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ssdprof.errors import BadInputError
-from ssdprof.stalls.raw import Point, RawKernel, RawReport, Value
-from ssdprof.stalls.read import SAMPLED
+from ssdprof.stalls.raw import SAMPLED, Point, RawKernel, RawReport, Value
 from ssdprof.stalls.reasons import canonical
 
 _STALL = re.compile(r"stall_(\w+)")  # a column of the source page; those "(Not Issued)" are a part of the same samples

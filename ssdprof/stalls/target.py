@@ -3,7 +3,7 @@
     python -m ssdprof.stalls.target FOLDER --layer N --seqlen N --implementation NAME --launched FILE
 
 Small, because ncu saves and restores the device memory that the process can reach between its passes.  FILE gets, as
-JSON, a `Launched`: what one call launches.
+JSON, a `Launched`, what one call launches; if that cannot be, a `Refusal`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import triton
 
 from ssdprof import kernels
 from ssdprof.capture import store
-from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.dtypes import dtype_named
 from ssdprof.measure.launches import recorded_launches
 from ssdprof.measure.occupancy import Limits, occupancy
-from ssdprof.stall_records import Launched
+from ssdprof.stall_records import Launched, Refusal
+from ssdprof.stalls import call_sites
 from ssdprof.stalls.ncu import RANGE
 
 DEVICE = "cuda"
@@ -44,11 +45,14 @@ def main() -> None:
     parser.add_argument("--launched", type=Path, required=True)
     given = parser.parse_args()
     precision = Precision(intermediates=given.intermediates, state_dtype=dtype_named(given.state_dtype))
+    call_sites.install()
     try:
         inputs = load(given.folder, given.layer, given.seqlen, DEVICE)
         launched = warm_up(given.implementation, inputs, precision)
-    except (SsdprofError, UnsupportedError, KeyError) as error:
-        sys.exit(f"Error: {error}")
+    except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
+        refusal = refusal_of(error)
+        given.launched.write_text(refusal.model_dump_json() + "\n", encoding="utf-8")
+        sys.exit(f"Error: {refusal.message}")
     given.launched.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
     profiled(given.implementation, inputs, precision)
 
@@ -63,6 +67,17 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> SSDInputs:
                 raise BadInputError(f"Layer {layer} is no SSD layer.", "Name a Mamba-2 layer.")
             return inputs
     raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What the user is told of an error: whose it is decides the exit code of the command."""
+    if isinstance(error, SsdprofError):
+        return Refusal(message=error.message, hint=error.hint, exit_code=error.exit_code)
+    if isinstance(error, torch.OutOfMemoryError):
+        message, hint = "The layer's tensors do not fit into the GPU's memory.", "Use a shorter --seq."
+        return Refusal(message=message, hint=hint, exit_code=ExitCode.MISSING_CAPABILITY)
+    hint = "Name another --layer, --impl or precision."
+    return Refusal(message=f"{error}.", hint=hint, exit_code=ExitCode.BAD_INPUT)
 
 
 @torch.no_grad()

@@ -173,6 +173,23 @@ def test_what_was_found_before_is_not_replaced_unasked(
     assert call(*words, "--force").exit_code == 0
 
 
+@pytest.mark.usefixtures("gpu")
+def test_an_implementation_that_refuses_the_layer_is_bad_input(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssdprof.errors import SsdprofError
+    from ssdprof.stalls import collect
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise SsdprofError("fused: dstate must be a power of two.", "Name another --impl.", ExitCode.BAD_INPUT)
+
+    monkeypatch.setattr(collect, "launch", refuse)
+    result = call(str(captured), "--out", str(tmp_path / "o"))
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "dstate must be a power of two" in result.stderr
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_layer_that_is_not_there_is_named(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
     result = call(str(captured), "--out", str(tmp_path / "o"), "--layer", "4")
     assert result.exit_code == ExitCode.BAD_INPUT

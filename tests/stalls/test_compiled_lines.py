@@ -1,75 +1,145 @@
-"""What the compiler calls a line of our kernels is one: in a file of ours inside a kernel, or in Triton's library.
+"""What the compiler calls a line of our kernels is one, and with `call_sites` it is the one whose stage it is.
 
-Profilers know no more than that.  A function that Triton builds without calling it may be filed under the wrong file.
+The truth is not taken from the line table that is tested: the compiler says for each instruction from which line of
+the PTX it made it, and the PTX says in remarks which calls led there.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ssdprof.stalls.stages import UNKNOWN, Sources
+from ssdprof.stalls.attribute import attribute
+from ssdprof.stalls.raw import Point, RawKernel
+from ssdprof.stalls.stages import UNKNOWN, Place, Sources
 
 TESTS = Path(__file__).parent.parent
-COMPILE = """
-import re, sys
-from compile_target import _AbsentGpu, on_meta
-from ssd_cases import EXACT, Case
-import torch, triton
-from triton.runtime.jit import JITFunction
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd import hopper_launch
-from ssdprof.kernels.ssd.unfused import five_stages
+KERNELS = (
+    "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel", "_bmm_chunk_kernel", "_chunk_scan_kernel",
+    "_fused_kernel", "_fused_hopper_kernel",
+)  # fmt: skip
 
-triton.runtime.driver.set_active(_AbsentGpu(90))
-run = JITFunction.run
-def compile_only(self, *args, grid, warmup, **kwargs):
-    ptx = run(self, *args, grid=grid, warmup=True, **kwargs).asm["ptx"]
-    files = dict(re.findall(r'\\.file\\s+(\\d+) "([^"]+)"', ptx))
-    for number, line in sorted(set(re.findall(r"\\.loc\\s+(\\d+) (\\d+)", ptx))):
-        if line != "0":
-            print(self.__name__, files[number], line, sep="|")
-JITFunction.run = compile_only
-inputs = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
-five_stages(inputs, EXACT)
-ssd_fused_portable(inputs, EXACT, config=FusedConfig.choose(inputs, (9, 0)))
-hopper_launch.ssd_fused_hopper(inputs, EXACT, config=hopper_launch.HopperConfig(segment=4))
-"""
+
+@dataclass(frozen=True)
+class Compiled:
+    """plain, called: places of the instructions' lines, without and with call sites.
+    stages: where they truly belong, None if the PTX does not say.
+    """
+
+    instructions: tuple[list[str], list[str]]
+    points: tuple[Point, ...]  # of the plain machine code, each sampled once
+    plain: list[Place]
+    called: list[Place]
+    stages: list[str | None]
+    sources: Sources
+
+
+def truth(ptx: list[str], number: int, sources: Sources, paths: dict[str, list[str]]) -> str | None:
+    """The stage of the innermost call, of those that led to a line of the PTX, that has one."""
+    while number > 0 and not ptx[number - 1].lstrip().startswith(".loc"):
+        number -= 1
+    for name, line in re.findall(r"([\w.]+\.py):(\d+):\d+", ptx[number - 1]):
+        for path in paths.get(name, ()):
+            stage = sources.place(path, int(line)).stage
+            if stage not in (None, UNKNOWN):
+                return stage
+    return None
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[tuple[str, str, int]]:
-    """(kernel, file, line) of everything that was compiled."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     path = os.pathsep.join([str(TESTS / "kernels"), str(TESTS.parent)])
-    environ = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    result = subprocess.run([sys.executable, "-c", COMPILE], env=environ, capture_output=True, text=True, check=False)
+    cache = str(tmp_path_factory.mktemp("cache"))
+    environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
+    script = str(Path(__file__).parent / "compile_lines.py")
+    result = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return [(kernel, file, int(line)) for kernel, file, line in (row.split("|") for row in result.stdout.splitlines())]
+    return {name: _compiled(fields) for name, fields in json.loads(result.stdout).items()}
 
 
-def test_every_kernel_was_compiled(lines: list[tuple[str, str, int]]) -> None:
-    assert {kernel for kernel, _, _ in lines} >= {
-        "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel", "_bmm_chunk_kernel",
-        "_chunk_scan_kernel", "_fused_kernel", "_fused_hopper_kernel",
-    }  # fmt: skip
+def _compiled(fields: dict[str, list[tuple[str, str, int]]]) -> Compiled:
+    ptx = str(fields["ptx"]).splitlines()
+    files = [found[1] for line in ptx if (found := re.match(r'\s*\.file\s+\d+ "([^"]+)"', line))]
+    sources = Sources({file: Path(file).read_text() for file in files})
+    paths: dict[str, list[str]] = {}
+    for file in files:
+        paths.setdefault(Path(file).name, []).append(file)
+    return Compiled(
+        instructions=([row[0] for row in fields["plain"]], [row[0] for row in fields["called"]]),
+        points=tuple(
+            Point(16 * i, file, line, sass, {"wait": 1}) for i, (sass, file, line) in enumerate(fields["plain"])
+        ),
+        plain=[sources.place(file, line) for _, file, line in fields["plain"]],
+        called=[sources.place(file, line) for _, file, line in fields["called"]],
+        stages=[truth(ptx, int(row[1]), sources, paths) for row in fields["inlined"]],
+        sources=sources,
+    )
 
 
-def test_every_line_has_a_stage_or_belongs_to_its_caller(lines: list[tuple[str, str, int]]) -> None:
-    sources = Sources({file: Path(file).read_text() for _, file, _ in lines})
-    lost = sorted({row for row in lines if sources.place(row[1], row[2]).stage == UNKNOWN})
+def test_every_kernel_was_compiled(compiled: dict[str, Compiled]) -> None:
+    assert set(compiled) == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Compiled], name: str) -> None:
+    found = compiled[name]
+    lost = {
+        (point.file, point.line)
+        for point, place in zip(found.points, found.plain, strict=True)
+        if place.stage == UNKNOWN
+    }
     assert not lost
 
 
-def test_every_stage_that_a_kernel_names_is_compiled_somewhere(lines: list[tuple[str, str, int]]) -> None:
-    sources = Sources({file: Path(file).read_text() for _, file, _ in lines})
-    for kernel in ("_fused_kernel", "_fused_hopper_kernel"):
-        found = {sources.place(file, line).stage for name, file, line in lines if name == kernel}
-        assert {
-            "ticket", "chunk_cumsum", "bmm_chunk", "state_passing.wait", "state_passing.load", "state_passing.store",
-            "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
-        } <= found  # fmt: skip
+@pytest.mark.parametrize("name", KERNELS)
+def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled], name: str) -> None:
+    plain, called = compiled[name].instructions
+    assert plain == called
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict[str, Compiled], name: str) -> None:
+    found = compiled[name]
+    known = [(place.stage, stage) for place, stage in zip(found.called, found.stages, strict=True) if stage]
+    assert [pair for pair in known if pair[0] != pair[1]] == []
+    # where two lines' instructions became one, the PTX has line 0, and the compiler calls it what was before it
+    assert len(known) > 0.85 * len(found.called)
+    # what has no stage now is the compiler's own, but for a few of those
+    lost = [place for place in found.called if place.stage is None and not place.header]
+    assert len(lost) < 0.01 * len(found.called)
+
+
+def test_neighbours_alone_would_misplace_some(compiled: dict[str, Compiled]) -> None:
+    """What is left to a report that somebody else recorded; and the test above can fail."""
+    for name, least in (("_fused_hopper_kernel", 0.97), ("_fused_kernel", 0.97), ("_chunk_scan_kernel", 0.94)):
+        found = compiled[name]
+        kernel = RawKernel(function=name, metrics={}, points=found.points)
+        by_neighbours = _stage_of_each(kernel, found.sources)
+        known = [(one, stage) for one, stage in zip(by_neighbours, found.stages, strict=True) if stage]
+        share = sum(one == stage for one, stage in known) / len(known)
+        assert least < share < 1, name
+
+
+def _stage_of_each(kernel: RawKernel, sources: Sources) -> list[str]:
+    """By `attribute`, one reason for each instruction."""
+    points = tuple(
+        Point(point.address, point.file, point.line, point.sass, {f"i{i}": 1}) for i, point in enumerate(kernel.points)
+    )
+    found = attribute(RawKernel(function=kernel.function, metrics={}, points=points), sources).stages
+    stages = {reason: stage.name for stage in found for reason in stage.samples}
+    return [stages[f"i{i}"] for i in range(len(points))]
+
+
+@pytest.mark.parametrize("name", ["_fused_kernel", "_fused_hopper_kernel"])
+def test_every_stage_that_a_kernel_names_is_compiled_somewhere(compiled: dict[str, Compiled], name: str) -> None:
+    assert {
+        "ticket", "chunk_cumsum", "bmm_chunk", "state_passing.wait", "state_passing.load", "state_passing.store",
+        "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
+    } <= {place.stage for place in compiled[name].called}  # fmt: skip

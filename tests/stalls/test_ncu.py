@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.schema import Precision
+from ssdprof.stall_records import Refusal
 from ssdprof.stalls import collect, ncu
 
 
@@ -36,6 +37,7 @@ def test_the_command_line_is_exactly_this() -> None:
 def test_the_target_gets_the_layer_and_nothing_else() -> None:
     job = collect.Job(
         folder=Path("/c"),
+        cache=Path("/k"),
         layer=3,
         seqlen=1024,
         implementation="fused",
@@ -138,16 +140,49 @@ def test_a_profile_without_a_report_is_an_error(tmp_path: Path, monkeypatch: pyt
     from ssdprof.schema import Launch
     from ssdprof.stall_records import Launched
 
-    job = collect.Job(
-        folder=tmp_path,
-        layer=0,
-        seqlen=1,
-        implementation="fused",
-        precision=Precision(intermediates="exact", state_dtype="fp32"),
-    )
     launched = Launched(
         implementation="fused", variant="hopper", launch_count=1, launches=(Launch(kernel="_k", config={}),)
     )
     monkeypatch.setattr(ncu, "run", lambda *_args, **_kwargs: "==WARNING== No kernels were profiled.")
     with pytest.raises(MissingCapabilityError, match="profiled no kernel"):
-        collect.profile(job, launched, Path("ncu"), tmp_path / "r.ncu-rep")
+        collect.profile(job(tmp_path), launched, Path("ncu"), tmp_path / "r.ncu-rep")
+
+
+def job(folder: Path) -> collect.Job:
+    return collect.Job(
+        folder=folder,
+        cache=folder / "cache",
+        layer=0,
+        seqlen=1,
+        implementation="fused",
+        precision=Precision(intermediates="exact", state_dtype="fp32"),
+    )
+
+
+def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was compiled elsewhere may lack its lines."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/.triton")
+    monkeypatch.setattr(collect, "target", lambda *_: ["sh", "-c", f"echo $TRITON_CACHE_DIR > {tmp_path}/said; exit 1"])
+    with pytest.raises(MissingCapabilityError):
+        collect.launch(job(tmp_path))
+    assert (tmp_path / "said").read_text().strip() == str(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.MISSING_CAPABILITY])
+def test_a_refusal_of_the_target_keeps_its_words_and_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode
+) -> None:
+    refusal = Refusal(message="fused: no.", hint="Try another.", exit_code=code).model_dump_json()
+    monkeypatch.setattr(collect, "target", lambda _, file: ["sh", "-c", f"echo '{refusal}' > {file}; exit 1"])
+    with pytest.raises(SsdprofError) as raised:
+        collect.launch(job(tmp_path))
+    assert (raised.value.message, raised.value.hint) == ("fused: no.", "Try another.")
+    assert raised.value.exit_code == code
+
+
+def test_a_target_that_says_nothing_is_explained_by_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "target", lambda *_: ["sh", "-c", "echo 'ImportError: no torch'; exit 1"])
+    with pytest.raises(MissingCapabilityError, match="ImportError: no torch"):
+        collect.launch(job(tmp_path))

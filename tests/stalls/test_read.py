@@ -1,7 +1,11 @@
 """A report through the ncu-report package, with a stand-in for it; and files that are no report, with the real one."""
 
+import hashlib
+import json
+import os
 import struct
-import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +13,13 @@ from typing import Any
 import pytest
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.stalls import unpack
 from ssdprof.stalls.analyse import stalls_of
+from ssdprof.stalls.raw import RawKernel
 from ssdprof.stalls.read import read
 
 SOURCE = "@jit\ndef _mine(x):\n    return x\n"
+ROOT = Path(__file__).parent.parent.parent
 PCSAMP = "smsp__pcsamp_warps_issue_stalled"
 
 
@@ -48,6 +55,14 @@ class Metric:
         return list(self._at.values())[k]
 
 
+def launch_of(*metrics: Metric) -> RawKernel:
+    """What becomes of one launch, on its way through the child process's file."""
+    (kernel,) = unpack.kernels(module(*metrics), Path("r.ncu-rep"))
+    (read_again,) = unpack.parse(json.dumps([asdict(kernel)]))
+    assert read_again == kernel
+    return kernel
+
+
 def module(*metrics: Metric) -> Any:
     """ncu_report with one launch."""
     by_name = {metric.name(): metric for metric in metrics}
@@ -64,6 +79,33 @@ def module(*metrics: Metric) -> Any:
     return SimpleNamespace(load_report=lambda _: context)
 
 
+# ncu_report for a child process: one launch
+ONE_LAUNCH = """
+from types import SimpleNamespace as N
+def load_report(path):
+    metric = N(name=lambda: "gpu__time_duration.sum", value=lambda: 7.0, unit=lambda: "ns")
+    action = N(
+        name=lambda: "_mine", metric_names=lambda: NAMES, metric_by_name=lambda _: metric,
+        source_files=lambda: N(asdict=dict),
+    )
+    return N(num_ranges=lambda: 1, range_by_idx=lambda _: N(num_actions=lambda: 1, action_by_idx=lambda _: action))
+NAMES = ("gpu__time_duration.sum",)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a module in the place of ncu_report, for child processes."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+
+    def put(source: str) -> None:
+        (folder / "ncu_report.py").write_text(source)
+
+    return put
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "r.ncu-rep"
@@ -71,8 +113,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_report_becomes_plain_values(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = module(
+def test_a_launch_becomes_plain_values() -> None:
+    kernel = launch_of(
         Metric(f"{PCSAMP}_gmma", 3, at={0x20: 3, 0x10: 0}),
         Metric(f"{PCSAMP}_wait", 5, at={0x10: 4, 0x20: 1}),
         Metric(f"{PCSAMP}_wait_not_issued", 2, at={0x10: 2}),
@@ -81,10 +123,6 @@ def test_a_report_becomes_plain_values(file: Path, monkeypatch: pytest.MonkeyPat
         Metric("lts__t_sector_hit_rate.pct", float("nan"), "%"),
         Metric("dram__bytes_read.sum", None),
     )
-    monkeypatch.setitem(sys.modules, "ncu_report", stub)
-    report = read(file)
-    assert (report.name, report.whole) == ("r.ncu-rep", True)
-    (kernel,) = report.kernels
     assert kernel.totals == {"warpgroup_arrive": 3, "wait": 5}
     assert [(point.address, point.line, point.sass, dict(point.samples)) for point in kernel.points] == [
         (0x10, 0, "LDG R16", {"wait": 4}),
@@ -97,37 +135,78 @@ def test_a_report_becomes_plain_values(file: Path, monkeypatch: pytest.MonkeyPat
     assert {"l2_hit_pct", "dram_read_bytes"} <= set(found.not_collected)
 
 
-def test_a_report_without_source_counters_has_no_stages(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
-    found = stalls_of(read(file).kernels[0])
+def test_a_launch_without_source_counters_has_no_stages() -> None:
+    found = stalls_of(launch_of(Metric("gpu__time_duration.sum", 7.0, "ns")))
     assert found.throughput.duration_us == 0.007
     assert (found.sample_count, found.stages, found.lines) == (None, (), ())
     assert {"stall reasons", "source lines"} <= set(found.not_collected)
     assert {check.status for check in found.checks} == {"not checked"}
 
 
-def test_a_launch_without_metrics_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ncu_report", module())
+# --- files, with a child process
+
+
+def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]) -> None:
+    package(ONE_LAUNCH + "print('words of its own')\n")
+    report = read(file)
+    assert (report.name, report.whole, report.sha256) == ("r.ncu-rep", True, hashlib.sha256(WHOLE).hexdigest())
+    assert [(kernel.function, kernel.metrics) for kernel in report.kernels] == [
+        ("_mine", {"gpu__time_duration.sum": 7})
+    ]
+
+
+def test_torch_is_not_loaded_beside_the_package(file: Path, package: Callable[[str], None]) -> None:
+    package("import sys\nassert 'torch' not in sys.modules\n" + ONE_LAUNCH)
+    assert read(file).kernels
+
+
+def test_a_launch_without_metrics_is_refused(file: Path, package: Callable[[str], None]) -> None:
+    package(ONE_LAUNCH + "NAMES = ()\n")
     with pytest.raises(BadInputError, match="no profiled kernel"):
         read(file)
 
 
+@pytest.mark.parametrize(
+    ("source", "how"),
+    [
+        ("import os, signal\ndef load_report(path):\n    os.kill(os.getpid(), signal.SIGSEGV)\n", r"\(signal 11\)"),
+        ("def load_report(path):\n    raise RuntimeError('bad block')\n", r"\(RuntimeError: bad block\)"),
+    ],
+)
+def test_a_file_that_breaks_the_package_is_damaged(
+    file: Path, package: Callable[[str], None], source: str, how: str
+) -> None:
+    package(source)
+    with pytest.raises(BadInputError, match=rf"r\.ncu-rep is damaged: ncu-report could not read it {how}") as raised:
+        read(file)
+    assert "again" in raised.value.hint
+
+
+def test_a_file_that_keeps_the_package_busy_is_damaged(
+    file: Path, package: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package("import time\ndef load_report(path):\n    time.sleep(60)\n")
+    monkeypatch.setattr("ssdprof.stalls.read._TIMEOUT_S", 1)
+    with pytest.raises(BadInputError, match="did not come to its end"):
+        read(file)
+
+
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
-def test_a_file_of_the_wrong_length_is_truncated(file: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+def test_a_file_of_the_wrong_length_is_truncated(file: Path, package: Callable[[str], None], content: bytes) -> None:
+    package(ONE_LAUNCH)
     file.write_bytes(content)
     with pytest.raises(BadInputError, match="is truncated"):
         read(file)
 
 
-def test_a_compressed_report_does_not_say_whether_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+def test_a_compressed_report_does_not_say_whether_it_is_whole(tmp_path: Path, package: Callable[[str], None]) -> None:
+    package(ONE_LAUNCH)
     (tmp_path / "r.ncu-repz").write_bytes(b"\x28\xb5\x2f\xfd")
     assert read(tmp_path / "r.ncu-repz").whole is None
 
 
-def test_the_length_of_an_unknown_layout_is_not_judged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ncu_report", module(Metric("gpu__time_duration.sum", 7.0, "ns")))
+def test_the_length_of_an_unknown_layout_is_not_judged(file: Path, package: Callable[[str], None]) -> None:
+    package(ONE_LAUNCH)
     file.write_bytes(WHOLE.replace(b"\x08\x07", b"\x08\x09", 1) + b"more")
     assert read(file).whole is None
 
@@ -138,8 +217,8 @@ def test_the_real_package_finds_nothing_in_a_report_without_launches(file: Path)
         read(file)
 
 
-def test_without_the_package_it_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ncu_report", None)
+def test_without_the_package_it_says_so(file: Path, package: Callable[[str], None]) -> None:
+    package("raise ImportError\n")
     with pytest.raises(MissingCapabilityError, match="not installed") as raised:
         read(file)
     assert raised.value.hint == "pip install ncu-report"

@@ -5,14 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
 from ssdprof import kernels
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
-from ssdprof.stall_records import Launched
+from ssdprof.stall_records import Launched, Refusal
 from ssdprof.stalls import target
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
 
 
 @pytest.fixture
@@ -46,16 +53,39 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
     monkeypatch.setattr(target, "DEVICE", "cpu")
     target.main()
     assert calls == ["run", "run", "wait", "push ssdprof", "run", "wait", "pop"]
+    assert triton.knobs.runtime.add_stages_inspection_hook is not None  # before the first of them, nothing compiled
     launched = Launched.model_validate_json(out.read_text())
     assert (launched.implementation, launched.variant) == ("fused", "interpreter")
 
 
-def test_a_layer_that_is_not_there_ends_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [str(folder), "--layer", "4", "--seqlen", "32", "--implementation", "fused", "--launched", "x"]
+def test_a_layer_that_is_not_there_ends_the_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = tmp_path / "launched.json"
+    words = [str(folder), "--layer", "4", "--seqlen", "32", "--implementation", "fused", "--launched", str(launched)]
     monkeypatch.setattr("sys.argv", ["target", *words])
     monkeypatch.setattr(target, "DEVICE", "cpu")
     with pytest.raises(SystemExit, match=r"Error: .* holds no layer 4 of 32 tokens"):
         target.main()
+    refusal = Refusal.model_validate_json(launched.read_text())
+    assert refusal.exit_code == ExitCode.BAD_INPUT
+    assert refusal.hint == "Capture it first."
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "code"),
+    [
+        (UnsupportedError("fused: dstate must be a power of two"), "fused: dstate must be", ExitCode.BAD_INPUT),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "do not fit into the GPU's memory", 3),
+        (MissingCapabilityError("There is no such thing here.", "Get one."), "no such thing", 3),
+    ],
+)
+def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int) -> None:
+    refusal = target.refusal_of(error)
+    assert message in refusal.message
+    assert refusal.message.endswith(".")
+    assert refusal.hint
+    assert refusal.exit_code == code
 
 
 def test_the_tensors_are_those_of_the_layer(folder: Path) -> None:

@@ -1,0 +1,89 @@
+"""Let the compiler file an inlined instruction under the line that knows its stage.
+
+An instruction has one line in a report: that of the innermost function that was inlined there, a helper's or a
+library's.  Triton writes the calls that led there into its PTX as a remark, which ptxas drops:
+
+    .loc 3 382 10    // hopper_roles.py:382:10 @[ hopper_roles.py:464:17 @[ fused_hopper.py:161:45 ] ]
+
+So before ptxas reads it, each .loc is made to name the innermost line of the chain that has a stage of its own.
+Nothing but the line table changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssdprof.stalls.raw import base_name
+from ssdprof.stalls.stages import UNKNOWN, Sources
+
+_KEY = "ssdprof: lines of callers"  # what Triton's cache keeps such kernels under, where it asks
+_FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
+_LOC = re.compile(r"^(\s*\.loc\s+)(\d+) (\d+) (\d+)(\s*//\s*)(.+)$", re.MULTILINE)
+_FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
+
+
+def install() -> None:
+    """From now on, in this process: for every kernel that Triton compiles.
+
+    Triton 3.6 does not ask the hook for a part of its cache's key, so that TRITON_CACHE_DIR must be a folder that no
+    kernel was compiled into before.
+    """
+    import triton
+
+    triton.knobs.runtime.add_stages_inspection_hook = _hook
+
+
+def _hook(*given: Any) -> tuple[str, str] | None:
+    """Triton calls it without arguments for what it adds to the key of its cache, else with a compiler's stages."""
+    if not given:
+        return _KEY, _KEY
+    stages: dict[str, Callable[[Any, Any], Any]] = given[1]
+    make = stages.get("ptx")
+    if make is not None:
+        stages["ptx"] = lambda module, metadata: name_call_sites(make(module, metadata))
+    return None
+
+
+def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
+    """The PTX with every .loc at the innermost line that has a stage; where none of a chain has one, as it was.
+
+    sources: of the files that the PTX names; None reads them.
+    """
+    files = dict(_FILE.findall(ptx))
+    known = sources or Sources({path: text for path in files.values() if (text := _text(path))})
+    numbers: dict[str, list[str]] = defaultdict(list)
+    for number, path in files.items():
+        numbers[base_name(path)].append(number)
+
+    def innermost(found: re.Match[str]) -> str:
+        before, _, _, _, remark, chain = found.groups()
+        for frame in _FRAME.findall(chain):
+            number = _with_a_stage(frame, numbers, files, known)
+            if number is not None:
+                return f"{before}{number} {frame[1]} {frame[2]}{remark}{chain}"
+        return found[0]
+
+    return _LOC.sub(innermost, ptx)
+
+
+def _with_a_stage(
+    frame: Sequence[str], numbers: Mapping[str, Sequence[str]], files: Mapping[str, str], sources: Sources
+) -> str | None:
+    """The number of the frame's file if its line has a stage; frames name a file without its folder."""
+    name, line, _ = frame
+    for number in numbers.get(name, ()):
+        stage = sources.place(files[number], int(line)).stage
+        if stage is not None and stage != UNKNOWN:
+            return number
+    return None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""  # its lines then keep the place that the compiler gave them

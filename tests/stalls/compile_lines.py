@@ -1,0 +1,91 @@
+"""Compile our kernels for sm_90 without a GPU, as the profiled process does, and say where instructions came from.
+
+    python compile_lines.py          JSON on stdout: kernel -> ptx, plain, inlined, called
+
+ptx:      as Triton made it, with the calls that led to each .loc in remarks
+plain:    (instruction, file, line) of that PTX's machine code
+inlined:  (instruction, line of the PTX) of the same
+called:   (instruction, file, line) of what Triton compiled with `call_sites` installed
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from compile_target import _AbsentGpu, on_meta
+from ssd_cases import EXACT, Case
+from triton.runtime.jit import JITFunction
+
+from ssdprof.kernels.ssd import hopper_launch
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.stalls import call_sites
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def assembled(ptx: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "a.ptx", Path(folder) / "a.cubin"
+        source.write_text(ptx)
+        command = [BINARIES / "ptxas", "-lineinfo", "--gpu-name=sm_90a", source, "-o", cubin]
+        subprocess.run(command, check=True, capture_output=True)
+        return cubin.read_bytes()
+
+
+def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
+    """(instruction, file, line); lines: nvdisasm's option that says which."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [BINARIES / "nvdisasm", lines, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found, place = [], ("", 0)
+    for row in text.splitlines():
+        if named := re.match(r'\s*//## File "([^"]+)", line (\d+)', row):
+            place = (named[1], int(named[2]))
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", row):
+            found.append((instruction[1], *place))
+    return found
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(_AbsentGpu(90))
+    call_sites.install()
+    rename, run = call_sites.name_call_sites, JITFunction.run
+    made: list[str] = []
+    found: dict[str, Any] = {}
+
+    def remember(ptx: str) -> str:
+        made.append(ptx)
+        return rename(ptx)
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        plain = assembled(made[-1])
+        found[self.__name__] = {
+            "ptx": made[-1],
+            "plain": listing(plain, "-g"),
+            "inlined": [(instruction, line) for instruction, _, line in listing(plain, "-gp")],
+            "called": listing(compiled.asm["cubin"], "-g"),
+        }
+
+    call_sites.name_call_sites = remember
+    JITFunction.run = compile_only
+    case = Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
+    gated = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
+    five_stages(gated, EXACT)
+    ssd_fused_portable(gated, EXACT, config=FusedConfig.choose(gated, (9, 0)))
+    hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.HopperConfig(segment=4))
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
