@@ -38,8 +38,8 @@ class Tokens:
         return self.sequences * self.seqlen
 
     def __str__(self) -> str:
-        if self.packed:
-            return f"{self.sequences} packed x {self.shortest:,}-{self.seqlen:,}"
+        if self.shortest is not None:
+            return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
         return f"{self.sequences} x {self.seqlen:,}"
 
 
@@ -121,6 +121,11 @@ def _batches(words: str) -> Iterable[int]:
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
             raise BadInputError(f"{word!r} is no batch.", "Give numbers of sequences, such as 1,8,32.")
         yield int(word)
+
+
+def _brief(length: int) -> str:
+    """As a user writes it: "4k"."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _pair(word: str) -> Tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Kernel
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Kernel
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import Precision
@@ -14,7 +14,9 @@ READING = (
     "Device: the GPU's own time, replayed from a CUDA graph.  Call: what a Python caller waits for, launches "
     "included.  In brackets: 95 % intervals.  Of floor: the least time that bytes and arithmetic take on this GPU, as "
     "a share of the device time.  Extra memory: allocated by the call beyond its outputs.  Error: RMS against the fp64 "
-    "oracle; the floor is that of the oracle itself, rounded to the output's dtype."
+    "oracle; its floor is that of the oracle itself, rounded to the output's dtype.  First call: in the cell, with all "
+    "that had to be compiled.  Registers and spills are per thread, shared memory per block.  Occupancy: resident "
+    "warps of those that an SM can hold.  Compiled in: the slowest of that name that Triton's cache did not have."
 )
 
 
@@ -25,25 +27,34 @@ def tables(report: BenchReport) -> tuple[Table, ...]:
 
 
 def speedups(report: BenchReport) -> Iterator[Table]:
-    """`fused` over the baseline: a row for each layout of tokens and precision."""
-    base = report.baseline
+    """`fused` over the baseline: a row for each layout of tokens and precision.
+
+    Over `unfused`, in a table of its own, where the baseline does not run.
+    """
     for title, cells in _grouped(report):
-        rows = [
-            (cell.tokens, f"{case.variant} {_short(case.precision)}".lstrip(), *_compared(case, cell, base))
-            for cell in cells
-            for case in cell.cases
-            if case.implementation == "fused"
-        ]
-        yield Table(
-            title=f"Fused over {base}: {title}",
-            headers=(
-                "sequences x\ntokens", "fused", "speedup,\ndevice", "speedup,\ncall", "device", "call",
-                f"{base},\ndevice", "of\nfloor",
-            ),
-            rows=tuple(rows),
-            align=columns(2, 6),
-            keys=2,
-        )  # fmt: skip
+        for base in dict.fromkeys((report.baseline, "unfused")):
+            rows = [
+                (cell.tokens, f"{case.variant} {_short(case.precision)}".lstrip(), *_compared(case, cell, base))
+                for cell in cells
+                if baseline_of(cell, report.baseline) == base
+                for case in cell.cases
+                if case.implementation == "fused"
+            ]
+            yield Table(
+                title=f"Fused over {base}: {title}",
+                headers=(
+                    "sequences x\ntokens", "fused", "speedup,\ndevice", "speedup,\ncall", "device", "call",
+                    f"{base},\ndevice", "of\nfloor",
+                ),
+                rows=tuple(rows),
+                align=columns(2, 6),
+                keys=2,
+            )  # fmt: skip
+
+
+def baseline_of(cell: BenchCell, wanted: str) -> str:
+    """What `fused` is compared with in the cell: `wanted`, if that or nothing else was timed there; else `unfused`."""
+    return wanted if fastest(cell, wanted) or not fastest(cell, "unfused") else "unfused"
 
 
 def _compared(case: BenchCase, cell: BenchCell, base: str) -> tuple[str, ...]:
@@ -88,10 +99,10 @@ def _detail_table(title: str, rows: list[tuple[str, ...]]) -> Table:
         title=f"Every implementation: {title}",
         headers=(
             "sequences x\ntokens", "implementation", "intermediates,\nstates", "chunk", "device", "call", "of\nfloor",
-            "extra\nmemory", "error\nof out", "its\nfloor",
+            "extra\nmemory", "error\nof out", "its\nfloor", "first\ncall",
         ),
         rows=tuple(rows),
-        align=columns(3, 7),
+        align=columns(3, 8),
         keys=3,
     )  # fmt: skip
 
@@ -99,7 +110,7 @@ def _detail_table(title: str, rows: list[tuple[str, ...]]) -> Table:
 def _detail(case: BenchCase) -> tuple[str, ...]:
     names = (case.kernel, _short(case.precision), fmt.count(case.chunk_size))
     if case.timing is None:
-        return (*names, case.status, *[fmt.MISSING] * 5)
+        return (*names, case.status, *[fmt.MISSING] * 6)
     return (
         *names,
         fmt.duration(case.timing.device_median_us),
@@ -108,11 +119,12 @@ def _detail(case: BenchCase) -> tuple[str, ...]:
         _memory(case),
         fmt.small(case.error.out if case.error else None),
         fmt.small(case.error.out_floor if case.error else None),
+        _seconds(case.first_call.seconds if case.first_call else None),
     )
 
 
 def _behind(report: BenchReport) -> Iterator[Table]:
-    yield _kernels(report)
+    yield from _kernels(report)
     remarks = [
         (cell.shape, cell.tokens, case.name, case.status, case.reason or f"outside ssdprof's budget: {case.sloppy}")
         for cell in report.cells
@@ -142,27 +154,42 @@ def _behind(report: BenchReport) -> Iterator[Table]:
     )
 
 
-def _kernels(report: BenchReport) -> Table:
-    """Every kernel as it was launched; equal ones once, with the shapes that they served."""
-    used: dict[tuple[str, ...], dict[str, None]] = {}
+def _kernels(report: BenchReport) -> Iterator[Table]:
+    """Every kernel of a case as it was launched; equal ones once, with the shapes that they served."""
+    used: dict[str, dict[tuple[str, ...], dict[str, None]]] = {}
+    compiled: dict[tuple[str, str], float] = {}
     for cell in report.cells:
         for case in cell.cases:
             for kernel in case.kernels:
-                key = (case.kernel, _short(case.precision), *_resources(kernel))
-                used.setdefault(key, {})[f"{cell.shape} {cell.dims.dtype}"] = None
+                shapes = used.setdefault(case.name, {}).setdefault(_resources(kernel), {})
+                shapes[f"{cell.shape} {cell.dims.dtype}"] = None
+            for one in _compiled(case):
+                compiled[case.name, one.kernel] = max(one.seconds, compiled.get((case.name, one.kernel), 0.0))
+    for name, kernels in used.items():
+        rows = [
+            (*resources, _seconds(compiled.get((name, resources[0]))), ", ".join(shapes))
+            for resources, shapes in kernels.items()
+        ]
+        for first in range(0, len(rows), _MOST_ROWS):
+            yield _kernel_table(name, rows[first : first + _MOST_ROWS])
+
+
+def _kernel_table(name: str, rows: list[tuple[str, ...]]) -> Table:
     return Table(
-        title="Kernels as they were launched",
+        title=f"Kernels of {name}",
         headers=(
-            "implementation", "intermediates,\nstates", "kernel", "warps", "registers", "spills", "shared",
-            "blocks\nper SM", "occupancy", "shapes",
+            "kernel", "warps", "registers", "spills", "shared", "blocks\nper SM", "occupancy", "compiled\nin", "shapes",
         ),
-        rows=tuple((*cells, ", ".join(shapes)) for cells, shapes in used.items()),
-        align=(*columns(3, 6), "left"),
-        note="Registers and spills are per thread, shared memory per block.  Occupancy: resident warps of those that "
-        "an SM can hold.",
-        keys=3,
-        wraps=9,
+        rows=tuple(rows),
+        align=(*columns(1, 7), "left"),
+        wraps=8,
     )  # fmt: skip
+
+
+def _compiled(case: BenchCase) -> Iterator[Compiled]:
+    """In the first calls of the case, with every chunk size."""
+    for first in (case.first_call, *(trial.first_call for trial in case.trials)):
+        yield from first.compiled if first else ()
 
 
 def _resources(kernel: Kernel) -> tuple[str, ...]:
@@ -214,6 +241,10 @@ def _short(precision: Precision) -> str:
 
 def _floor(case: BenchCase) -> str:
     return fmt.percent(case.roofline.floor_pct if case.roofline else None, 1)
+
+
+def _seconds(seconds: float | None) -> str:
+    return fmt.MISSING if seconds is None else f"{seconds:.1f} s"
 
 
 def _memory(case: BenchCase) -> str:

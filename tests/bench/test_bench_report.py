@@ -12,9 +12,10 @@ from rich.console import Console
 
 from ssdprof.bench import gate, render, tables
 from ssdprof.bench.contenders import CHUNK_SIZES
-from ssdprof.bench.schema import BenchCase, BenchReport, LeftOut, dump, load
+from ssdprof.bench.schema import BenchCase, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.schema import Launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +60,33 @@ def test_the_answer_is_the_first_table(done: BenchReport) -> None:
     assert (cells["device"], cells["call"], cells["mamba_ssm,\ndevice"]) == ("100 µs", "110 µs", "300 µs")
 
 
+def test_where_the_baseline_does_not_run_unfused_takes_its_place(done: BenchReport) -> None:
+    (cell,) = done.cells
+    without = cell.model_copy(update={"tokens": "2 packed x 1-2", "cases": cell.cases[1:]})
+    first, second, *_ = tables.tables(done.model_copy(update={"cells": (cell, without)}))
+    assert first.title.startswith("Fused over mamba_ssm")
+    assert [row[0] for row in first.rows] == ["1 x 40"]
+    assert second.title.startswith("Fused over unfused")
+    assert [row[0] for row in second.rows] == ["2 packed x 1-2"]
+    assert second.headers[6] == "unfused,\ndevice"
+    assert second.rows[0][2] == "3.10x [3.10, 3.10]"
+
+
+def test_first_calls_and_what_they_compiled_are_in_the_tables(done: BenchReport) -> None:
+    (cell,) = done.cells
+    launch = Launch(kernel="scan", config={"num_warps": 4}, registers=128, spills=0, shared_bytes=1024)
+    first = FirstCall(seconds=2.25, compiled=(Compiled(kernel="scan", seconds=1.5),))
+    case = cell.cases[2].model_copy(update={"first_call": first, "kernels": (Kernel(launch=launch, occupancy=None),)})
+    shown = tables.tables(done.model_copy(update={"cells": (cell.model_copy(update={"cases": (case,)}),)}))
+    details = next(table for table in shown if table.title.startswith("Every implementation"))
+    assert details.rows[0][details.headers.index("first\ncall")] == "2.2 s"
+    kernels = next(table for table in shown if table.title == "Kernels of fused, exact, fp32 states")
+    assert dict(zip(kernels.headers, kernels.rows[0], strict=True)) == {
+        "kernel": "scan", "warps": "4", "registers": "128", "spills": "0", "shared": "1.00 KiB", "blocks\nper SM": "-",
+        "occupancy": "-", "compiled\nin": "1.5 s", "shapes": "tiny bf16",
+    }  # fmt: skip
+
+
 def test_every_implementation_is_in_the_details(done: BenchReport) -> None:
     details = next(table for table in tables.tables(done) if table.title.startswith("Every implementation"))
     assert [row[1:4] for row in details.rows] == [
@@ -92,7 +120,7 @@ def test_both_renderers_draw_it(done: BenchReport) -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render.terminal(done))
     text = console.export_text()
-    for words in ("Fused over mamba_ssm", "Kernels as they were launched", "What ran", "ssdprof bench ssd", "3.00x"):
+    for words in ("Fused over mamba_ssm", "Kernels of fused", "What ran", "ssdprof bench ssd", "3.00x"):
         assert words in text
         assert words in render.as_markdown(done).replace("\u00a0", " ")
 
