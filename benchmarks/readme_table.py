@@ -1,43 +1,47 @@
-"""Write the README's table of speeds from a result of `ssdprof bench`.
+"""Write the README's tables of speeds, and the page behind them, from the committed results of `ssdprof bench`.
 
-    python benchmarks/readme_table.py benchmarks/results/bench-ssd-h200.json
+    python benchmarks/readme_table.py
 
-The table stands between two marks, and names the result that it was made from.
+It takes every benchmarks/results/bench-ssd-*.json.  The README's tables stand between two marks and are a selection;
+the page beside the results has everything.
 """
 
 from __future__ import annotations
 
-import re
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ssdprof.bench.schema import BenchReport, load
-from ssdprof.bench.tables import fastest
+from ssdprof.bench.render import as_markdown
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, load
+from ssdprof.bench.tables import baseline_of
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
 from ssdprof.report.tables.table import Table, columns
 
 ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = RESULTS / "bench-ssd.md"
 START, END = "<!-- bench:start -->\n", "<!-- bench:end -->"
 
+MODELS = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
+LAYOUTS = (
+    "1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144", "32 x 1,024",
+    "8 x 4,096",
+)  # fmt: skip
+Reports = Mapping[str, BenchReport]  # by file name
 
-def update(readme: Path, result: Path) -> None:
+
+def committed() -> dict[str, BenchReport]:
+    return {file.name: load(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("bench-ssd-*.json"))}
+
+
+def write_section(readme: Path, made: str) -> None:
     """Replace what is between the marks."""
     text = readme.read_text(encoding="utf-8")
     head, _, rest = text.partition(START)
     _, _, tail = rest.partition(END)
-    made = section(result, _relative(result))
     readme.write_text(f"{head}{START}{made}{END}{tail}", encoding="utf-8")
-
-
-def section(result: Path, name: str) -> str:
-    """A sentence and the table; `name` is the link to the result."""
-    report = load(result.read_text(encoding="utf-8"))
-    gpu = report.environment.gpu
-    return (
-        f"\nMeasured side by side on {f'one {gpu.name}' if gpu else 'no GPU'}, medians; device is the GPU's own time, "
-        f"call what a Python caller waits for ([{name}]({name})):\n\n{markdown.draw(_table(report))}\n\n"
-    )
 
 
 def current(readme: Path) -> str:
@@ -45,53 +49,93 @@ def current(readme: Path) -> str:
     return readme.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
 
 
-def source_of(readme: Path) -> str | None:
-    """The result that the table was made from; None if there is no table yet."""
-    found = re.search(r"\]\(([^)]+\.json)\)", current(readme))
-    return found[1] if found else None
+def section(reports: Reports) -> str:
+    """How to read the tables; the models over mamba_ssm and over the published kernel; other shapes."""
+    gpus = dict.fromkeys(report.environment.gpu.name for report in reports.values() if report.environment.gpu)
+    library, published = (_measured(reports, baseline) for baseline in ("mamba_ssm", "published"))
+    tables = (
+        _by_layout("Over mamba_ssm, bf16 inputs", library, "mamba_ssm"),
+        _by_layout("Over the published kernel, in the faster of its settings, fp16 inputs", published, "published"),
+        _by_shape("Other shapes, over mamba_ssm, bf16 inputs", library),
+    )
+    drawn = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
+    machines = fmt.words(f"one {gpu}" for gpu in gpus) if gpus else "no GPU"
+    return (
+        f"\nMeasured side by side on {machines}: how many times as fast `fused` is, with exact intermediates and fp32 "
+        "states, by the GPU's own time / by what a Python caller waits for.  Times, relaxed intermediates, errors, "
+        f"memory, and each kernel's registers are in [{PAGE.name}]({PAGE.relative_to(ROOT)}).\n\n{drawn}\n\n"
+    )
 
 
-def _table(report: BenchReport) -> Table:
-    """The fused kernel with exact intermediates and fp32 states, over the baseline."""
-    rows = []
-    for cell in report.cells:
-        baseline = fastest(cell, report.baseline)
-        for case in cell.cases:
-            exact = case.precision.intermediates == "exact" and case.precision.state_dtype == "fp32"
-            over = case.over(report.baseline)
-            if case.implementation != "fused" or not exact:
-                continue
-            if case.timing is None or over is None or baseline is None or baseline.timing is None:
-                raise SystemExit(f"{cell.shape}, {cell.tokens}: there is no speedup of fused over {report.baseline}")
-            rows.append(
-                (
-                    cell.shape,
-                    cell.tokens,
-                    cell.dims.dtype,
-                    fmt.duration(baseline.timing.device_median_us),
-                    fmt.duration(case.timing.device_median_us),
-                    fmt.ratio(over.device_ratio),
-                    fmt.ratio(over.call_ratio),
-                    fmt.percent(case.roofline.floor_pct if case.roofline else None, 0),
-                )
-            )
+def page(reports: Reports) -> str:
+    """Every table of every result."""
+    head = "# The SSD kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.\n"
+    return "\n".join([head, *(f"## [{name}]({name})\n\n{as_markdown(report)}" for name, report in reports.items())])
+
+
+def _measured(reports: Reports, baseline: str) -> list[BenchCell]:
+    """Cells with the exact fused kernel, of the reports whose baseline it is."""
+    cells = [cell for report in reports.values() if report.baseline == baseline for cell in report.cells]
+    return [cell for cell in cells if _exact(cell) is not None]
+
+
+def _exact(cell: BenchCell) -> BenchCase | None:
+    """`fused` with exact intermediates and fp32 states."""
+    for case in cell.cases:
+        precise = case.precision.intermediates == "exact" and case.precision.state_dtype == "fp32"
+        if case.implementation == "fused" and precise:
+            return case
+    return None
+
+
+def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str) -> Table:
+    """A row for each layout of tokens, a column for each model."""
+    found = {(cell.tokens, cell.shape): _speedup(cell, baseline) for cell in cells}
+    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in MODELS)) for layout in LAYOUTS]
     return Table(
-        title=f"Fused, exact intermediates and fp32 states, over {report.baseline}",
-        headers=(
-            "shape", "sequences x tokens", "inputs", report.baseline, "fused", "speedup, device", "speedup, call",
-            "of floor",
+        title=title,
+        headers=("sequences x tokens", *MODELS),
+        rows=tuple(row for row in rows if set(row[1:]) != {fmt.MISSING}),
+        align=columns(1, len(MODELS)),
+    )
+
+
+def _by_shape(title: str, cells: Sequence[BenchCell]) -> Table:
+    """A row for each shape that no model above has, or that was packed; a column for each layout of tokens."""
+    others = [cell for cell in cells if cell.shape not in MODELS or cell.packed]
+    layouts = {cell.tokens: cell for cell in sorted(others, key=lambda cell: (cell.packed, cell.dims.seqlen))}
+    found = {(cell.shape, cell.tokens): _speedup(cell, baseline_of(cell, "mamba_ssm")) for cell in others}
+    return Table(
+        title=title,
+        headers=("shape", "heads x P, N, groups", *(_heading(cell) for cell in layouts.values())),
+        rows=tuple(
+            (shape, _sizes(cell), *(found.get((shape, tokens), fmt.MISSING) for tokens in layouts))
+            for shape, cell in {cell.shape: cell for cell in others}.items()
         ),
-        rows=tuple(rows),
-        align=columns(3, 5),
-    )  # fmt: skip
+        align=columns(2, len(layouts)),
+    )
 
 
-def _relative(result: Path) -> str:
-    resolved = result.resolve()
-    return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else result.name
+def _heading(cell: BenchCell) -> str:
+    baseline = baseline_of(cell, "mamba_ssm")
+    return cell.tokens if baseline == "mamba_ssm" else f"{cell.tokens}, over {baseline}"
+
+
+def _sizes(cell: BenchCell) -> str:
+    dims = cell.dims
+    return f"{dims.nheads} x {dims.headdim}, {dims.dstate}, {dims.ngroups}"
+
+
+def _speedup(cell: BenchCell, baseline: str) -> str:
+    """ "4.11x / 3.68x", or why there is none."""
+    case = _exact(cell)
+    if case is None or case.timing is None:
+        return fmt.MISSING if case is None else case.status
+    over = case.over(baseline)
+    return f"{fmt.ratio(over.device_ratio)} / {fmt.ratio(over.call_ratio)}" if over else fmt.MISSING
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    update(ROOT / "README.md", Path(sys.argv[1]))
+    found = committed()
+    write_section(README, section(found))
+    PAGE.write_text(page(found), encoding="utf-8")

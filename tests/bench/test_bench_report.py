@@ -12,10 +12,10 @@ from rich.console import Console
 
 from ssdprof.bench import gate, render, tables
 from ssdprof.bench.contenders import CHUNK_SIZES
-from ssdprof.bench.schema import BenchCase, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.schema import Launch
+from ssdprof.schema import Launch, Precision
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,26 +138,72 @@ def test_the_gate_does_not_hold_for_what_was_not_measured(done: BenchReport) -> 
     assert gate.too_slow(late, 1.0) == ("a cell: left out: the budget was spent",)
 
 
-def test_the_readme_table_is_written_between_its_marks(done: BenchReport, tmp_path: Path) -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
+TABLES = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
+
+
+def as_cell(done: BenchReport, shape: str, tokens: str, *, without: str = "") -> BenchCell:
+    (cell,) = done.cells
+    kept = tuple(
+        case.model_copy(update={"speedups": tuple(over for over in case.speedups if over.baseline != without)})
+        for case in cell.cases
+        if case.implementation != without
+    )
+    packed = "packed" in tokens
+    return cell.model_copy(update={"shape": shape, "tokens": tokens, "packed": packed, "cases": kept})
+
+
+def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchReport) -> None:
+    relaxed = (
+        done.cells[0]
+        .cases[2]
+        .model_copy(update={"precision": Precision(intermediates="relaxed", state_dtype="bf16"), "speedups": ()})
+    )
+    cells = (
+        as_cell(done, "mamba2-2.7b", "1 x 1,024"),
+        as_cell(done, "nemotron-3-nano", "1 x 1,024", without="mamba_ssm"),
+        as_cell(done, "mamba2-2.7b", "1 x 1,025"),
+        as_cell(done, "zamba2-7b", "1 x 4,096"),
+        as_cell(done, "zamba2-7b", "2 packed x 1k-4k", without="mamba_ssm"),
+    )
+    reports = {
+        "a.json": report(cells=cells),
+        "b.json": report(cells=(cells[0].model_copy(update={"cases": (*cells[0].cases[:2], relaxed)}),)),
+    }
+    made = TABLES["section"](reports).replace("\u00a0", " ")
+    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in made.splitlines() if line.startswith("| ")]
+    assert rows == [
+        ["sequences x tokens", "mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano"],
+        ["1 x 1,024", "3.00x / 2.82x", "-", "-"],
+        ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
+        ["zamba2-7b", "2 x 16, 16, 1", "3.00x / 2.82x", "3.10x / 2.91x"],
+    ]
+    page = TABLES["page"](reports)
+    assert "## [a.json](a.json)" in page
+    assert "1 x 1,025" in page
+    assert "Kernels of mamba_ssm" in page
+
+
+def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
+    peer = done.cells[0].cases[2].speedups[0].model_copy(update={"baseline": "published"})
+    fused = done.cells[0].cases[2].model_copy(update={"speedups": (peer,)})
+    published = done.cells[0].cases[0].model_copy(update={"implementation": "published"})
+    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024").model_copy(update={"cases": (published, fused)})
+    made = TABLES["section"]({"c.json": report(cells=(cell,), baseline="published")}).replace("\u00a0", " ")
+    assert made.count("**") == 2
+    assert "Over the published kernel" in made
+    assert "3.00x / 2.82x" in made
+
+
+def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench:start -->\nold\n<!-- bench:end -->\nafter\n")
-    (tmp_path / "result.json").write_text(dump(done))
-    script["update"](readme, tmp_path / "result.json")
-    text = readme.read_text()
-    assert text.startswith("before\n<!-- bench:start -->\n")
-    assert text.endswith("<!-- bench:end -->\nafter\n")
-    assert "old" not in text
-    assert "3.00x" in text
-    assert "result.json" in text
-    script["update"](readme, tmp_path / "result.json")
-    assert readme.read_text() == text
+    for _ in range(2):
+        TABLES["write_section"](readme, "new\n")
+        assert readme.read_text() == "before\n<!-- bench:start -->\nnew\n<!-- bench:end -->\nafter\n"
 
 
-def test_the_readme_says_what_the_committed_result_says() -> None:
-    script = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
-    source = script["source_of"](ROOT / "README.md")
-    if source is not None:
-        assert script["section"](ROOT / source, source) == script["current"](ROOT / "README.md")
-    else:
-        assert script["current"](ROOT / "README.md").strip() == ""
+def test_the_readme_and_the_page_say_what_the_committed_results_say() -> None:
+    reports = TABLES["committed"]()
+    assert reports
+    assert TABLES["section"](reports) == TABLES["current"](ROOT / "README.md")
+    assert TABLES["page"](reports) == TABLES["PAGE"].read_text(encoding="utf-8")
