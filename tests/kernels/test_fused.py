@@ -13,7 +13,7 @@ from ssd_cases import DTYPES, EXACT, PRECISIONS, Case, assert_close, cut, sequen
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import Buffers, ssd_fused_portable
+from ssdprof.kernels.ssd.fused_portable import buffer_sizes, ssd_fused_portable
 from ssdprof.kernels.ssd.fused_stages import find_segment
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_recurrence
@@ -291,7 +291,11 @@ def test_plan_says_what_is_allocated() -> None:
     gates, states, sync = (2 * 2 * 600 + 16) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
     assert (plan.variant, plan.launches, plan.workspace_bytes) == ("interpreter", 2, gates + states + sync)
     config = FusedConfig.choose(inputs, (9, 0))
-    assert Buffers.allocate(inputs, precision, config, torch.device("cpu")).workspace_bytes == plan.workspace_bytes
+    buffers = buffer_sizes(inputs, precision, config).allocate(torch.device("cpu"))
+    allocated = {name: tensor.nbytes for name, tensor in buffers._asdict().items() if tensor is not None}
+    assert allocated.pop("out") == inputs.x.nbytes
+    assert allocated.pop("final_states") == 2 * 8 * 16 * 4
+    assert sum(allocated.values()) == plan.workspace_bytes
     short = get("ssd", "fused").plan(Case(seqlen=200).inputs(), EXACT)
     assert (short.launches, short.workspace_bytes) == (1, (2 * 2 * 200 + 16) * 4)
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
@@ -113,10 +114,11 @@ def bmm_chunk(
         device=B.device, dtype=precision.intermediate_dtype(B.dtype),
     )  # fmt: skip
     tiles = triton.cdiv(chunks.size, config.block_q) * triton.cdiv(chunks.size, config.block_s)
-    _bmm_chunk_kernel[(batch * chunks.count * ngroups * tiles,)](
-        C, B, chunks.spans, CB,
-        C.stride(), B.stride(), CB.stride(),
-        seqlen, ngroups, chunks.count,
+    launch(
+        _bmm_chunk_kernel,
+        batch * chunks.count * ngroups * tiles,
+        (C, B, chunks.spans, CB),
+        (C.stride(), B.stride(), CB.stride(), seqlen, ngroups, chunks.count),
         CHUNK_SIZE=chunks.size, DSTATE=dstate,
         BLOCK_Q=config.block_q, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,

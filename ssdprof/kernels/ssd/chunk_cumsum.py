@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import ptr_offset
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
 
@@ -116,11 +117,14 @@ def chunk_cumsum(
     shape = (batch, nheads, chunks.count, chunks.size)
     dt = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
     dA_cumsum_log2 = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
-    grid = (batch * chunks.count * triton.cdiv(nheads, config.block_h),)
-    _chunk_cumsum_kernel[grid](
-        dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2,
-        dt_raw.stride(), A.stride(), () if dt_bias is None else dt_bias.stride(), dt.stride(), dA_cumsum_log2.stride(),
-        seqlen, nheads, chunks.count, *dt_limit,
+    launch(
+        _chunk_cumsum_kernel,
+        batch * chunks.count * triton.cdiv(nheads, config.block_h),
+        (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
+        (
+            dt_raw.stride(), A.stride(), () if dt_bias is None else dt_bias.stride(), dt.stride(),
+            dA_cumsum_log2.stride(), seqlen, nheads, chunks.count, *map(float, dt_limit),
+        ),
         DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, BLOCK_H=config.block_h,
         num_warps=config.num_warps,
     )  # fmt: skip

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -182,11 +183,15 @@ def chunk_scan(
     config = config or ChunkScanConfig.choose(inputs)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // config.block_q * triton.cdiv(headdim, config.block_p)
-    _chunk_scan_kernel[(x.shape[0] * chunks.count * nheads * tiles,)](
-        CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, chunks.spans, out,
-        CB.stride(), x.stride(), dt.stride(), dA_cumsum_log2.stride(), C.stride(), prev_states.stride(),
-        () if D is None else D.stride(), () if z is None else z.stride(), out.stride(),
-        seqlen, nheads, chunks.count, inputs.heads_per_group,
+    launch(
+        _chunk_scan_kernel,
+        x.shape[0] * chunks.count * nheads * tiles,
+        (CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, chunks.spans, out),
+        (
+            CB.stride(), x.stride(), dt.stride(), dA_cumsum_log2.stride(), C.stride(), prev_states.stride(),
+            () if D is None else D.stride(), () if z is None else z.stride(), out.stride(),
+            seqlen, nheads, chunks.count, inputs.heads_per_group,
+        ),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
         BLOCK_Q=config.block_q, BLOCK_P=config.block_p, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,

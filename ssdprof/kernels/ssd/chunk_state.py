@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
@@ -129,10 +130,14 @@ def chunk_state(
     config = config or ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=chunks.size, dtype=x.dtype)
     states = torch.empty(batch, chunks.count, nheads, headdim, dstate, device=x.device, dtype=torch.float32)
     tiles = triton.cdiv(headdim, config.block_p) * triton.cdiv(dstate, config.block_n)
-    _chunk_state_kernel[(batch * chunks.count * nheads * tiles,)](
-        x, B, dt, dA_cumsum_log2, chunks.spans, states,
-        x.stride(), B.stride(), dt.stride(), dA_cumsum_log2.stride(), states.stride(),
-        seqlen, nheads, chunks.count, nheads // ngroups,
+    launch(
+        _chunk_state_kernel,
+        batch * chunks.count * nheads * tiles,
+        (x, B, dt, dA_cumsum_log2, chunks.spans, states),
+        (
+            x.stride(), B.stride(), dt.stride(), dA_cumsum_log2.stride(), states.stride(),
+            seqlen, nheads, chunks.count, nheads // ngroups,
+        ),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
         INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(x.dtype)],
         BLOCK_P=config.block_p, BLOCK_N=config.block_n, BLOCK_Q=config.block_q,

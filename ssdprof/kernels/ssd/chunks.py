@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import launch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 _BLOCK = 128  # sequences or chunks per loop turn
@@ -45,13 +46,11 @@ class Chunks:
             return cls(size=size, count=count, sequences=sequences)
         spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.x.device)
         bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.x.device)
-        _chunk_table_kernel[(sequences,)](
-            inputs.cu_seqlens,
-            spans,
-            bounds,
-            inputs.cu_seqlens.stride(0),
+        launch(
+            _chunk_table_kernel,
             sequences,
-            count,
+            (inputs.cu_seqlens, spans, bounds),
+            (inputs.cu_seqlens.stride(0), sequences, count),
             CHUNK_SIZE=size,
             BLOCK=_BLOCK,
         )

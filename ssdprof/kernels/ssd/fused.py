@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import asdict
 
 import torch
@@ -15,11 +16,17 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd import fused_portable, hopper_config, hopper_launch
 from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_portable import PortableLaunch
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper_launch import HopperLaunch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _INF = float("inf")
 MIN_DSTATE, MAX_DSTATE = 16, 256
+
+Launch = HopperLaunch | PortableLaunch
+_MOST_LAUNCHES = 4096  # of a few kilobytes each
+_launches: dict[Hashable, Launch] = {}
 
 
 def ssd_fused(
@@ -69,21 +76,10 @@ def ssd_fused(
             precision.intermediates, precision.state_dtype, batch_invariant,
         )  # fmt: skip
         return SSDOutput(out, final_states)
-    inputs = SSDInputs(
-        x=x,
-        dt=dt,
-        A=A,
-        B=B,
-        C=C,
-        chunk_size=chunk_size,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        initial_states=initial_states,
-        cu_seqlens=cu_seqlens,
-    )
+    inputs = SSDInputs.unchecked(
+        x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+        dt_limit=dt_limit, initial_states=initial_states, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     return run(inputs, precision, batch_invariant=batch_invariant)
 
 
@@ -148,11 +144,30 @@ def run(
     *,
     batch_invariant: bool = False,
 ) -> SSDOutput:
-    """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does."""
-    _refuse_unsupported(inputs)
+    """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does.
+
+    What follows from the inputs' signature is found out once for each: most of a call's time on the host.
+    """
+    signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant)
+    launch = _launches.get(signature)
+    if launch is None:
+        inputs.check()
+        _refuse_unsupported(inputs)
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        launch = _launches[signature] = _prepare(inputs, precision, batch_invariant)
+    return launch(inputs)
+
+
+def forget_launches() -> None:
+    """Choose kernels and configurations anew: for whoever changes what they are chosen from."""
+    _launches.clear()
+
+
+def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
     if not hopper_config.unsupported(inputs):
-        return hopper_launch.ssd_fused_hopper(inputs, precision, config=_hopper_config(inputs, batch_invariant))
-    return fused_portable.ssd_fused_portable(inputs, precision, config=_portable_config(inputs))
+        return HopperLaunch(inputs, precision, _hopper_config(inputs, batch_invariant))
+    return PortableLaunch(inputs, precision, _portable_config(inputs))
 
 
 def plan(
@@ -167,12 +182,11 @@ def plan(
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, batch_invariant)
-        handover = hopper_launch.handover(inputs, config)
-        workspace_bytes = hopper_launch.workspace_bytes(inputs, precision, config)
+        sizes = hopper_launch.buffer_sizes(inputs, precision, config)
     else:
         variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs)
-        handover = config.handover(inputs)
-        workspace_bytes = fused_portable.workspace_bytes(inputs, precision, config)
+        sizes = fused_portable.buffer_sizes(inputs, precision, config)
+    handover = sizes.sync > 0
     settings = asdict(config)
     reason = settings.pop("reason")
     launches = "one launch, and one to zero the flags" if handover else "one launch"
@@ -180,7 +194,7 @@ def plan(
         variant=variant,
         launches=2 if handover else 1,
         config=settings,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=sizes.workspace_bytes,
         reason="; ".join([launches, reason] + ([f"the Hopper kernel does not take {why_not}"] if why_not else [])),
     )
 

@@ -28,15 +28,16 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._triton import INTERPRETED, TL_DTYPE, ptr_offset
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_stages import (
     bmm_chunk,
@@ -187,66 +188,62 @@ def _fused_kernel(
         tl.store(final_states_ptr + state_offset + state_tile, state, mask=m_state)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Buffers:
-    """What a call allocates; shapes are in the module docstring."""
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> BufferSizes:
+    lanes = config.lanes(inputs)
+    flags = FLAGS.value + inputs.sequences * lanes * FLAG_STRIDE.value
+    return BufferSizes.of(
+        inputs,
+        precision,
+        sync=flags if config.handover(inputs) else 0,
+        gates=lanes * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
+    )
 
-    out: torch.Tensor
-    final_states: torch.Tensor
-    gates: torch.Tensor
-    states: torch.Tensor
-    sync: torch.Tensor | None  # None: no segment waits for another
 
-    @classmethod
-    def allocate(cls, inputs: SSDInputs, precision: Precision, config: FusedConfig, device: torch.device) -> Buffers:
-        """On `device`: x's, or meta to learn the sizes."""
-        x, lanes = inputs.x, config.lanes(inputs)
-        states_shape = (inputs.sequences, *x.shape[2:], inputs.B.shape[3])
-        final_states = torch.empty(states_shape, dtype=torch.float32, device=device)
-        states, sync = final_states, None
-        if config.handover(inputs):
-            if precision.state_dtype != torch.float32:
-                states = torch.empty(states_shape, dtype=precision.state_dtype, device=device)
-            flags = FLAGS.value + inputs.sequences * lanes * FLAG_STRIDE.value
-            sync = torch.zeros(flags, dtype=torch.int32, device=device)
-        return cls(
-            out=torch.empty(x.shape, dtype=x.dtype, device=device),
-            final_states=final_states,
-            gates=torch.empty(lanes * 2 * x.shape[0] * x.shape[1] + config.chunk, dtype=torch.float32, device=device),
-            states=states,
-            sync=sync,
+class PortableLaunch:
+    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
+
+    def __init__(self, inputs: SSDInputs, precision: Precision, config: FusedConfig) -> None:
+        self._sizes = buffer_sizes(inputs, precision, config)
+        self._device = inputs.x.device
+        self._index = inputs.x.get_device()
+        self._programs = config.segments(inputs) * config.lanes(inputs)
+        self._launcher = Launcher(
+            _fused_kernel, _scalars(inputs), _options(inputs, precision, config, self._sizes.sync > 0)
         )
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Of what is not output."""
-        states = None if self.states is self.final_states else self.states
-        return sum(tensor.nbytes for tensor in (self.gates, states, self.sync) if tensor is not None)
+    def __call__(self, inputs: SSDInputs) -> SSDOutput:
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            out, final_states, states, sync, gates = self._sizes.allocate(self._device)
+            self._launcher(
+                self._programs, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
+                inputs.initial_states, inputs.cu_seqlens, out, final_states, gates,
+                final_states if states is None else states, sync,
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
 
 
-def workspace_bytes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> int:
-    """What a call allocates beyond its outputs."""
-    return Buffers.allocate(inputs, precision, config, torch.device("meta")).workspace_bytes
+def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: FusedConfig) -> SSDOutput:
+    """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
+    return PortableLaunch(inputs, precision, config)(inputs)
 
 
-def launch_arguments(
-    inputs: SSDInputs, precision: Precision, config: FusedConfig, buffers: Buffers
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the kernel is called with: positional arguments, and compile-time ones with launch options."""
+def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
+    """Strides in the order of the tensors, the new one's last; sizes; the limits of dt."""
+    return (
+        _tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), _tile_strides(inputs.B),
+        _tile_strides(inputs.C), _strides(inputs.D), _tile_strides(inputs.z), _strides(inputs.dt_bias),
+        _strides(inputs.initial_states), _strides(inputs.cu_seqlens), _tile_strides(_new(inputs)),
+        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
+    )  # fmt: skip
+
+
+def _options(inputs: SSDInputs, precision: Precision, config: FusedConfig, handover: bool) -> dict[str, Any]:
     nheads, headdim = inputs.x.shape[2:]
-    tiles = [(inputs.x, headdim), (inputs.B, inputs.B.shape[3]), (inputs.C, inputs.B.shape[3]), (buffers.out, headdim)]
+    tiles = [(inputs.x, headdim), (inputs.B, inputs.B.shape[3]), (inputs.C, inputs.B.shape[3]), (_new(inputs), headdim)]
     if inputs.z is not None:
         tiles.append((inputs.z, headdim))
     span = max(config.chunk * tensor.stride(1) + width * tensor.stride(3) for tensor, width in tiles)
-    args = (
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias, inputs.initial_states,
-        inputs.cu_seqlens, buffers.out, buffers.final_states, buffers.gates, buffers.states, buffers.sync,
-        _tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), _tile_strides(inputs.B),
-        _tile_strides(inputs.C), _strides(inputs.D), _tile_strides(inputs.z), _strides(inputs.dt_bias),
-        _strides(inputs.initial_states), _strides(inputs.cu_seqlens), _tile_strides(buffers.out),
-        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
-    )  # fmt: skip
-    options = {
+    return {
         "HEADS": nheads,
         "HEADS_PER_GROUP": inputs.heads_per_group,
         "HEADDIM": headdim,
@@ -254,7 +251,7 @@ def launch_arguments(
         "CHUNK": config.chunk,
         "BLOCK_P": config.block_p,
         "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
-        "HANDOVER": buffers.sync is not None,
+        "HANDOVER": handover,
         "P_ROWS": config.p_rows,
         "DT_SOFTPLUS": inputs.dt_softplus,
         "INTERMEDIATE": TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
@@ -264,7 +261,11 @@ def launch_arguments(
         "SCAN_STAGES": config.scan_stages,
         "num_warps": config.num_warps,
     }
-    return args, options
+
+
+def _new(inputs: SSDInputs) -> torch.Tensor:
+    """The output's shape and strides."""
+    return torch.empty(inputs.x.shape, device="meta")
 
 
 def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
@@ -281,13 +282,3 @@ def _tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
         return _strides(tensor)
     b, l, h, p = tensor.stride()
     return b, tl.constexpr(l), h, tl.constexpr(p)
-
-
-def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: FusedConfig) -> SSDOutput:
-    """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
-    buffers = Buffers.allocate(inputs, precision, config, inputs.x.device)
-    args, options = launch_arguments(inputs, precision, config, buffers)
-    grid = (config.segments(inputs) * config.lanes(inputs),)
-    with torch.cuda.device_of(inputs.x):
-        _fused_kernel[grid](*args, **options)
-    return SSDOutput(buffers.out, buffers.final_states)

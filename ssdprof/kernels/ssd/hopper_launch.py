@@ -9,13 +9,16 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, ceil_div, unit_count
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-GL_DTYPE = {torch.float32: gl.float32, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+FLAG_STRIDE = 8  # int32 per flag: a 32-byte sector each
+GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
@@ -31,76 +34,94 @@ def handover(inputs: SSDInputs, config: HopperConfig) -> bool:
     return bool(inputs.x.shape[1] > config.segment * CHUNK.value)
 
 
-def sync_size(inputs: SSDInputs) -> int:
-    """int32 of the ticket counter and the flags."""
-    return int(FLAGS.value + inputs.sequences * unit_count(inputs) * 8)
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
+    flags = inputs.sequences * unit_count(inputs) * FLAG_STRIDE
+    return BufferSizes.of(inputs, precision, sync=FLAGS.value + flags if handover(inputs, config) else 0)
 
 
-def workspace_bytes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> int:
-    """What a call allocates beyond its outputs."""
-    if not handover(inputs, config):
-        return 0
-    states = inputs.sequences * inputs.x.shape[2] * inputs.x.shape[3] * inputs.B.shape[3]
-    return 4 * sync_size(inputs) + (0 if precision.state_dtype == torch.float32 else 2 * states)
+class HopperLaunch:
+    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
+
+    def __init__(self, inputs: SSDInputs, precision: Precision, config: HopperConfig) -> None:
+        self._sizes = buffer_sizes(inputs, precision, config)
+        self._device = inputs.x.device
+        self._index = inputs.x.get_device()
+        self._x = _units(inputs.x.stride(), inputs.x)
+        self._out = _units(_contiguous(inputs.x.shape), inputs.x)
+        self._B, self._C = _rows(inputs.B), _rows(inputs.C)
+        self._programs = segment_count(inputs, config) * unit_count(inputs) // 2
+        self._launcher = Launcher(
+            _fused_hopper_kernel, _scalars(inputs, config), _options(inputs, precision, config, self._sizes.sync > 0)
+        )
+
+    def __call__(self, inputs: SSDInputs) -> SSDOutput:
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            out, final_states, states, sync, _ = self._sizes.allocate(self._device)
+            self._launcher(
+                self._programs, _over(self._x, inputs.x), _over(self._B, inputs.B), _over(self._C, inputs.C),
+                _over(self._out, out), out, inputs.dt, inputs.A, inputs.dt_bias, inputs.D, inputs.initial_states,
+                inputs.cu_seqlens, final_states, final_states if states is None else states,
+                final_states if sync is None else sync,
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
 
 
-def launch_arguments(
-    inputs: SSDInputs, precision: Precision, config: HopperConfig
-) -> tuple[tuple[Any, ...], dict[str, Any], SSDOutput]:
-    """What the kernel is called with (positional; compile-time and launch options), and the outputs."""
-    x, B, C, D = inputs.x, inputs.B, inputs.C, inputs.D
-    batch, seqlen, nheads, headdim = x.shape
-    dstate, sequences = B.shape[3], inputs.sequences
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    final_states = torch.empty(sequences, nheads, headdim, dstate, dtype=torch.float32, device=x.device)
-    states, sync = final_states, None
-    if handover(inputs, config):
-        if precision.state_dtype != torch.float32:
-            states = torch.empty(final_states.shape, dtype=precision.state_dtype, device=x.device)
-        sync = torch.zeros(sync_size(inputs), dtype=torch.int32, device=x.device)
-    rows = batch * seqlen
-    groups = B.shape[2] * dstate
-    args = (
-        _units(x, rows), _rows(B, rows, groups), _rows(C, rows, groups), _units(out, rows), out, inputs.dt,
-        inputs.A, inputs.dt_bias, D, inputs.initial_states, inputs.cu_seqlens, final_states, states,
-        final_states if sync is None else sync,
-        out.stride()[1:3], inputs.dt.stride()[1:], inputs.A.stride(),
+def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperConfig) -> SSDOutput:
+    """Output as x, final states in fp32.  Call it only where `hopper_config.unsupported` is empty."""
+    return HopperLaunch(inputs, precision, config)(inputs)
+
+
+def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
+    """Strides (out, dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
+    D = inputs.D
+    return (
+        _contiguous(inputs.x.shape)[1:3], inputs.dt.stride()[1:], inputs.A.stride(),
         (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
         (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
         (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
         (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride(),
-        *map(float, inputs.dt_limit), seqlen, sequences, config.segment,
+        *map(float, inputs.dt_limit), inputs.x.shape[1], inputs.sequences, config.segment,
     )  # fmt: skip
-    options = {
+
+
+def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, handover: bool) -> dict[str, Any]:
+    _, seqlen, nheads, headdim = inputs.x.shape
+    return {
         "HEADS": nheads,
         "HEADS_PER_GROUP": inputs.heads_per_group,
         "HEADDIM": headdim,
-        "DSTATE": dstate,
+        "DSTATE": inputs.B.shape[3],
         "DT_SOFTPLUS": inputs.dt_softplus,
         "RELAXED": not precision.exact,
         "RAGGED": inputs.cu_seqlens is not None or seqlen % CHUNK.value != 0,
-        "HANDOVER": sync is not None,
+        "HANDOVER": handover,
         "RING": config.ring,
         "SCORE_RING": config.score_ring,
         "UNIT_REGISTERS": config.unit_registers,
         "OTHER_REGISTERS": config.other_registers,
         "num_warps": 4,
     }
-    return args, options, SSDOutput(out, final_states)
 
 
-def _units(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+def _units(stride: tuple[int, ...], x: torch.Tensor) -> TensorDescriptor:
     """Tiles of (chunk, one head, slice); past a head's P the copy engine reads zeros and writes nothing."""
-    block = (CHUNK.value, 1, SLICE.value)
-    layout = _shared_layout(block, tensor.dtype)
-    return TensorDescriptor(tensor, [rows, *tensor.shape[2:]], list(tensor.stride()[1:]), list(block), layout)
+    batch, seqlen, nheads, headdim = x.shape
+    return _descriptor((batch * seqlen, nheads, headdim), stride[1:], (CHUNK.value, 1, SLICE.value), x.dtype)
 
 
-def _rows(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+def _rows(tensor: torch.Tensor) -> TensorDescriptor:
     """Tiles of (chunk, one group's N)."""
-    block = (CHUNK.value, tensor.shape[3])
-    layout = _shared_layout(block, tensor.dtype)
-    return TensorDescriptor(tensor, [rows, width], [tensor.stride(1), 1], list(block), layout)
+    batch, seqlen, ngroups, dstate = tensor.shape
+    shape = (batch * seqlen, ngroups * dstate)
+    return _descriptor(shape, (tensor.stride(1), 1), (CHUNK.value, dstate), tensor.dtype)
+
+
+def _descriptor(
+    shape: tuple[int, ...], stride: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
+) -> TensorDescriptor:
+    """Over no tensor yet: `_over` has it."""
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    return TensorDescriptor(nothing, list(shape), list(stride), list(block), _shared_layout(block, dtype))
 
 
 @lru_cache(maxsize=64)
@@ -109,10 +130,13 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), GL_DTYPE[dtype])
 
 
-def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperConfig) -> SSDOutput:
-    """Output as x, final states in fp32.  Call it only where `hopper_config.unsupported` is empty."""
-    args, options, outputs = launch_arguments(inputs, precision, config)
-    pairs = unit_count(inputs) // 2
-    with torch.cuda.device(inputs.x.get_device()):  # nothing to do for -1, the CPU
-        _fused_hopper_kernel[(segment_count(inputs, config) * pairs,)](*args, **options)
-    return outputs
+def _over(descriptor: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
+    """A copy that describes `tensor`, without another check of shape and strides."""
+    copy = object.__new__(TensorDescriptor)
+    copy.__dict__.update(descriptor.__dict__, base=tensor)
+    return copy
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a new tensor."""
+    return torch.empty(shape, device="meta").stride()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,7 +51,18 @@ class SSDInputs:
     initial_states: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
 
+    @classmethod
+    def unchecked(cls, **values: Any) -> SSDInputs:
+        """All fields by name, without a check: for a caller who knows the signature, or calls `check` himself."""
+        inputs = object.__new__(cls)
+        inputs.__dict__.update(values)
+        return inputs
+
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError that names the argument that does not fit to the others."""
         if self.x.ndim != 4:
             raise ValueError(f"x must be (b, l, h, p), not {tuple(self.x.shape)}")
         if self.B.ndim != 4:
@@ -97,6 +109,20 @@ class SSDInputs:
             raise ValueError(f"{name} must be {dtype} as x is, not {tensor.dtype}")
 
     @property
+    def signature(self) -> Hashable:
+        """Equal for inputs that differ only in what their tensors hold and in where these lie, up to 16 bytes.
+
+        Whether inputs fit together, what kernels take them and how, and what Triton compiles for them, follow from it.
+        """
+        return (
+            *map(_signature, (self.x, self.dt, self.A, self.B, self.C)),
+            *map(_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
+            self.chunk_size,
+            bool(self.dt_softplus),
+            *map(float, self.dt_limit),
+        )
+
+    @property
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
         return self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
@@ -104,3 +130,9 @@ class SSDInputs:
     @property
     def heads_per_group(self) -> int:
         return self.x.shape[2] // self.B.shape[2]
+
+
+def _signature(tensor: torch.Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16

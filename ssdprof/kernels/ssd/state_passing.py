@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import decay_exp2, ptr_offset
 from ssdprof.kernels.ssd.chunks import Chunks
 
@@ -97,12 +98,14 @@ def state_passing(
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=state_dtype)
     final_states = torch.empty(chunks.sequences, nheads, headdim, dstate, device=states.device, dtype=torch.float32)
-    grid = (chunks.sequences * nheads * triton.cdiv(headdim * dstate, config.block),)
-    _state_passing_kernel[grid](
-        states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states,
-        states.stride(), dA_cumsum_log2.stride(), () if initial_states is None else initial_states.stride(),
-        prev_states.stride(), final_states.stride(),
-        nheads, chunks.count,
+    launch(
+        _state_passing_kernel,
+        chunks.sequences * nheads * triton.cdiv(headdim * dstate, config.block),
+        (states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states),
+        (
+            states.stride(), dA_cumsum_log2.stride(), () if initial_states is None else initial_states.stride(),
+            prev_states.stride(), final_states.stride(), nheads, chunks.count,
+        ),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
         BLOCK=config.block, NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -1,0 +1,64 @@
+"""Launching a kernel again without looking for its compiled form again.
+
+Triton finds it by the type, the alignment and the value of every argument, at every launch; on the host that is most of
+what a launch costs.  Where all of them are known to be as they were, what Triton returned the first time is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+
+_MOST = 4096  # kept launches; a call with new sizes adds a few
+_kept: dict[Hashable, Launcher] = {}
+
+
+class Launcher:
+    """A kernel with all settled but its tensors and the number of programs.
+
+    scalars: the arguments that follow the tensors, tuples of strides among them
+    options: the compile-time arguments, in the kernel's order, and launch options such as num_warps
+
+    From one launch to the next nothing may change that Triton specialises on: the current device, and which tensors are
+    None, of which dtype, and at an address that is a multiple of 16.  See `place`.
+    """
+
+    def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._kernel, self._scalars, self._options = kernel, scalars, options
+        self._constants = (*scalars, *(options[name] for name in _arguments(kernel.fn) if name in options))
+        self._compiled: Any = None
+
+    def __call__(self, programs: int, *tensors: Any) -> None:
+        grid = (programs, 1, 1)
+        if self._compiled is None:  # the first launch; under the interpreter, every one
+            self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options)
+        else:
+            self._compiled[grid](*tensors, *self._constants)
+
+
+def place(tensor: torch.Tensor | None) -> Hashable:
+    """What the choice of a compiled kernel has to do with a tensor of which only the address is handed over."""
+    return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
+
+
+def launch(
+    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple[Any, ...], **options: Any
+) -> None:
+    """`kernel[(programs,)](*tensors, *scalars, **options)`, on the current device, which must be the tensors'."""
+    # 0, 0.0 and False are equal, and are different arguments
+    key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
+    launcher = _kept.get(key)
+    if launcher is None:
+        if len(_kept) >= _MOST:
+            _kept.clear()
+        launcher = _kept[key] = Launcher(kernel, scalars, options)
+    launcher(programs, *tensors)
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(signature(function).parameters)

@@ -1,0 +1,239 @@
+"""A call is prepared once for each signature; later ones launch what Triton compiled, with the right arguments."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ssd_cases import EXACT, RELAXED, Case
+
+from ssdprof.kernels import SSDInputs, UnsupportedError, _launch, ssd_fused
+from ssdprof.kernels._launch import Launcher, launch
+from ssdprof.kernels.ssd import fused
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+
+CASE = Case(seqlen=20, gate=True, initial_states=True)
+
+
+class Kernel:
+    """Notes how it is launched: through Triton, which returns what it compiled, or compiled."""
+
+    def __init__(self, *, interpreted: bool = False) -> None:
+        self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._compiled = None if interpreted else Compiled(self)
+
+    @staticmethod
+    def fn(a: Any, b: Any, stride: Any, size: Any, BLOCK: Any, DEEP: Any) -> None:
+        """Its arguments' names."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            self.launches.append(("triton", grid, arguments, options))
+            return self._compiled
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self._kernel.launches.append(("compiled", grid, arguments, {}))
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_kept", {})
+    monkeypatch.setattr(fused, "_launches", {})
+
+
+@pytest.mark.parametrize("name", ["hopper", "portable", "unfused"])
+def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
+    """1,500 calls of odd strides, alignments, dtypes and sizes, most of which have come before."""
+    target = Path(__file__).with_name("launch_target.py")
+    environ = os.environ | {"TRITON_INTERPRET": "0"}
+    result = subprocess.run(
+        [sys.executable, target, name], env=environ, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    counts = json.loads(result.stdout)
+    assert counts["wrong"] == 0
+    assert counts["first"] > 200, "no variety"
+    assert counts["repeated"] > 1000
+
+
+# --- one kernel
+
+
+def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> None:
+    kernel = Kernel()
+    launcher = Launcher(kernel, ((4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64})
+    launcher(5, "a", None)
+    launcher(6, "b", None)
+    assert kernel.launches == [
+        ("triton", (5, 1, 1), ("a", None, (4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64}),
+        ("compiled", (6, 1, 1), ("b", None, (4, 1), 7, 64, True), {}),
+    ]
+
+
+def test_where_triton_returns_nothing_nothing_is_kept() -> None:
+    kernel = Kernel(interpreted=True)
+    launcher = Launcher(kernel, (), {})
+    launcher(1)
+    launcher(1)
+    assert [kind for kind, *_ in kernel.launches] == ["triton", "triton"]
+
+
+def kinds(*calls: tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]) -> list[str]:
+    """How each of these launches of one kernel is made, one after the other."""
+    kernel = Kernel()
+    for tensors, scalars, options in calls:
+        launch(kernel, 1, tensors, scalars, **options)
+    return [kind for kind, *_ in kernel.launches]
+
+
+WORDS = torch.zeros(64, dtype=torch.int32)
+USUAL = ((WORDS, None), (1, 2.0), {"BLOCK": 64, "num_warps": 4})
+
+
+def test_another_place_or_content_is_the_same_launch() -> None:
+    elsewhere = ((torch.ones(99, dtype=torch.int32)[4:], None), (1, 2.0), {"BLOCK": 64, "num_warps": 4})
+    assert kinds(USUAL, elsewhere, USUAL) == ["triton", "compiled", "compiled"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ((WORDS[1:], None), *USUAL[1:]),
+        ((WORDS.view(torch.float32), None), *USUAL[1:]),
+        ((None, WORDS), *USUAL[1:]),
+        ((torch.zeros(64, dtype=torch.int32, device="meta")[1:], None), *USUAL[1:]),
+        (USUAL[0], (1, 3.0), USUAL[2]),
+        (USUAL[0], (1, 2), USUAL[2]),
+        (USUAL[0], (True, 2.0), USUAL[2]),
+        (*USUAL[:2], {"BLOCK": 32, "num_warps": 4}),
+        (*USUAL[:2], {"BLOCK": 64, "num_warps": 8}),
+        (*USUAL[:2], {"BLOCK": 64}),
+    ],
+    ids=["alignment", "dtype", "None", "address", "value", "int", "bool", "constant", "warps", "no warps"],
+)
+def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
+    assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
+
+
+def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "_MOST", 3)
+    monkeypatch.setattr(fused, "_MOST_LAUNCHES", 3)
+    kinds(*(((None, None), (size,), {}) for size in range(8)))
+    assert 0 < len(_launch._kept) <= 3
+    for seqlen in range(1, 8):
+        fused.run(Case(seqlen=seqlen).inputs())
+    assert 0 < len(fused._launches) <= 3
+
+
+# --- a whole call
+
+
+def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[SSDInputs] = []
+    prepare = fused._prepare
+
+    def counted(inputs: SSDInputs, *rest: Any) -> fused.Launch:
+        prepared.append(inputs)
+        return prepare(inputs, *rest)
+
+    monkeypatch.setattr(fused, "_prepare", counted)
+    for seed in range(3):
+        inputs = Case(seqlen=20, gate=True, initial_states=True, seed=seed).inputs()
+        ours, fresh = fused.run(inputs, EXACT), fused._prepare(inputs, EXACT, False)(inputs)
+        assert torch.equal(ours.out, fresh.out)
+        assert torch.equal(ours.final_states, fresh.final_states)
+        prepared.pop()
+    assert len(prepared) == 1
+    fused.run(inputs, RELAXED)
+    fused.run(inputs, EXACT, batch_invariant=True)
+    assert len(prepared) == 3
+
+
+def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = CASE.inputs()
+    fused.run(inputs)
+    chosen: list[FusedConfig] = []
+    choose = fused._portable_config
+
+    def other(inputs: SSDInputs) -> FusedConfig:
+        chosen.append(choose(inputs))
+        return chosen[-1]
+
+    monkeypatch.setattr(fused, "_portable_config", other)
+    fused.run(inputs)
+    assert not chosen
+    fused.forget_launches()
+    fused.run(inputs)
+    assert len(chosen) == 1
+
+
+def test_tensors_of_a_call_are_not_kept_alive() -> None:
+    inputs = CASE.inputs()
+    output = fused.run(inputs)
+    fused.run(inputs)
+    alive = [weakref.ref(tensor) for tensor in (inputs.x, inputs.initial_states, inputs.dt_bias, *output)]
+    del inputs, output
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(dt=lambda i: i.dt[:, 1:]), "dt must have shape"),
+        (dict(z=lambda i: i.z.double()), "z must be"),
+        (dict(D=lambda i: i.D.to("meta")), "D is on meta"),
+        (dict(chunk_size=lambda _: 24), "chunk_size must be a power of two"),
+        (dict(dt_limit=lambda _: (1.0, 0.5)), "dt_limit must be"),
+        (dict(dt_limit=lambda _: (0.0, float("nan"))), "dt_limit must be"),
+    ],
+    ids=["shape", "dtype", "device", "chunk size", "limits", "NaN"],
+)
+def test_what_does_not_fit_is_refused_every_time(change: dict[str, Any], message: str) -> None:
+    inputs = CASE.inputs()
+    values = dict(vars(inputs))
+    ssd_fused(**values)
+    ((name, value),) = change.items()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            ssd_fused(**values | {name: value(inputs)})
+
+
+def test_what_no_kernel_does_is_refused_every_time() -> None:
+    inputs = Case(dstate=24).inputs()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="dstate must be a power of two"):
+            fused.run(inputs)
+
+
+def test_a_signature_says_all_but_place_and_content() -> None:
+    inputs = CASE.inputs()
+    assert inputs.signature == Case(seqlen=20, gate=True, initial_states=True, seed=5).inputs().signature
+    others = [
+        Case(seqlen=21, gate=True, initial_states=True).inputs(),
+        CASE.inputs(dt_softplus=False),
+        CASE.inputs(dt_limit=(0.0, 1.0)),
+        CASE.inputs(chunk_size=64),
+        CASE.inputs(A=inputs.A.double()),
+        CASE.inputs(dt=inputs.dt.contiguous()),
+        CASE.inputs(dt_bias=torch.cat([inputs.dt_bias, inputs.dt_bias])[1:3]),
+        CASE.inputs(D=None),
+        CASE.inputs(D=None, dt_bias=None),
+    ]
+    signatures = {inputs.signature, *(other.signature for other in others)}
+    assert len(signatures) == 1 + len(others)
