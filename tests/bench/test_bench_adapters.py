@@ -146,6 +146,14 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
         plan(inputs(x=x, dt=x[..., 0], A=torch.empty(2, device="meta"), B=B, C=B), Precision())
 
 
+def test_tries_of_the_published_kernel_do_not_find_flags_of_the_try_before(checkout: Path) -> None:
+    (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
+    kernel: Any = published.load(checkout).run.__self__.launch.__globals__["inner"]  # type: ignore[attr-defined]
+    flags = torch.ones(4)
+    kernel.pre_hook({"sync_atomic": flags})
+    assert not flags.any()
+
+
 def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
     before = published.version(checkout)
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(KERNEL + "\n")
@@ -219,16 +227,21 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side() -> None:
     assert _async_compile.active_mode.get() is None
 
 
-def test_a_tuner_that_is_interrupted_while_it_compiles_can_go_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuner_that_is_interrupted_while_it_waits_for_compilers_can_go_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
     kernel = Kernel()
     _, tuner = tuned(kernel, 32, 64)
     tuner.nargs = {"x": 7}
     with monkeypatch.context() as patched:
-        patched.setattr(kernel, "run", lambda **_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(triton.AsyncCompileMode, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tuner.prune_configs({"grid": (1,), "warmup": False})
-    tuner.prune_configs({"grid": (1,), "warmup": False})
-    assert kernel.modes == [True, True]
+    assert tuner.prune_configs({"grid": (1,), "warmup": False}) == tuner.configs
+    assert kernel.modes == [True] * 4
 
 
 def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
