@@ -291,7 +291,7 @@ def test_plan_says_what_is_allocated() -> None:
     gates, states, sync = (2 * 2 * 600 + 16) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
     assert (plan.variant, plan.launches, plan.workspace_bytes) == ("interpreter", 2, gates + states + sync)
     config = FusedConfig.choose(inputs, (9, 0))
-    buffers = buffer_sizes(inputs, precision, config).allocate(torch.device("cpu"))
+    buffers = buffer_sizes(inputs, precision, config).allocate(inputs.x)
     allocated = {name: tensor.nbytes for name, tensor in buffers._asdict().items() if tensor is not None}
     assert allocated.pop("out") == inputs.x.nbytes
     assert allocated.pop("final_states") == 2 * 8 * 16 * 4

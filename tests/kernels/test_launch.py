@@ -168,13 +168,13 @@ def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPat
     inputs = CASE.inputs()
     fused.run(inputs)
     chosen: list[FusedConfig] = []
-    choose = fused._portable_config
+    choose = FusedConfig.choose
 
-    def other(inputs: SSDInputs) -> FusedConfig:
-        chosen.append(choose(inputs))
+    def noted(*arguments: Any) -> FusedConfig:
+        chosen.append(choose(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr(fused, "_portable_config", other)
+    monkeypatch.setattr(FusedConfig, "choose", noted)
     fused.run(inputs)
     assert not chosen
     fused.forget_launches()

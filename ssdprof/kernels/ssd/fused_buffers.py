@@ -23,10 +23,11 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
-    """states_dtype: of the states that are being handed over, None if final_states serves.  sync, gates: elements."""
+    """out is as large as x.  states_dtype: of the states being handed over, None if final_states serves.
 
-    out: torch.Size
-    dtype: torch.dtype
+    sync, gates: elements.  Torch aligns new tensors to far more than 16 bytes: no launch has to look where they are.
+    """
+
     states: tuple[int, ...]
     states_dtype: torch.dtype | None
     sync: int
@@ -37,20 +38,19 @@ class BufferSizes:
         """sync: 0 if no segment waits for another, which then hands nothing over."""
         passes_on = sync > 0 and precision.state_dtype != torch.float32
         return cls(
-            out=inputs.x.shape,
-            dtype=inputs.x.dtype,
             states=(inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3]),
             states_dtype=precision.state_dtype if passes_on else None,
             sync=sync,
             gates=gates,
         )
 
-    def allocate(self, device: torch.device) -> Buffers:
+    def allocate(self, x: torch.Tensor) -> Buffers:
         """On the current stream.  The flags come first: the GPU zeroes them while the host prepares the launch."""
+        device = x.device
         sync = torch.zeros(self.sync, dtype=torch.int32, device=device) if self.sync else None
         states = torch.empty(self.states, dtype=self.states_dtype, device=device) if self.states_dtype else None
         return Buffers(
-            out=torch.empty(self.out, dtype=self.dtype, device=device),
+            out=torch.empty_like(x, memory_format=torch.contiguous_format),
             final_states=torch.empty(self.states, dtype=torch.float32, device=device),
             states=states,
             sync=sync,

@@ -204,7 +204,6 @@ class PortableLaunch:
 
     def __init__(self, inputs: SSDInputs, precision: Precision, config: FusedConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
-        self._device = inputs.x.device
         self._index = inputs.x.get_device()
         self._programs = config.segments(inputs) * config.lanes(inputs)
         self._launcher = Launcher(
@@ -213,7 +212,7 @@ class PortableLaunch:
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            out, final_states, states, sync, gates = self._sizes.allocate(self._device)
+            out, final_states, states, sync, gates = self._sizes.allocate(inputs.x)
             self._launcher(
                 self._programs, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
                 inputs.initial_states, inputs.cu_seqlens, out, final_states, gates,

@@ -44,7 +44,6 @@ class HopperLaunch:
 
     def __init__(self, inputs: SSDInputs, precision: Precision, config: HopperConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
-        self._device = inputs.x.device
         self._index = inputs.x.get_device()
         self._x = _units(inputs.x.stride(), inputs.x)
         self._out = _units(_contiguous(inputs.x.shape), inputs.x)
@@ -56,7 +55,7 @@ class HopperLaunch:
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            out, final_states, states, sync, _ = self._sizes.allocate(self._device)
+            out, final_states, states, sync, _ = self._sizes.allocate(inputs.x)
             self._launcher(
                 self._programs, _over(self._x, inputs.x), _over(self._B, inputs.B), _over(self._C, inputs.C),
                 _over(self._out, out), out, inputs.dt, inputs.A, inputs.dt_bias, inputs.D, inputs.initial_states,

@@ -1,0 +1,121 @@
+"""Kept launches on a GPU: the results of calls that were prepared for themselves, and seen by profilers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from ssd_cases import EXACT, RELAXED, Case
+from test_fused import assert_bitwise
+
+from ssdprof.kernels import SSDInputs, _launch
+from ssdprof.kernels.ssd import fused
+from ssdprof.kernels.ssd.unfused import ssd_unfused
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+SMALL = dict(heads=4, headdim=64, dstate=64, dtype=BF16, device="cuda")
+CASES = {
+    "as it is": Case(**SMALL, seqlen=900),
+    "batch": Case(**SMALL, seqlen=900, batch=3),
+    "shorter": Case(**SMALL, seqlen=899),
+    "one position": Case(**SMALL, seqlen=1),
+    "initial states": Case(**SMALL, seqlen=900, initial_states=True),
+    "D (h, p)": Case(**SMALL, seqlen=900, skip="(h, p)"),
+    "no D": Case(**SMALL, seqlen=900, skip=""),
+    "packed": Case(**SMALL, lengths=(700, 0, 200)),
+    "z": Case(**SMALL, seqlen=900, gate=True),
+    "fp16": Case(**SMALL | dict(dtype=torch.float16), seqlen=900),
+    "fp32": Case(**SMALL | dict(dtype=torch.float32), seqlen=300),
+}
+SHIFTED = ("A", "D", "dt_bias", "dt", "x")  # off the 16 bytes that the compiled kernel may count on
+
+
+def shifted(inputs: SSDInputs, name: str) -> SSDInputs:
+    """The same numbers, `name` one element further into its memory."""
+    tensor = getattr(inputs, name)
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    return replace(inputs, **{name: memory.view(tensor.shape).copy_(tensor)})
+
+
+def variants(seed: int) -> dict[str, SSDInputs]:
+    inputs = {name: replace(case, seed=seed).inputs() for name, case in CASES.items()}
+    return inputs | {f"{name} shifted": shifted(inputs["as it is"], name) for name in SHIFTED}
+
+
+@pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
+def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
+    fused.forget_launches()
+    prepared = 0
+    for seed in range(3):
+        for name, inputs in variants(seed).items():
+            expected = fused._prepare(inputs, precision, False)(inputs)
+            assert_bitwise(fused.run(inputs, precision), expected)
+            prepared += seed == 0
+            assert len(fused._launches) == prepared, name
+
+
+def test_the_unfused_pipeline_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {}
+    for name, inputs in variants(0).items():
+        monkeypatch.setattr(_launch, "_kept", {})
+        expected[name] = ssd_unfused(inputs)
+    monkeypatch.setattr(_launch, "_kept", {})
+    for _ in range(3):
+        for name, inputs in variants(0).items():
+            assert_bitwise(ssd_unfused(inputs), expected[name])
+
+
+@pytest.mark.parametrize("name", ["as it is", "z"])
+def test_profilers_are_told_of_every_launch(name: str) -> None:
+    inputs = CASES[name].inputs()
+    told: list[dict[str, Any]] = []
+
+    def note(metadata: Any) -> None:
+        told.append(dict(metadata.get()))
+
+    triton.knobs.runtime.launch_enter_hook.add(note)
+    try:
+        for _ in range(3):
+            fused.run(inputs)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(note)
+    assert len(told) == 3
+    assert "b1 l900 h4 p64 n64" in told[0]["name"]
+    assert told[0]["flops"] > 0
+    assert told[0]["bytes"] > 2 * inputs.x.nbytes
+    assert told[1] == told[0] == told[2]
+
+
+def test_on_the_stream_that_is_current() -> None:
+    inputs = CASES["as it is"].inputs()
+    expected = fused.run(inputs)
+    x = inputs.x.clone()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        inputs.x.copy_(2 * x)  # on another stream, the kernel would not wait for it
+        doubled = fused.run(inputs)
+    stream.synchronize()
+    assert not torch.equal(doubled.out, expected.out)
+    assert_bitwise(doubled, fused._prepare(inputs, EXACT, False)(inputs))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_on_the_gpu_of_the_tensors() -> None:
+    here = CASES["as it is"].inputs()
+    there = replace(here, **{name: t.to("cuda:1") for name, t in vars(here).items() if isinstance(t, torch.Tensor)})
+    expected = fused.run(here)
+    for run in (fused.run, fused.run, ssd_unfused, ssd_unfused):
+        output = run(there)
+        assert output.out.device == torch.device("cuda", 1)
+        assert torch.cuda.current_device() == 0
+        again = run(here)
+        for ours, theirs in zip(output, again, strict=True):
+            assert torch.equal(ours.cpu(), theirs.cpu())
+    assert_bitwise(fused.run(here), expected)
