@@ -9,7 +9,7 @@ from ssdprof import runs
 from ssdprof.errors import BadInputError
 from ssdprof.report import markdown, stall_document
 from ssdprof.report import stall_words as words
-from ssdprof.report.stall_groups import designs
+from ssdprof.report.stall_groups import Share, designs
 from ssdprof.stall_records import STALLS_VERSION, StallReport
 from ssdprof.stalls import plots
 
@@ -80,11 +80,15 @@ def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """Name -> (title, SVG)."""
     found: dict[str, tuple[str, str]] = {}
-    for design in designs(report):
-        if design.is_sampled:
-            title = f"{design.name}: stages and stall reasons"
-            bars = {_label(name): share.reasons for name, share in design.stages.items()}
-            found[runs.safe_name(design.name.lstrip("_"))] = (title, plots.stages(bars, title))
+    sampled = [design for design in designs(report) if design.is_sampled]
+    every = Share()
+    for design in sampled:
+        every.add(design.all())
+    for design in sampled:
+        title = f"{design.name}: stages and stall reasons"
+        bars = {_label(name): share.reasons for name, share in design.stages.items()}
+        picture = plots.stages(bars, title, [reason for reason, _ in every.most])
+        found[runs.safe_name(design.name.lstrip("_"))] = (title, picture)
     roofline = plots.roofline(report)
     return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
 

@@ -44,6 +44,7 @@ _LIMITS = {
     "blocks": "launch__occupancy_limit_blocks",
     "barriers": "launch__occupancy_limit_barriers",
 }
+_DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg")
 _SECTOR_BYTES = 32
 _TENSOR_OPS = "sm__ops_path_tensor_src_"
 
@@ -70,7 +71,7 @@ def resources(kernel: RawKernel) -> Resources:
 
 def throughput(kernel: RawKernel) -> Throughput:
     found = {name: kernel.number(*metrics) for name, metrics in _THROUGHPUT.items()}
-    duration = kernel.number("gpu__time_duration.sum", "gpu__time_duration.avg")
+    duration = kernel.number(*_DURATION)
     if found["issue_pct"] is None:
         found["issue_pct"] = _scaled(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
     l2_bytes = kernel.number("lts__t_bytes.sum")
@@ -125,6 +126,10 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
 def _fp32(kernel: RawKernel) -> float | None:
     """Additions, multiplications and twice the fused ones, by ordinary threads."""
     cycles, total = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg"), 0.0
+    if cycles is None:
+        per_ns = _scaled(kernel.number("smsp__cycles_elapsed.avg.per_second"), 1e-9)
+        duration = kernel.number(*_DURATION)
+        cycles = None if per_ns is None or duration is None else per_ns * duration
     for name, operations in (("fadd", 1), ("fmul", 1), ("ffma", 2)):
         rate = kernel.number(f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed")
         if rate is None or cycles is None:
@@ -133,9 +138,12 @@ def _fp32(kernel: RawKernel) -> float | None:
     return total
 
 
-def not_collected(*records: Resources | Throughput) -> tuple[str, ...]:
+def not_collected(used: Resources, speed: Throughput) -> tuple[str, ...]:
     """Names of the fields that the report does not say."""
-    return tuple(name for record in records for name, value in record if value is None or value == ())
+    none = {name for record in (used, speed) for name, value in record if value is None or value == ()}
+    if speed.tensor_flops == 0:
+        none.discard("tensor_peak_tflops")  # of which operands?
+    return tuple(name for record in (used, speed) for name, _ in record if name in none)
 
 
 def _int(value: float | None) -> int | None:

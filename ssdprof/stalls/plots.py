@@ -6,7 +6,7 @@ Every number in them is in the tables too.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.stall_records import KernelStalls, StallReport
@@ -25,13 +25,12 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def stages(bars: Mapping[str, Mapping[str, float]], title: str) -> str:
-    """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom; the largest reasons have a colour."""
-    totals: dict[str, float] = {}
-    for parts in bars.values():
-        for reason, pct in parts.items():
-            totals[reason] = totals.get(reason, 0.0) + pct
-    reasons = sorted(totals, key=lambda reason: (-totals[reason], reason))
+def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
+    """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
+
+    reasons: every one, in the order in which they get a colour, so that pictures of one report agree; the last ones
+    share one.
+    """
     shown, rest = reasons[:_MOST_REASONS], reasons[_MOST_REASONS:]
 
     def draw(figure: Figure) -> None:
@@ -79,9 +78,11 @@ def roofline(report: StallReport) -> str | None:
             roof = [low, ridge, high]
             axes.plot(roof, [min(peak, at * bandwidth / 1e3) for at in roof], color="#777777", linewidth=1.5)
             axes.text(ridge, peak * 1.1, f"tensor cores {peak:,.0f} TFLOP/s", fontsize=8, color="#777777")
-            axes.text(
-                low * 1.1, low * bandwidth / 1e3 * 1.6, f"DRAM {bandwidth:,.0f} GB/s", fontsize=8, color="#777777"
-            )
+            middle = (low * ridge) ** 0.5
+            axes.text(  # below the rising line, which leaves its right to it
+                middle * 1.2, middle * bandwidth / 1e3, f"DRAM {bandwidth:,.0f} GB/s",
+                fontsize=8, color="#777777", va="top",
+            )  # fmt: skip
         for (kernel, (intensity, tflops)), color in zip(points, _COLORS * len(points), strict=False):
             axes.plot([intensity], [tflops], "o", color=color, label=_label(kernel, tflops))
         axes.set_xlim(low, high)

@@ -74,6 +74,30 @@ def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, pea
     assert found.tensor_peak_tflops == peak
 
 
+FP32 = {
+    f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed": 10.0
+    for name in ("fadd", "fmul", "ffma")
+}
+
+
+@pytest.mark.parametrize(
+    "cycles", [{"smsp__cycles_elapsed.avg": 3000.0}, {"smsp__cycles_elapsed.avg.per_second": 1.5e9}], ids=str
+)
+def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]) -> None:
+    """1.5 GHz for 2 us; a fused multiplication and addition are two."""
+    found = facts.throughput(synthetic.kernel(metrics=synthetic.METRICS | FP32 | cycles))
+    assert found.fp32_flops == 40 * 3000
+    assert facts.throughput(synthetic.kernel(metrics=synthetic.METRICS | FP32)).fp32_flops is None
+
+
+def test_a_kernel_without_products_lacks_no_peak_for_them() -> None:
+    metrics = synthetic.METRICS | {"sm__ops_path_tensor_src_int8.sum": 0.0}
+    found = stalls_of(synthetic.kernel(metrics=metrics))
+    assert found.throughput.tensor_flops == 0
+    assert "tensor_peak_tflops" not in found.not_collected
+    assert "tensor_peak_tflops" in stalls_of(synthetic.kernel()).not_collected
+
+
 # --- self-checks
 
 

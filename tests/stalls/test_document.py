@@ -173,12 +173,24 @@ def test_pictures_are_svg_and_the_same_every_time(both: StallReport) -> None:
 
 
 def test_a_bar_is_as_long_as_its_stage() -> None:
-    svg = plots.stages({"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t")
+    svg = plots.stages({"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t", ["wait", "barrier"])
     assert re.findall(r">(\d+\.\d) %<", svg) == ["60.0", "40.0"]
 
 
+def test_a_reason_has_one_colour_in_all_pictures(both: StallReport) -> None:
+    """`barrier` is the smaller one in the unfused kernels and the larger one in the fused one."""
+    legends = []
+    for name in ("unfused", "fused"):
+        svg = stall_output.pictures(both)[name][1]
+        legends.append(re.findall(r"<g id=\"patch_\d+\">\s*<path[^>]*fill: (#\w+)[^>]*>\s*</g>\s*<g id=\"text", svg))
+        assert re.findall(r">(wait|barrier)<", svg) == ["barrier", "wait"]
+    assert legends[0] == legends[1]
+    assert len(legends[0]) == 2
+
+
 def test_more_reasons_than_colours_share_one() -> None:
-    svg = plots.stages({"a": {f"reason{i}": 10.0 - i / 10 for i in range(12)}}, "t")
+    reasons = [f"reason{i}" for i in range(12)]
+    svg = plots.stages({"a": {reason: 10.0 - i / 10 for i, reason in enumerate(reasons)}}, "t", reasons)
     assert "reason0" in svg
     assert "reason11" not in svg
     assert ">other<" in svg

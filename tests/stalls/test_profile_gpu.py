@@ -7,10 +7,13 @@ import torch
 from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
+import ssdprof
 from ssdprof.environment.checks import find_ncu
 from ssdprof.replay import Unwatched
 from ssdprof.schema import Precision
 from ssdprof.stall_pipeline import StallRequest, profile
+
+OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +24,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("gate", [False, True], ids=["hopper if there is one", "portable"])
 def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: bool) -> None:
-    case = Case(seqlen=4096, heads=8, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
+    case = Case(seqlen=16384, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
     captures = store_layers(tmp_path / "captures", case)
     request = StallRequest(
         where=str(captures),
@@ -35,5 +38,12 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
     assert [check for check in checks if check.status == "failed"] == []
     assert [kernel.implementation for kernel in report.kernels] == ["unfused"] * 5 + ["fused"]
     stages = {stage.name for stage in report.kernels[-1].stages}
-    assert {"chunk_cumsum", "bmm_chunk", "chunk_scan.current", "state_passing.wait"} <= stages
+    assert {
+        "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "chunk_scan.previous", "chunk_scan.current",
+        "chunk_scan.residual",
+    } <= stages  # fmt: skip
+    # lines are those of callers; what is left is the compiler's own, at the kernel's head
+    for kernel in report.kernels:
+        assert kernel.from_neighbours < 0.1 * kernel.busy_samples, kernel.kernel
+        assert {line.file for line in kernel.lines} <= OURS, kernel.kernel
     assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {file.name for file in folder.iterdir()}
