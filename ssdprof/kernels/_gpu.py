@@ -19,3 +19,13 @@ def sm_count(tensor: torch.Tensor) -> int:
 def _properties(index: int) -> tuple[tuple[int, int], int]:
     properties = torch.cuda.get_device_properties(index)
     return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def name(tensor: torch.Tensor) -> str:
+    """ "NVIDIA H200"; "cpu" where there is no GPU."""
+    return _name(tensor.get_device())
+
+
+@cache
+def _name(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).name) if index >= 0 else "cpu"

@@ -8,7 +8,19 @@ import pytest
 import torch
 from ssd_cases import Case
 
-from ssdprof.kernels.ssd.config_table import HOPPER, PORTABLE, Call, Row, first_fit
+from ssdprof.kernels.ssd.bmm_chunk import BmmChunkConfig
+from ssdprof.kernels.ssd.chunk_scan import ChunkScanConfig
+from ssdprof.kernels.ssd.chunk_state import ChunkStateConfig
+from ssdprof.kernels.ssd.config_table import (
+    BMM_CHUNK,
+    CHUNK_SCAN,
+    CHUNK_STATE,
+    HOPPER,
+    PORTABLE,
+    Call,
+    Row,
+    first_fit,
+)
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
 
@@ -18,7 +30,13 @@ CALLS = [
         (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
     )
 ]
-TABLES = {"HOPPER": HOPPER, "PORTABLE": PORTABLE}
+TABLES: dict[str, Sequence[Row[Any]]] = {
+    "HOPPER": HOPPER,
+    "PORTABLE": PORTABLE,
+    "CHUNK_STATE": CHUNK_STATE,
+    "BMM_CHUNK": BMM_CHUNK,
+    "CHUNK_SCAN": CHUNK_SCAN,
+}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -65,3 +83,37 @@ def test_a_reason_goes_with_the_choice() -> None:
     inputs = Case(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
     assert FusedConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
     assert HopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[-1].why)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, (128, 64, 128, 4)),
+        ({"gate": True}, (64, 64, 128, 4)),
+        ({"headdim": 80}, (64, 128, 128, 8)),
+        ({"dstate": 256}, (128, 64, 32, 4)),
+        ({"dtype": torch.float32}, (64, 64, 32, 8)),
+        ({"chunk_size": 16, "headdim": 8, "dstate": 24}, (16, 16, 32, 4)),
+    ],
+)
+def test_chunk_scan_by_sizes(sizes: dict[str, Any], expected: tuple[int, ...]) -> None:
+    case = Case(**({"headdim": 64, "dstate": 128, "chunk_size": 256, "dtype": torch.bfloat16} | sizes))
+    config = ChunkScanConfig.choose(case.inputs())
+    assert (config.block_q, config.block_p, config.block_n, config.num_warps) == expected
+
+
+def test_chunk_state_holds_a_whole_state_where_it_can() -> None:
+    def tile(headdim: int, dstate: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, ...]:
+        config = ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=256, dtype=dtype)
+        return config.block_p, config.block_n, config.num_warps
+
+    assert tile(64, 128) == (64, 128, 4)
+    assert tile(80, 64) == (128, 64, 4)
+    assert tile(128, 256) == (128, 128, 8)
+    assert tile(128, 256, torch.float32) == (64, 64, 4)
+
+
+def test_bmm_chunk_reads_half_as_many_fp32_numbers_at_a_time() -> None:
+    for dtype, block_n in ((torch.bfloat16, 64), (torch.float32, 32)):
+        config = BmmChunkConfig.choose(dstate=128, chunk_size=256, dtype=dtype)
+        assert (config.block_q, config.block_s, config.block_n) == (64, 64, block_n)

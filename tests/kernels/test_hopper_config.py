@@ -1,8 +1,9 @@
 """How the Hopper kernel cuts a call, which needs no GPU to be decided."""
 
+from compile_target import compiled
 from ssd_cases import Case
 
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, shared_bytes, unsupported
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)
@@ -35,3 +36,10 @@ def test_packed_sequences_are_cut_by_one_rule() -> None:
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
     assert unsupported(Case().inputs()) == "anything but a Hopper GPU"
+
+
+def test_shared_memory_is_what_the_compiler_takes() -> None:
+    """The barriers are all that is not counted."""
+    for label, dstate in (("mamba2 bf16 exact", 128), ("p 128 n 64 bf16", 64)):
+        (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
+        assert 0 <= kernel.shared_bytes - shared_bytes(3, 2, dstate) < 1024

@@ -24,6 +24,7 @@ from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
+from ssdprof.kernels.ssd.config_table import BMM_CHUNK, Call, first_fit
 
 STAGES = {"_bmm_chunk_kernel": "bmm_chunk"}
 
@@ -38,11 +39,12 @@ class BmmChunkConfig:
 
     @classmethod
     def choose(cls, *, dstate: int, chunk_size: int, dtype: torch.dtype) -> BmmChunkConfig:
-        """Square tiles of 64: small enough that the diagonal wastes little and that short inputs fill the GPU."""
+        """By `config_table.BMM_CHUNK`, no larger than the sizes need."""
+        tile = first_fit(BMM_CHUNK, Call(wide=dtype == torch.float32, dstate=dstate)).take
         return cls(
-            block_q=min(chunk_size, 64),
-            block_s=min(chunk_size, 64),
-            block_n=max(16, min(triton.next_power_of_2(dstate), 32 if dtype == torch.float32 else 64)),
+            block_q=min(chunk_size, tile.block),
+            block_s=min(chunk_size, tile.block),
+            block_n=max(16, min(triton.next_power_of_2(dstate), tile.block_n)),
         )
 
 

@@ -29,6 +29,7 @@ import triton.language as tl
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
+from ssdprof.kernels.ssd.config_table import CHUNK_SCAN, Call, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 STAGES = {"_chunk_scan_kernel": "chunk_scan"}
@@ -45,22 +46,17 @@ class ChunkScanConfig:
 
     @classmethod
     def choose(cls, inputs: SSDInputs) -> ChunkScanConfig:
-        """A whole head per program where accumulators allow, so that no score is computed twice.
-
-        128 rows, because every further row block reads the entering state again, and x and CB up to the diagonal; 64
-        where 128 would spill: with a gate, with heads wider than 64, in fp32.  fp32 operands are twice as large and
-        tf32x3 holds each of them twice: narrower products, 8 warps and two stages.  A state of up to 128 dimensions is
-        one product; a longer one is read in slices of 32, so that its stages fit the shared memory of an A100.
-        """
+        """By `config_table.CHUNK_SCAN`, no larger than the sizes need."""
         headdim, dstate, wide = inputs.x.shape[3], inputs.C.shape[3], inputs.x.dtype == torch.float32
-        rows = 64 if wide or inputs.z is not None or headdim > 64 else 128
+        call = Call(wide=wide, headdim=headdim, dstate=dstate, gate=inputs.z is not None)
+        tile = first_fit(CHUNK_SCAN, call).take
         return cls(
-            block_q=min(inputs.chunk_size, rows),
-            block_p=max(16, min(triton.next_power_of_2(headdim), 64 if wide else 128)),
-            block_s=min(inputs.chunk_size, 32),
-            block_n=32 if wide or dstate > 128 else max(16, triton.next_power_of_2(dstate)),
-            num_warps=8 if wide or headdim > 64 else 4,
-            num_stages=2 if wide else 3,
+            block_q=min(inputs.chunk_size, tile.block_q),
+            block_p=max(16, min(triton.next_power_of_2(headdim), tile.block_p)),
+            block_s=min(inputs.chunk_size, tile.block_s),
+            block_n=max(16, min(triton.next_power_of_2(dstate), tile.block_n)),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
 
 

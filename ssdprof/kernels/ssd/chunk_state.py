@@ -22,6 +22,7 @@ from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.chunks import Chunks, chunk_span
+from ssdprof.kernels.ssd.config_table import CHUNK_STATE, Call, first_fit
 
 STAGES = {"_chunk_state_kernel": "chunk_state"}
 
@@ -36,20 +37,14 @@ class ChunkStateConfig:
 
     @classmethod
     def choose(cls, *, headdim: int, dstate: int, chunk_size: int, dtype: torch.dtype) -> ChunkStateConfig:
-        """One tile holds the whole state where it can: x and B are then read once.
-
-        128 x 128 accumulators need 8 warps.  fp32 operands are twice as large, and tf32x3 holds each of them twice:
-        smaller tiles and two stages.
-        """
-        wide = dtype == torch.float32
-        block_p = min(triton.next_power_of_2(headdim), 64 if wide else 128)
-        block_n = min(triton.next_power_of_2(dstate), 64 if wide else 128)
+        """By `config_table.CHUNK_STATE`, no larger than the sizes need."""
+        tile = first_fit(CHUNK_STATE, Call(wide=dtype == torch.float32, headdim=headdim, dstate=dstate)).take
         return cls(
-            block_p=max(block_p, 16),
-            block_n=max(block_n, 16),
-            block_q=min(chunk_size, 32 if wide else 64),
-            num_warps=8 if block_p * block_n > 64 * 128 else 4,
-            num_stages=2 if wide else 3,
+            block_p=max(16, min(triton.next_power_of_2(headdim), tile.block_p)),
+            block_n=max(16, min(triton.next_power_of_2(dstate), tile.block_n)),
+            block_q=min(chunk_size, tile.block_q),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
 
 

@@ -23,13 +23,16 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What rows look at.  major: of the GPU's compute capability.  wide: fp32 inputs."""
+    """What rows look at; a launcher gives what its table's rows ask for.
 
-    major: int
+    major: of the GPU's compute capability.  wide: fp32 inputs.
+    """
+
     wide: bool
-    headdim: int
     dstate: int
+    headdim: int = 0
     gate: bool = False
+    major: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,5 +125,102 @@ PORTABLE = (
     Row(
         take=Tile(chunk=32, block_p=32, p_rows=True, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
+    ),
+)
+
+
+# --- the unfused kernels.  `chunk_cumsum` and `state_passing` are bound by memory and have one configuration each.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTile:
+    """See `ChunkStateConfig`.  Blocks: at most."""
+
+    block_p: int
+    block_n: int
+    block_q: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresTile:
+    """See `BmmChunkConfig`.  Blocks: at most."""
+
+    block: int
+    block_n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanTile:
+    """See `ChunkScanConfig`.  Blocks: at most."""
+
+    block_q: int
+    block_p: int
+    block_s: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+_LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, two stages"
+_WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
+CHUNK_STATE = (
+    Row(wide=True, take=StateTile(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
+    Row(headdim=64, take=StateTile(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
+    Row(dstate=64, take=StateTile(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
+    Row(
+        take=StateTile(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
+        why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
+    ),
+)
+BMM_CHUNK = (
+    Row(wide=True, take=ScoresTile(block=64, block_n=32), why=_LARGE),
+    Row(
+        take=ScoresTile(block=64, block_n=64),
+        why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
+    ),
+)
+_FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block of rows reads the entering state again"
+_WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
+_SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
+CHUNK_SCAN = (
+    Row(
+        wide=True,
+        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
+        why=_LARGE,
+    ),
+    Row(
+        gate=False,
+        headdim=64,
+        dstate=128,
+        take=ScanTile(block_q=128, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS,
+    ),
+    Row(
+        gate=False,
+        headdim=64,
+        take=ScanTile(block_q=128, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS + _SLICED,
+    ),
+    Row(
+        headdim=64,
+        dstate=128,
+        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        why=_WOULD_SPILL,
+    ),
+    Row(
+        headdim=64,
+        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
+    Row(
+        dstate=128,
+        take=ScanTile(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=3),
+        why=_WOULD_SPILL,
+    ),
+    Row(
+        take=ScanTile(block_q=64, block_p=128, block_s=32, block_n=32, num_warps=8, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
     ),
 )

@@ -14,7 +14,7 @@ from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd import fused_portable, hopper_config, hopper_launch
+from ssdprof.kernels.ssd import fused_portable, hopper_config, hopper_launch, tuned
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_portable import PortableLaunch
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
@@ -166,8 +166,8 @@ def forget_launches() -> None:
 
 def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
     if not hopper_config.unsupported(inputs):
-        return HopperLaunch(inputs, precision, _hopper_config(inputs, batch_invariant))
-    return PortableLaunch(inputs, precision, _portable_config(inputs))
+        return HopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
+    return PortableLaunch(inputs, precision, _portable_config(inputs, precision))
 
 
 def plan(
@@ -181,10 +181,10 @@ def plan(
     config: HopperConfig | FusedConfig
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
-        variant, config = "hopper", _hopper_config(inputs, batch_invariant)
+        variant, config = "hopper", _hopper_config(inputs, precision, batch_invariant)
         sizes = hopper_launch.buffer_sizes(inputs, precision, config)
     else:
-        variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs)
+        variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs, precision)
         sizes = fused_portable.buffer_sizes(inputs, precision, config)
     handover = sizes.sync > 0
     settings = asdict(config)
@@ -199,13 +199,15 @@ def plan(
     )
 
 
-def _hopper_config(inputs: SSDInputs, batch_invariant: bool) -> HopperConfig:
-    return HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
+def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> HopperConfig:
+    found = tuned.hopper(inputs, precision, batch_invariant=batch_invariant)
+    return found or HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
-def _portable_config(inputs: SSDInputs) -> FusedConfig:
+def _portable_config(inputs: SSDInputs, precision: Precision) -> FusedConfig:
     # the interpreter has no registers to fit into: it takes what Hopper takes
-    return FusedConfig.choose(inputs, capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+    chosen_for = capability(inputs.x) if inputs.x.is_cuda else (9, 0)
+    return tuned.portable(inputs, precision) or FusedConfig.choose(inputs, chosen_for)
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:

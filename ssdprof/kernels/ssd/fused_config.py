@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -45,21 +45,26 @@ class FusedConfig:
         The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps; what is left holds the
         chunk's scores and output.
         """
-        length, headdim, dstate = inputs.x.shape[1], inputs.x.shape[3], inputs.B.shape[3]
-        wide = inputs.x.dtype == torch.float32
+        headdim, dstate, wide = inputs.x.shape[3], inputs.B.shape[3], inputs.x.dtype == torch.float32
         row = first_fit(PORTABLE, Call(major=capability[0], wide=wide, headdim=headdim, dstate=dstate))
-        chunk = row.take.chunk
-        if inputs.cu_seqlens is None and length < chunk:
-            chunk = max(16, triton.next_power_of_2(length))
-        return cls(
-            chunk=chunk,
-            min_chunks=_MIN_SEGMENT // chunk,
-            max_chunks=_MAX_SEGMENT // chunk,
+        config = cls(
+            chunk=row.take.chunk,
+            min_chunks=_MIN_SEGMENT // row.take.chunk,
+            max_chunks=_MAX_SEGMENT // row.take.chunk,
             block_p=max(16, min(triton.next_power_of_2(headdim), row.take.block_p)),
             p_rows=row.take.p_rows,
             num_warps=row.take.num_warps,
             reason=row.why,
         )
+        return config.fitted(inputs)
+
+    def fitted(self, inputs: SSDInputs) -> FusedConfig:
+        """With a chunk no longer than sequences of one length need; segments keep their lengths."""
+        if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
+            return self
+        chunk = max(16, triton.next_power_of_2(inputs.x.shape[1]))
+        times = self.chunk // chunk
+        return replace(self, chunk=chunk, min_chunks=self.min_chunks * times, max_chunks=self.max_chunks * times)
 
     def lanes(self, inputs: SSDInputs) -> int:
         """Programs per segment: slices of P of all heads."""

@@ -79,6 +79,13 @@ def unit_count(inputs: SSDInputs) -> int:
     return nheads * ceil_div(headdim, SLICE.value)
 
 
+def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
+    """What one program takes of shared memory, all but its barriers."""
+    tile = 2 * CHUNK.value  # bytes of a column of a 16-bit tile
+    chunk = 2 * tile * dstate + 2 * tile * SLICE.value + 4 * 4 * 2 * CHUNK.value + 8  # B and C, x, gates, decays
+    return int(ring * chunk + score_ring * 2 * tile * CHUNK.value + 2 * tile * SLICE.value)
+
+
 def unsupported(inputs: SSDInputs) -> str:
     """Why this kernel cannot take `inputs`; empty if it can."""
     x, B, C = inputs.x, inputs.B, inputs.C
