@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, bench, capture, doctor, export, models, run, stalls, terminal
+from ssdprof.commands import accuracy, bench, capture, doctor, export, models, run, stalls, terminal, tune
 from ssdprof.errors import ExitCode, SsdprofError
 
 INTERNAL_ERROR = 70  # a mistake of ssdprof, never to be taken for a failed gate
@@ -63,6 +63,7 @@ app.command()(accuracy.accuracy)
 app.command()(export.export)
 app.command()(stalls.stalls)
 app.command()(bench.bench)
+app.command()(tune.tune)
 app.command()(models.models)
 app.command()(doctor.doctor)
 

@@ -32,7 +32,7 @@ class StallRequest:
     """where: a run, a model, a folder of captures; None is the latest run.  layer, seqlen: None takes what is there.
 
     out: the folder for what is found; None takes the run's, or makes one under runs/.
-    overwrite: stalls that were found before.
+    overwrite: stalls that were found before.  tuned: a file of configurations that the kernels shall take.
     """
 
     where: str | None = None
@@ -43,6 +43,7 @@ class StallRequest:
     timeout_s: float = collect.TIMEOUT_S
     out: Path | None = None
     overwrite: bool = False
+    tuned: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
         return folder, profile_layer(captured, request, folder, watcher)
 
 
-def profile_run(asked: CaptureRequest, folder: Path, report: RunReport, watcher: Watcher) -> StallReport:
+def profile_run(
+    asked: CaptureRequest, folder: Path, report: RunReport, watcher: Watcher, *, tuned: Path | None = None
+) -> StallReport:
     """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the run's folder.
 
-    asked: what the run captured.  Raises what `profile` raises.
+    asked: what the run captured.  tuned: see `StallRequest`.  Raises what `profile` raises.
     """
     _require_gpu()
     model = Path(asked.model.model).expanduser()
@@ -85,7 +88,7 @@ def profile_run(asked: CaptureRequest, folder: Path, report: RunReport, watcher:
         layers=str(layers[len(layers) // 2].index),
         prompt=replace(asked.prompt, seqlens=(max(prompt.seqlen for prompt in report.prompts),)),
     )
-    request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION)
+    request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned)
     with _made(folder / stall_output.FOLDER, overwrite=False) as out, ExitStack() as stack:
         if stored is not None:
             captured = _stored(stored, request)
@@ -122,6 +125,7 @@ def _collect(
             seqlen=captured.layer.seqlen,
             implementation=implementation,
             precision=request.precision,
+            tuned=request.tuned,
         )
         for implementation in request.implementations
     ]

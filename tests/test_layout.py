@@ -18,6 +18,7 @@ from ssdprof.cli import app
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ssdprof"
 
+MEASURING = {"errors", "schema", "progress", "capture", "environment", "kernels", "measure"}
 # What each part may import of ssdprof, beside itself.  The order is that of the data.
 MAY_IMPORT = {
     "errors": set(),
@@ -30,8 +31,9 @@ MAY_IMPORT = {
     "measure": {"errors", "schema", "kernels"},
     "replay": {"errors", "schema", "progress", "kernels", "measure"},
     "stall_records": {"schema"},
-    "stalls": {"errors", "schema", "stall_records", "progress", "kernels", "capture", "environment", "measure"},
-    "bench": {"errors", "schema", "progress", "capture", "environment", "kernels", "measure", "report"},
+    "stalls": MEASURING | {"stall_records", "tuning"},
+    "bench": MEASURING | {"report"},
+    "tuning": MEASURING | {"report", "bench", "runs"},
     "report": {"errors", "schema", "stall_records"},
     "request": {"errors", "schema"},
     "runs": {"errors", "schema", "report"},

@@ -74,6 +74,7 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JSON, after every cell.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -101,6 +102,7 @@ def bench(
     if out is not None:
         runs.check_target(out, replace=force)
     require_gpu()
+    options.use_tuned(no_tuned)
     request = BenchRequest(
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),

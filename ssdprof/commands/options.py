@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ssdprof.commands import terminal
+
 if TYPE_CHECKING:
     from ssdprof.request import CaptureRequest
 
@@ -58,7 +60,17 @@ Dtypes = Annotated[
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and stop.")]
+NoTuned = Annotated[
+    bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def use_tuned(no_tuned: bool) -> Path | None:
+    """Let kernels take what was tuned on this GPU, and say so, unless the user does not want it.  The file, if any."""
+    from ssdprof.tuning.use import use_saved
+
+    return None if no_tuned else use_saved(terminal.TerminalWatcher().say)
 
 
 def capture_request(

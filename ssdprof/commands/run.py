@@ -34,6 +34,7 @@ def run(
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
+    no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
@@ -51,6 +52,7 @@ def run(
     if dry_run:
         terminal.show_plan(pipeline.plan(request), as_json)
         return
+    tuned = options.use_tuned(no_tuned)
     recording = Recording(out=out, save_captures=save_captures, command=terminal.command_line())
     folder, report = pipeline.run(request, chosen, recording, terminal.TerminalWatcher())
     if as_json:
@@ -59,12 +61,12 @@ def run(
         terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
     if stalls:
-        _stalls(request, folder, report, as_json)
+        _stalls(request, folder, report, tuned, as_json)
     if not report.passed:
         raise typer.Exit(ExitCode.GATE_FAILED)
 
 
-def _stalls(request: CaptureRequest, folder: Path, report: RunReport, as_json: bool) -> None:
+def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:
     """Profile, show and keep.  A machine that cannot profile says so, and the run is what it was."""
     from ssdprof import stall_output, stall_pipeline
     from ssdprof.errors import SsdprofError
@@ -72,7 +74,7 @@ def _stalls(request: CaptureRequest, folder: Path, report: RunReport, as_json: b
     from ssdprof.report import terminal as tables
 
     try:
-        found = stall_pipeline.profile_run(request, folder, report, terminal.TerminalWatcher())
+        found = stall_pipeline.profile_run(request, folder, report, terminal.TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
         terminal.err().print(f"No stalls: {error.message}  {error.hint}")
         return

@@ -40,6 +40,7 @@ def stalls(
         Path | None, typer.Option(metavar="DIR", help="Folder for what is found.", show_default="the run's")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    no_tuned: options.NoTuned = False,
     as_json: options.Json = False,
 ) -> None:
     """Show where the warps of each implementation wait, stage by stage and line by line.
@@ -69,6 +70,7 @@ def stalls(
             timeout_s=timeout,
             out=out,
             overwrite=force,
+            tuned=options.use_tuned(no_tuned),
         )
         folder, report = stall_pipeline.profile(request, terminal.TerminalWatcher())
     if markdown is not None:

@@ -21,6 +21,7 @@ TIMEOUT_S = 300.0
 class Job:
     """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder for compiled kernels,
     for this job's `launch` and `profile` and others like it: what was compiled elsewhere may lack its lines.
+    tuned: a file of configurations that the kernels shall take.
     """
 
     folder: Path
@@ -29,6 +30,7 @@ class Job:
     seqlen: int
     implementation: str
     precision: Precision
+    tuned: Path | None = None
 
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
@@ -43,6 +45,7 @@ def target(job: Job, launched: Path) -> tuple[str, ...]:
         *("--intermediates", job.precision.intermediates),
         *("--state-dtype", job.precision.state_dtype),
         *("--launched", str(launched)),
+        *(("--tuned", str(job.tuned)) if job.tuned else ()),
     )
 
 

@@ -30,6 +30,7 @@ from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.stall_records import Launched, Refusal
 from ssdprof.stalls import call_sites
 from ssdprof.stalls.ncu import RANGE
+from ssdprof.tuning.use import use_file
 
 DEVICE = "cuda"
 
@@ -43,9 +44,12 @@ def main() -> None:
     parser.add_argument("--intermediates", choices=("exact", "relaxed"), default="exact")
     parser.add_argument("--state-dtype", choices=("fp32", "fp16", "bf16"), default="fp32")
     parser.add_argument("--launched", type=Path, required=True)
+    parser.add_argument("--tuned", type=Path)
     given = parser.parse_args()
     precision = Precision(intermediates=given.intermediates, state_dtype=dtype_named(given.state_dtype))
     call_sites.install()
+    if given.tuned:
+        use_file(given.tuned)
     try:
         inputs = load(given.folder, given.layer, given.seqlen, DEVICE)
         launched = warm_up(given.implementation, inputs, precision)

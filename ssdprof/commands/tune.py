@@ -1,0 +1,172 @@
+"""`ssdprof tune`: a search for faster configurations of the fused kernel on this GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ssdprof.commands import options, terminal
+
+if TYPE_CHECKING:
+    import torch
+
+    from ssdprof.tuning.problems import Source
+    from ssdprof.tuning.records import TuneReport
+    from ssdprof.tuning.run import TuneRequest
+
+DEFAULT_SHAPE, DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "mamba2-2.7b", "1k,8k,64k", "1", "bf16"
+
+
+def tune(
+    operator: Annotated[Literal["ssd"], typer.Argument(help="The operator.")] = "ssd",  # noqa: ARG001
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|CAPTURES]", help="Tune on captured inputs instead of drawn ones.", show_default=False
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S[,S...]",
+            help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.",
+            show_default=DEFAULT_SHAPE,
+        ),
+    ] = None,
+    seq: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Lengths; 1k,...,256k doubles.",
+            show_default=f"{DEFAULT_SEQ}; of captures, all there are",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="B[,B...]", help="Sequences; with every length.", show_default=DEFAULT_BATCH),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="D[,D...]", help="Of the inputs: bf16, fp16, fp32.", show_default=DEFAULT_DTYPE),
+    ] = None,
+    dtypes: options.Dtypes = "exact",
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, help="Begin no search after so many.", show_default="no end"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything that was tried as JSON.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the candidates, and stop.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget what was found before, and stop.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Search for configurations of the fused kernel that are faster on this GPU, and keep them for later runs.
+
+    A candidate is compared with the fp64 oracle before it is timed.  What is kept is used by run, bench and stalls,
+    which say so; --no-tuned leaves it out.
+    """
+    from ssdprof import runs
+    from ssdprof.tuning import store
+
+    if clear:
+        gone = store.clear()
+        for file in gone:
+            terminal.err().print(f"Removed {file}.", soft_wrap=True)
+        if not gone:
+            terminal.err().print(f"There is nothing in {store.folder()}.", soft_wrap=True)
+        return
+    if out is not None:
+        runs.check_target(out, replace=force)
+    request, device = _request(where, shape, seq, batch, dtype, dtypes, budget)
+    if dry_run:
+        _list(request, as_json)
+        return
+    report = _tune(request, device, out)
+    _show(report, as_json)
+
+
+def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneReport:
+    """Search; what is found is kept after each search, so that an interrupted tuning leaves what it has."""
+    from ssdprof import runs
+    from ssdprof.tuning import store
+    from ssdprof.tuning.run import tune as search
+
+    watcher = terminal.TerminalWatcher()
+
+    def keep(report: TuneReport) -> None:
+        store.keep(report.environment, report.outcomes[-1:])
+        if out is not None:
+            runs.write_text(out, report.model_dump_json(indent=1) + "\n")
+
+    report = search(request, device, watcher, keep)
+    if out is not None:
+        runs.write_text(out, report.model_dump_json(indent=1) + "\n")
+    found = sum(outcome.find is not None for outcome in report.outcomes)
+    if report.environment.gpu is not None and found:
+        watcher.say(
+            f"{found} of {len(report.outcomes)} searches found something: {store.file_of(report.environment.gpu)}"
+        )
+    return report
+
+
+def _show(report: TuneReport, as_json: bool) -> None:
+    from ssdprof.tuning import tables
+
+    if as_json:
+        print(report.model_dump_json(indent=1))
+    else:
+        terminal.out().print(tables.terminal(report))
+
+
+def _list(request: TuneRequest, as_json: bool) -> None:
+    from ssdprof.report.terminal import SplitTable
+    from ssdprof.tuning import tables
+    from ssdprof.tuning.run import listed
+
+    table = tables.dry(listed(request))
+    if as_json:
+        terminal.print_json([dict(zip(table.headers, row, strict=True)) for row in table.rows])
+    else:
+        terminal.out().print(SplitTable(table))
+
+
+def _request(
+    where: str | None,
+    shape: str | None,
+    seq: str | None,
+    batch: str | None,
+    dtype: str | None,
+    dtypes: Literal["exact", "relaxed", "all"],
+    budget: float | None,
+) -> tuple[TuneRequest, torch.device]:
+    """Words are read before a GPU is missed."""
+    from ssdprof.bench.grid import expand, lengths, parse_dtypes, parse_tokens
+    from ssdprof.bench.shapes import parse_shapes
+    from ssdprof.errors import BadInputError
+    from ssdprof.tuning import problems
+    from ssdprof.tuning.run import TuneRequest, require_gpu
+
+    sources: tuple[Source, ...]
+    if where is not None:
+        if shape is not None or batch is not None or dtype is not None:
+            raise BadInputError(
+                "Captured inputs have a shape, a batch and a dtype.",
+                "--shape, --batch and --dtype go without captures.",
+            )
+        seqlens = None if seq is None else lengths(seq)
+        device = require_gpu()
+        sources = problems.captured(where, seqlens, device)
+    else:
+        tokens, _ = parse_tokens(seq or DEFAULT_SEQ, batch or DEFAULT_BATCH, "", "", max_tokens=2**31)
+        cells = expand(parse_shapes(shape or DEFAULT_SHAPE), parse_dtypes(dtype or DEFAULT_DTYPE), tokens, "contiguous")
+        device = require_gpu()
+        sources = problems.drawn(cells, device)
+    request = TuneRequest(
+        sources=sources,
+        intermediates=("exact", "relaxed") if dtypes == "all" else (dtypes,),
+        budget=budget,
+        command=terminal.command_line(),
+    )
+    return request, device

@@ -1,0 +1,126 @@
+"""What is tried: from a configuration, others that differ from it in one respect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import product
+
+import torch
+import triton
+
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, ceil_div, shared_bytes
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.tuned import nchunks
+
+Config = HopperConfig | FusedConfig
+Axis = Callable[[Config, SSDInputs], Iterable[Config]]
+
+_CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
+_HOPPER_SHARED_BYTES = 227 << 10  # that one program may have
+
+
+def axes(config: Config) -> tuple[Axis, ...]:
+    """In the order in which they are searched; each begins with the best of the one before.
+
+    Not varied are the registers of the Hopper kernel's roles: on an H200 every other division was slower, by 1-11 %,
+    because either the scores or the states then spill.
+    """
+    if isinstance(config, HopperConfig):
+        return (_on_hopper(_segments), _on_hopper(_segments_nearby), _on_hopper(_rings))
+    return (
+        _on_portable(_warps),
+        _on_portable(_chunks),
+        _on_portable(_blocks),
+        _on_portable(_stages),
+        _on_portable(_cuts),
+    )
+
+
+def difference(config: Config, committed: Config) -> str:
+    """In words: "segment 43, ring 2"; empty if there is none."""
+    before = asdict(committed)
+    return ", ".join(
+        f"{name} {value}" for name, value in asdict(config).items() if name != "reason" and value != before[name]
+    )
+
+
+def _on_hopper(axis: Callable[[HopperConfig, SSDInputs], Iterable[Config]]) -> Axis:
+    def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
+        assert isinstance(config, HopperConfig)
+        return axis(config, inputs)
+
+    return checked
+
+
+def _on_portable(axis: Callable[[FusedConfig, SSDInputs], Iterable[Config]]) -> Axis:
+    def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
+        assert isinstance(config, FusedConfig)
+        return axis(config, inputs)
+
+    return checked
+
+
+# --- the Hopper kernel
+
+
+def _segments(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
+    """A sequence cut into 1 to 64 segments."""
+    for length in dict.fromkeys(ceil_div(nchunks(inputs), cuts) for cuts in _CUTS):
+        yield replace(config, segment=length)
+
+
+def _segments_nearby(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
+    """One to three segments more and fewer."""
+    cuts = ceil_div(nchunks(inputs), config.segment)
+    for length in dict.fromkeys(ceil_div(nchunks(inputs), max(1, cuts + more)) for more in range(-3, 4)):
+        yield replace(config, segment=length)
+
+
+def _rings(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
+    """What fits into shared memory."""
+    for ring, score_ring in product((2, 3, 4, 5), (2, 3)):
+        if shared_bytes(ring, score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES:
+            yield replace(config, ring=ring, score_ring=score_ring)
+
+
+# --- the portable kernel
+
+
+def _warps(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
+    for num_warps in (4, 8):
+        yield replace(config, num_warps=num_warps)
+
+
+def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+    """Segments keep their lengths in positions."""
+    for chunk in (16, 32) if inputs.x.dtype == torch.float32 else (32, 64, 128):
+        yield replace(
+            config,
+            chunk=chunk,
+            min_chunks=max(1, config.min_chunks * config.chunk // chunk),
+            max_chunks=max(1, config.max_chunks * config.chunk // chunk),
+        )
+
+
+def _blocks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+    widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
+    for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
+        if block_p <= widest:
+            yield replace(config, block_p=block_p, p_rows=p_rows)
+
+
+def _stages(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
+    for state_stages, scan_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2)):
+        yield replace(config, state_stages=state_stages, scan_stages=scan_stages)
+
+
+def _cuts(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
+    """More segments, or fewer; shorter ones, or longer."""
+    for times in (0.5, 2, 4):
+        yield replace(config, max_segments=max(1, int(config.max_segments * times)))
+    for times in (0.5, 2):
+        yield replace(config, min_chunks=max(1, int(config.min_chunks * times)))
+    for times in (0.5, 2, 4):
+        yield replace(config, max_chunks=max(config.min_chunks, int(config.max_chunks * times)))

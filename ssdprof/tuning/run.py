@@ -1,0 +1,95 @@
+"""The whole tuning: one search after the other, within a budget, on record after each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+
+import torch
+
+from ssdprof import __version__, environment, schema
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.ssd import tuned
+from ssdprof.measure.attempt import first_line
+from ssdprof.measure.timing import CudaBench
+from ssdprof.progress import Watcher
+from ssdprof.tuning.problems import Source, problems
+from ssdprof.tuning.records import TuneReport
+from ssdprof.tuning.search import Problem, search
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """budget: seconds of wall clock after which no search begins; None for no end."""
+
+    sources: tuple[Source, ...]
+    intermediates: tuple[schema.Intermediates, ...]
+    budget: float | None = None
+    command: tuple[str, ...] = ()
+
+
+def require_gpu() -> torch.device:
+    """The current GPU.  MissingCapabilityError without one, or where Triton is told to interpret."""
+    if not torch.cuda.is_available() or INTERPRETED:
+        why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
+        raise MissingCapabilityError(
+            f"Tuning needs an NVIDIA GPU, and {why}.",
+            "Run it on the machine that is to be tuned for: a find holds for GPUs of one name.",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def tune(
+    request: TuneRequest, device: torch.device, watcher: Watcher, on_outcome: Callable[[TuneReport], object]
+) -> TuneReport:
+    """Search for every source.  on_outcome: called with the report after each search.
+
+    What does not fit into the GPU's memory, or into the budget, is left out and named.
+    """
+    tuned.none()  # the committed configurations are what a find must beat
+    began = time.monotonic()
+    bench = CudaBench(device)
+    report = TuneReport(
+        ssdprof_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment=environment.collect(),
+    )
+    for sources, intermediates in _groups(request):
+        try:
+            for problem in problems(sources, intermediates):
+                spent = time.monotonic() - began
+                if request.budget is not None and spent >= request.budget:
+                    report = _left_out(report, f"{problem}: the budget of {request.budget:g} s was spent")
+                    continue
+                with watcher.step(f"Tuning {problem}"):
+                    outcome = search(problem, bench)
+                seconds = time.monotonic() - began
+                report = report.model_copy(update={"outcomes": (*report.outcomes, outcome), "seconds": seconds})
+                on_outcome(report)
+        except torch.OutOfMemoryError as error:
+            what = f"{'; '.join(map(str, sources))}, {intermediates}"
+            report = _left_out(report, f"{what}: not all of it was searched: out of memory: {first_line(error)}")
+    return report
+
+
+def _left_out(report: TuneReport, what: str) -> TuneReport:
+    return report.model_copy(update={"left_out": (*report.left_out, what)})
+
+
+def listed(request: TuneRequest) -> Iterator[Problem]:
+    """What `tune` would search for."""
+    for sources, intermediates in _groups(request):
+        yield from problems(sources, intermediates)
+
+
+def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Source], schema.Intermediates]]:
+    """Sources of one layer, which share a find if the portable kernel runs them."""
+    for _, same_layer in groupby(request.sources, key=lambda source: source.layer):
+        sources = tuple(same_layer)
+        for intermediates in request.intermediates:
+            yield sources, intermediates

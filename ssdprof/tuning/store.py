@@ -1,0 +1,99 @@
+"""The file that keeps what was found on a GPU, in the user's cache, and whether what it says still holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ssdprof import __version__, runs
+from ssdprof.environment.machine import installed_version
+from ssdprof.schema import Environment, Gpu
+from ssdprof.tuning.records import Finds, Outcome
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/ssdprof/tuned, else under ~/.cache; as the XDG rules have it, a relative path does not count."""
+    wanted = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = wanted if wanted.is_absolute() else Path.home() / ".cache"
+    return base / "ssdprof" / "tuned"
+
+
+def file_of(gpu: Gpu) -> Path:
+    return folder() / f"{runs.safe_name(gpu.name)}.json"
+
+
+def load(gpu: Gpu) -> tuple[Finds | None, str]:
+    """What was found on a GPU of this name.  (None, "") if nothing was; (None, why) if it does not hold any more."""
+    file = file_of(gpu)
+    if not file.is_file():
+        return None, ""
+    try:
+        finds = Finds.model_validate_json(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
+    why = _why_stale(finds, gpu)
+    return (None, why) if why else (finds, "")
+
+
+def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
+    """Add what the outcomes found, and forget what was known about the same calls before, and what holds no more.
+
+    Raises MissingCapabilityError if the file cannot be written.
+    """
+    assert found_on.gpu is not None
+    before, _ = load(found_on.gpu)
+    anew = {outcome.calls for outcome in outcomes}
+    kept = [find for find in before.finds if find.calls not in anew] if before else []
+    found = [outcome.find for outcome in outcomes if outcome.find is not None]
+    finds = Finds(
+        ssdprof_version=__version__,
+        kernels=kernels_hash(),
+        environment=found_on,
+        finds=(*kept, *found),
+    )
+    file = file_of(found_on.gpu)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise runs.unwritable(file.parent, error) from error
+    runs.write_text(file, finds.model_dump_json(indent=1) + "\n")
+    return file
+
+
+def clear() -> tuple[Path, ...]:
+    """Forget everything, of every GPU.  Returns the files that are gone."""
+    gone = tuple(sorted(folder().glob("*.json")))
+    for file in gone:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise runs.unwritable(file, error) from error
+    return gone
+
+
+def kernels_hash() -> str:
+    """Of the sources that a kernel's machine code and a configuration's meaning come from."""
+    sources = files("ssdprof.kernels")
+    found = [
+        (f"{part.name}/{file.name}", file.read_bytes())
+        for part in (sources, sources / "ssd")
+        for file in part.iterdir()
+        if file.name.endswith(".py")
+    ]
+    return hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sorted(found))).hexdigest()
+
+
+def _why_stale(finds: Finds, gpu: Gpu) -> str:
+    there, triton = finds.environment, installed_version("triton")
+    if there.gpu is None or there.gpu.name != gpu.name:
+        return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
+    if finds.kernels != kernels_hash():
+        return f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now {__version__})"
+    if there.packages.get("triton") != triton:
+        return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"
+    return ""

@@ -1,0 +1,46 @@
+"""A command takes what was tuned on this GPU, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ssdprof.environment.machine import gpu as current_gpu
+from ssdprof.kernels.ssd import tuned
+from ssdprof.tuning import store
+from ssdprof.tuning.records import Finds
+
+AGAIN = "'ssdprof tune ssd' finds new ones, 'ssdprof tune --clear' forgets them."
+
+
+def use_saved(say: Callable[[str], None]) -> Path | None:
+    """From now on, kernels in this process take what was found on the current GPU.  Returns the file that says what.
+
+    Says how much that is, or why what was found is ignored; says nothing where nothing was found.
+    """
+    gpu = current_gpu()
+    if gpu is None:
+        return None
+    finds, why = store.load(gpu)
+    if why:
+        say(f"The configurations tuned on this GPU are ignored: {why}.  {AGAIN}")
+    if finds is None or not finds.finds:
+        return None
+    _use(finds)
+    number = len(finds.finds)
+    say(
+        f"{number} {'configuration' if number == 1 else 'configurations'} tuned on this GPU will be used where they "
+        "fit; --no-tuned takes the committed ones."
+    )
+    return store.file_of(gpu)
+
+
+def use_file(file: Path) -> None:
+    """The same in another process, with the file that `use_saved` has looked at."""
+    _use(Finds.model_validate_json(file.read_text(encoding="utf-8")))
+
+
+def _use(finds: Finds) -> None:
+    assert finds.environment.gpu is not None
+    name = finds.environment.gpu.name
+    tuned.use(find.for_kernels(name) for find in finds.finds)

@@ -1,0 +1,56 @@
+"""What is tried."""
+
+from tuning_fakes import hopper_problem, inputs_of, portable_problem
+
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.tuning.candidates import Config, axes, difference
+from ssdprof.tuning.search import Problem
+
+
+def tried(problem: Problem) -> list[Config]:
+    return [option for axis in axes(problem.committed) for option in axis(problem.committed, problem.inputs[-1])]
+
+
+def test_segments_from_the_whole_sequence_to_single_chunks() -> None:
+    segments = {config.segment for config in tried(hopper_problem()) if isinstance(config, HopperConfig)}
+    assert {20, 10, 7, 5, 4, 3, 2, 1} <= segments
+    assert max(segments) == 20
+
+
+def test_rings_that_fit_shared_memory() -> None:
+    def rings(dstate: int) -> set[tuple[int, int]]:
+        config = HopperConfig(segment=4)
+        inputs = inputs_of(1280, f"2x64x{dstate}x1")
+        return {(one.ring, one.score_ring) for axis in axes(config) for one in axis(config, inputs)}  # type: ignore[union-attr]
+
+    assert rings(128) == {(2, 2), (2, 3), (3, 2), (3, 3)}
+    assert (5, 2) in rings(64)
+
+
+def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
+    for config in tried(portable_problem(1024)):
+        assert isinstance(config, FusedConfig)
+        assert config.chunk & (config.chunk - 1) == 0
+        assert config.chunk >= 16
+        assert config.block_p == 16  # all of P
+        assert 1 <= config.min_chunks <= config.max_chunks
+        assert config.max_segments >= 1
+
+
+def test_a_chunk_of_another_length_leaves_segments_as_long() -> None:
+    committed = FusedConfig()
+    inputs = inputs_of(1024)
+    chunks = {
+        config.chunk: config.max_chunks * config.chunk
+        for axis in axes(committed)
+        for config in axis(committed, inputs)
+        if isinstance(config, FusedConfig) and config.chunk != committed.chunk
+    }
+    assert chunks == {32: 2048, 128: 2048}
+
+
+def test_a_difference_in_words() -> None:
+    committed = HopperConfig(segment=10, reason="the model")
+    assert difference(HopperConfig(segment=10), committed) == ""
+    assert difference(HopperConfig(segment=4, ring=2), committed) == "segment 4, ring 2"

@@ -1,0 +1,151 @@
+"""The search: it finds what is faster, says what is wrong, and keeps the committed choice in doubt."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tuning_fakes import COMMITTED_SEGMENT, Fake, hopper_problem, portable_problem
+
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.tuning.records import HopperSettings, Outcome, PortableSettings, Trial
+from ssdprof.tuning.search import Problem, search
+
+
+def found(problem: Problem, fake: Fake) -> Outcome:
+    return search(problem, fake, fake.run)
+
+
+def trials(outcome: Outcome, verdict: str) -> list[Trial]:
+    return [trial for trial in outcome.trials if trial.verdict == verdict]
+
+
+def by_segment(config: HopperConfig, _tokens: int) -> float:
+    """4 chunks are best, and rings of two."""
+    return 100 + abs(config.segment - 4) + 2 * config.ring + config.score_ring
+
+
+def test_it_goes_to_the_fastest_axis_by_axis() -> None:
+    outcome = found(hopper_problem(), Fake(by_segment))
+    assert outcome.find is not None
+    assert isinstance(outcome.find.settings, HopperSettings)
+    assert (outcome.find.settings.segment, outcome.find.settings.ring) == (4, 2)
+    assert outcome.find.device_ratio == pytest.approx(by_segment(HopperConfig(segment=10), 0) / 106, rel=0.01)
+    assert outcome.find.device_interval.low > 1.01
+    assert outcome.why == ""
+    committed = trials(outcome, "committed")
+    assert [trial.settings.segment for trial in committed] == [COMMITTED_SEGMENT]  # type: ignore[union-attr]
+    assert outcome.committed == committed[0].settings
+
+
+def test_a_find_has_the_settings_that_were_run() -> None:
+    """A configuration goes into the file and comes back as it was."""
+    outcome = found(hopper_problem(), Fake(by_segment))
+    assert outcome.find is not None
+    kept = outcome.find.for_kernels("NVIDIA Test").config
+    assert kept == HopperConfig(segment=4, ring=2, reason=outcome.find.reason)
+    assert kept.reason.startswith("tuned on this GPU, 20")
+
+
+def test_the_committed_choice_stays_unless_beaten_by_more_than_one_percent() -> None:
+    def cost(config: HopperConfig, _tokens: int) -> float:
+        return 99.2 if config.segment == 4 else 100.0
+
+    outcome = found(hopper_problem(), Fake(cost))
+    assert outcome.find is None
+    assert "not 1% faster beyond doubt" in outcome.why
+    assert {trial.settings.segment for trial in trials(outcome, "faster")} == {4}  # type: ignore[union-attr]
+
+
+def test_noise_is_no_find() -> None:
+    for seed in range(5):
+        draw = random.Random(seed)
+        fake = Fake(lambda _config, _tokens: 100.0, noise=iter(lambda: draw.gauss(1, 0.05), None))  # noqa: B023
+        assert found(hopper_problem(), fake).find is None
+
+
+def test_a_wrong_candidate_is_named_and_never_found() -> None:
+    def cost(config: HopperConfig, _tokens: int) -> float:
+        return 50.0 if config.ring == 2 else 100.0 + config.segment
+
+    outcome = found(hopper_problem(), Fake(cost, spoilt=lambda config, _tokens: config.ring == 2))
+    assert outcome.find is not None
+    assert outcome.find.settings.ring == 3  # type: ignore[union-attr]
+    wrong = trials(outcome, "wrong")
+    assert {trial.settings.ring for trial in wrong} == {2}  # type: ignore[union-attr]
+    assert all("budget" in trial.why and trial.device_us is None for trial in wrong)
+
+
+def test_what_is_wrong_only_at_length_is_not_kept() -> None:
+    """The short input has 1,024 positions of the 1,280."""
+    outcome = found(
+        hopper_problem(), Fake(by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2)
+    )
+    assert outcome.find is None
+    assert outcome.why.startswith("the fastest was wrong: out, head")
+    assert [trial.settings.ring for trial in trials(outcome, "wrong")] == [2]  # type: ignore[union-attr]
+
+
+def test_a_segment_is_checked_with_and_without_a_hand_over() -> None:
+    fake = Fake(by_segment)
+    found(hopper_problem(), fake)
+    short = {config.segment for config, tokens in fake.ran if tokens == 1024}  # type: ignore[union-attr]
+    assert short == {1, 2, 3, 4, 5, 16}
+
+
+def test_what_does_not_run_is_named() -> None:
+    outcome = found(hopper_problem(), Fake(by_segment, refused=lambda config: config.ring == 2))
+    assert {trial.why for trial in trials(outcome, "does not run")} == {"RuntimeError: out of resources: shared memory"}
+    assert outcome.find is not None
+
+
+def test_what_cannot_be_timed_is_named() -> None:
+    outcome = found(hopper_problem(), Fake(by_segment, uncapturable=lambda config: config.segment == 4))
+    assert {trial.why for trial in trials(outcome, "does not run")} == {"CaptureError: it synchronises"}
+    assert outcome.find is not None
+    assert outcome.find.settings.segment in (3, 5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("broken", ["refused", "uncapturable"])
+def test_without_the_committed_choice_there_is_nothing_to_beat(broken: str) -> None:
+    outcome = found(hopper_problem(), Fake(by_segment, **{broken: lambda _config: True}))
+    assert outcome.find is None
+    assert outcome.why.startswith("the committed configuration: ")
+
+
+def by_warps(better_at: tuple[int, ...]) -> Any:
+    def cost(config: FusedConfig, tokens: int) -> float:
+        """8 warps are 20 % faster at some lengths, and 5 % slower at others."""
+        return tokens * (1.0 if config.num_warps == 4 else 0.8 if tokens in better_at else 1.05)
+
+    return cost
+
+
+def test_a_find_of_the_portable_kernel_serves_every_length() -> None:
+    outcome = found(portable_problem(128, 192), Fake(by_warps((128, 192))))
+    assert outcome.find is not None
+    assert isinstance(outcome.find.settings, PortableSettings)
+    assert outcome.find.settings.num_warps == 8
+    assert outcome.find.device_ratio == pytest.approx(1.25, rel=0.01)
+    assert outcome.calls.nchunks is None
+
+
+def test_and_is_slower_at_none() -> None:
+    outcome = found(portable_problem(128, 192), Fake(by_warps((128,))))
+    assert outcome.find is None
+    assert outcome.why == "the fastest was slower at 192 tokens"
+
+
+def test_and_is_right_for_packed_sequences() -> None:
+    fake = Fake(by_warps((128, 192)))
+    run = fake.run
+
+    def wrong_if_packed(inputs: Any, config: Any) -> Any:
+        output = run(inputs, config)
+        return output._replace(out=-output.out) if inputs.cu_seqlens is not None else output
+
+    outcome = search(portable_problem(128, 192), fake, wrong_if_packed)
+    assert outcome.find is None
+    assert outcome.why.startswith("the fastest was wrong")
