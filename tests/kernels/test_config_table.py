@@ -117,3 +117,11 @@ def test_bmm_chunk_reads_half_as_many_fp32_numbers_at_a_time() -> None:
     for dtype, block_n in ((torch.bfloat16, 64), (torch.float32, 32)):
         config = BmmChunkConfig.choose(dstate=128, chunk_size=256, dtype=dtype)
         assert (config.block_q, config.block_s, config.block_n) == (64, 64, block_n)
+
+
+@pytest.mark.parametrize(("major", "gate", "stages"), [(9, True, 2), (9, False, 3), (10, True, 3), (8, True, 3)])
+def test_only_beside_a_gate_on_hopper_the_first_pass_has_two_chunks_in_flight(
+    major: int, gate: bool, stages: int
+) -> None:
+    inputs = Case(seqlen=1024, heads=1, headdim=64, dstate=128, dtype=torch.bfloat16, gate=gate).inputs()
+    assert FusedConfig.choose(inputs, (major, 0)).state_stages == stages

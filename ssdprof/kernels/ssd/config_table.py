@@ -95,6 +95,7 @@ class Tile:
     block_p: int
     p_rows: bool
     num_warps: int
+    state_stages: int = 3
 
 
 _DOUBLED = "tf32x3 holds every operand twice in registers: short chunks"
@@ -109,6 +110,13 @@ PORTABLE = (
         headdim=32,
         take=Tile(chunk=64, block_p=32, p_rows=False, num_warps=4),
         why=_TWO_PROGRAMS,
+    ),
+    Row(
+        majors=(9,),
+        gate=True,
+        dstate=128,
+        take=Tile(chunk=64, block_p=64, p_rows=True, num_warps=4, state_stages=2),
+        why=_TWO_PROGRAMS + "; two chunks in flight in the first pass, because beside a gate a third makes them spill",
     ),
     Row(
         majors=FROM_SHARED_MEMORY,

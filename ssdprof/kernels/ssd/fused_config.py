@@ -46,7 +46,8 @@ class FusedConfig:
         chunk's scores and output.
         """
         headdim, dstate, wide = inputs.x.shape[3], inputs.B.shape[3], inputs.x.dtype == torch.float32
-        row = first_fit(PORTABLE, Call(major=capability[0], wide=wide, headdim=headdim, dstate=dstate))
+        gate = inputs.z is not None
+        row = first_fit(PORTABLE, Call(major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate))
         config = cls(
             chunk=row.take.chunk,
             min_chunks=_MIN_SEGMENT // row.take.chunk,
@@ -54,6 +55,7 @@ class FusedConfig:
             block_p=max(16, min(triton.next_power_of_2(headdim), row.take.block_p)),
             p_rows=row.take.p_rows,
             num_warps=row.take.num_warps,
+            state_stages=row.take.state_stages,
             reason=row.why,
         )
         return config.fitted(inputs)
