@@ -9,17 +9,18 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from ssdprof import limits, pipeline, runs, stall_output
+from ssdprof import environment, limits, pipeline, runs, stall_output
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.progress import Watcher
 from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.schema import CaptureManifest, LayerCapture, Precision, RunReport, SSDDims
-from ssdprof.stall_records import Launched, StallReport, Subject
+from ssdprof.stall_records import Launched, Recorded, StallReport, Subject
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report
@@ -33,6 +34,7 @@ class StallRequest:
 
     out: the folder for what is found; None takes the run's, or makes one under runs/.
     overwrite: stalls that were found before.  tuned: a file of configurations that the kernels shall take.
+    command: as typed.
     """
 
     where: str | None = None
@@ -44,6 +46,7 @@ class StallRequest:
     out: Path | None = None
     overwrite: bool = False
     tuned: Path | None = None
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def profile_run(
         layers=str(layers[len(layers) // 2].index),
         prompt=replace(asked.prompt, seqlens=(max(prompt.seqlen for prompt in report.prompts),)),
     )
-    request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned)
+    request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned, command=report.command)
     with _made(folder / stall_output.FOLDER, overwrite=False) as out, ExitStack() as stack:
         if stored is not None:
             captured = _stored(stored, request)
@@ -100,23 +103,37 @@ def profile_run(
 
 def profile_layer(captured: Captured, request: StallRequest, folder: Path, watcher: Watcher) -> StallReport:
     """Launch, profile, read and write: `folder` gets an ncu report per implementation, and what they say."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as cache:
-        launched, files, missing = _collect(captured, request, folder, Path(cache), watcher)
-    subject = Subject(
-        layer=captured.layer.layer,
-        dims=_dims(captured.layer),
-        precision=request.precision,
-        launched=launched,
+        found = _collect(captured, request, folder, Path(cache), watcher)
+    report = analyse(
+        [open_report(file) for file in found.files],
+        Subject(
+            layer=captured.layer.layer,
+            dims=_dims(captured.layer),
+            precision=request.precision,
+            launched=found.launched,
+        ),
+        recorded=Recorded(
+            created=created, command=request.command, environment=environment.collect(), ncu=found.ncu_version
+        ),
+        missing=found.missing,
     )
-    report = analyse([] if missing else [open_report(file) for file in files], subject, missing=missing)
     stall_output.write(folder, report)
     return report
 
 
-def _collect(
-    captured: Captured, request: StallRequest, folder: Path, cache: Path, watcher: Watcher
-) -> tuple[tuple[Launched, ...], list[Path], str]:
-    """(what is launched, ncu's reports in that order, why there are none)."""
+@dataclass(frozen=True)
+class Collected:
+    """launched: by each implementation.  files: ncu's reports, in that order; none if something is `missing`."""
+
+    launched: tuple[Launched, ...]
+    files: tuple[Path, ...] = ()
+    ncu_version: str = ""
+    missing: str = ""
+
+
+def _collect(captured: Captured, request: StallRequest, folder: Path, cache: Path, watcher: Watcher) -> Collected:
     jobs = [
         collect.Job(
             folder=captured.folder,
@@ -129,9 +146,8 @@ def _collect(
         )
         for implementation in request.implementations
     ]
-    files = [folder / f"{job.implementation}.ncu-rep" for job in jobs]
+    files = tuple(folder / f"{job.implementation}.ncu-rep" for job in jobs)
     launched: list[Launched] = []
-    missing = ""
     with watcher.step("Profiling", 2 * len(jobs), unit="steps") as advance:
         for job in jobs:
             launched.append(collect.launch(job, timeout_s=request.timeout_s))
@@ -142,8 +158,8 @@ def _collect(
                 collect.profile(job, one, program, file, timeout_s=request.timeout_s)
                 advance(1)
         except MissingCapabilityError as error:
-            missing = " ".join(part for part in (error.message, error.hint) if part)
-    return tuple(launched), files, missing
+            return Collected(tuple(launched), missing=" ".join(part for part in (error.message, error.hint) if part))
+    return Collected(tuple(launched), files, program.version)
 
 
 def _require_gpu() -> None:

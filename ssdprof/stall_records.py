@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ssdprof.schema import Launch, LayerRef, Precision, Record, SSDDims
+from ssdprof.schema import Environment, Launch, LayerRef, Precision, Record, SSDDims
 
 STALLS_VERSION = 1
 
@@ -146,8 +146,21 @@ class Subject(Record):
     launched: tuple[Launched, ...]
 
 
+class Recorded(Record):
+    """When, where and how ssdprof profiled."""
+
+    created: str  # ISO 8601, UTC
+    command: tuple[str, ...]  # as typed, without tokens
+    environment: Environment
+    ncu: str  # version; "" if it could not work
+
+
 class StallReport(Record):
-    """Everything that was read out of one or more ncu reports.  Depends on nothing but their contents."""
+    """Everything that was read out of one or more ncu reports.
+
+    Of reports that exist already it depends on nothing but their contents; `subject` and `recorded` are known where
+    ssdprof profiled.
+    """
 
     stalls_version: int = STALLS_VERSION
     ssdprof_version: str
@@ -156,4 +169,5 @@ class StallReport(Record):
     kernels: tuple[KernelStalls, ...]
     checks: tuple[Check, ...] = ()
     subject: Subject | None = None
+    recorded: Recorded | None = None
     missing: str = ""  # why there are no stalls; then `subject` holds what Triton knows

@@ -71,6 +71,7 @@ def stalls(
             out=out,
             overwrite=force,
             tuned=options.use_tuned(no_tuned),
+            command=terminal.command_line(),
         )
         folder, report = stall_pipeline.profile(request, terminal.TerminalWatcher())
     if markdown is not None:

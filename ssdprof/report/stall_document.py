@@ -9,7 +9,7 @@ from ssdprof.report import stall_words as words
 from ssdprof.report.document import Depth, Document, Section
 from ssdprof.report.stall_groups import Design, designs
 from ssdprof.report.summary import Statement
-from ssdprof.report.tables import Figure, Note, Table, stalls
+from ssdprof.report.tables import Figure, Note, Table, stall_origin, stalls
 from ssdprof.stall_records import StallReport
 
 _WORTH_PCT = 1.0  # what is said of a stage in the summary
@@ -79,7 +79,8 @@ def _sections(report: StallReport, found: tuple[Design, ...], figures: Mapping[s
     yield _section("Hints", "main", stalls.hints(found))
     yield _section("Hottest lines", "main", *(stalls.hottest(design) for design in found))
     yield _section("What the reasons mean", "detail", *(stalls.reasons(design) for design in found))
-    yield _section("Self-checks", "detail", stalls.checks(report))
+    yield _section("Self-checks", "detail", stall_origin.checks(report))
+    yield _section("What was profiled", "detail", stall_origin.facts(report))
 
 
 def _failed(report: StallReport) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssdprof import __version__
-from ssdprof.stall_records import KernelStalls, StallReport, Subject
+from ssdprof.stall_records import KernelStalls, Recorded, StallReport, Subject
 from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints
@@ -25,11 +25,17 @@ BUNDLED = {
 }
 
 
-def analyse(reports: Sequence[RawReport], subject: Subject | None = None, *, missing: str = "") -> StallReport:
-    """Depends on the reports' contents and on `subject` alone: the same on every machine.
+def analyse(
+    reports: Sequence[RawReport],
+    subject: Subject | None = None,
+    *,
+    recorded: Recorded | None = None,
+    missing: str = "",
+) -> StallReport:
+    """Depends on what it is given alone: the same on every machine.
 
     subject: what was profiled; its `launched` belong to the reports, in their order.
-    missing: why there are no reports.
+    recorded: when and where.  missing: why there are no reports.
     """
     launched = subject.launched if subject and not missing else None
     names = [one.implementation for one in launched] if launched else [""] * len(reports)
@@ -44,6 +50,7 @@ def analyse(reports: Sequence[RawReport], subject: Subject | None = None, *, mis
         ),
         checks=checks.of_reports(reports, launched),
         subject=subject,
+        recorded=recorded,
         missing=missing,
     )
 

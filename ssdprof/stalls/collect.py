@@ -67,7 +67,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
         return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
 
 
-def profile(job: Job, launched: Launched, program: Path, report: Path, *, timeout_s: float = TIMEOUT_S) -> float:
+def profile(job: Job, launched: Launched, program: ncu.Program, report: Path, *, timeout_s: float = TIMEOUT_S) -> float:
     """Let ncu write `report` about the job's launches.  Returns the seconds it took.
 
     Raises MissingCapabilityError with what kept ncu from it.

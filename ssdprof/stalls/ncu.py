@@ -41,6 +41,14 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 @dataclass(frozen=True)
+class Program:
+    """An ncu that is new enough."""
+
+    path: Path
+    version: str
+
+
+@dataclass(frozen=True)
 class Complaint:
     """Words in ncu's output, and what they mean for the user."""
 
@@ -79,7 +87,7 @@ COMPLAINTS = (
 )
 
 
-def find() -> Path:
+def find() -> Program:
     """The newest ncu on this machine.  Raises MissingCapabilityError if there is none, or if it is too old."""
     found = find_ncu()
     if found is None:
@@ -91,8 +99,7 @@ def find() -> Path:
         answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise MissingCapabilityError(f"ncu does not run: {error}.", "Reinstall Nsight Compute.") from error
-    check_version(answer)
-    return Path(found)
+    return Program(Path(found), check_version(answer))
 
 
 def check_version(answer: str) -> str:
@@ -108,7 +115,9 @@ def check_version(answer: str) -> str:
     return version[0].split()[1]
 
 
-def command(ncu: Path, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]) -> tuple[str, ...]:
+def command(
+    ncu: Program, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]
+) -> tuple[str, ...]:
     """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into `report`.
 
     Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so that kernels which
@@ -116,7 +125,7 @@ def command(ncu: Path, report: Path, kernels: Sequence[str], launches: int, targ
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     return (
-        str(ncu),
+        str(ncu.path),
         *("--config-file", "off"),
         "-f",
         *("-o", str(report)),

@@ -14,6 +14,7 @@ from ssdprof import limits, stall_pipeline
 from ssdprof.cli import app
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.stall_records import StallReport
+from ssdprof.stalls import ncu
 from ssdprof.stalls.analyse import analyse
 
 CSV = '"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n"0","_k","2000"\n'
@@ -123,7 +124,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             implementation=job.implementation, variant="v", launch_count=1, launches=(kernel,), occupancy_pct=(31.0,)
         )
 
-    def profile(job: collect.Job, launched: Launched, _program: Path, file: Path, **_: object) -> float:
+    def profile(job: collect.Job, launched: Launched, _program: ncu.Program, file: Path, **_: object) -> float:
         assert launched.implementation == job.implementation
         file.write_text(job.implementation)
         return 1.0
@@ -134,7 +135,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(collect, "launch", launch)
     monkeypatch.setattr(collect, "profile", profile)
-    monkeypatch.setattr(stall_pipeline.ncu, "find", lambda: Path("ncu"))
+    monkeypatch.setattr(stall_pipeline.ncu, "find", lambda: ncu.Program(Path("ncu"), "2025.3.1.0"))
     monkeypatch.setattr(stall_pipeline, "open_report", open_report)
     return jobs
 
@@ -154,6 +155,13 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
         file.name for file in (out / "stalls").iterdir()
     }
     assert (out / "stalls" / "stalls.json").read_text() == result.stdout
+    assert report.recorded is not None
+    assert report.recorded.ncu == "2025.3.1.0"
+    assert report.recorded.command[0] == "ssdprof"
+    text = (out / "stalls" / "stalls.md").read_text()
+    assert "ncu 2025.3.1.0" in text
+    assert "layers.5 (layer 5)" in text
+    assert report.recorded.created in text
 
 
 def test_one_layer_and_implementation_can_be_chosen(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from ssdprof import stall_output
 from ssdprof.report import markdown, stall_document, terminal
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import designs
+from ssdprof.report.tables import stall_origin
 from ssdprof.report.tables import stalls as tables
 from ssdprof.stall_records import StallReport
 from ssdprof.stalls import plots
-from ssdprof.stalls.analyse import analyse
+from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.hints import _ADVICE
 from ssdprof.stalls.raw import Point, RawKernel
 from ssdprof.stalls.stages import IDLE, ORDER
@@ -136,9 +137,27 @@ def test_failed_checks_are_caveats_and_the_document_fails() -> None:
 
 def test_a_failed_check_stands_out_in_the_table() -> None:
     metrics = synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}
-    table = tables.checks(analyse([synthetic.report(synthetic.kernel(metrics=metrics))]))
+    table = stall_origin.checks(analyse([synthetic.report(synthetic.kernel(metrics=metrics))]))
     assert table is not None
     assert [row[1] for row in table.rows if row[2] == "NO"] == ["reasons add up to the samples"]
+
+
+def test_what_holds_of_a_kernel_is_one_row_that_names_it_all() -> None:
+    table = stall_origin.checks(analyse([synthetic.report(synthetic.kernel())]))
+    assert table is not None
+    (row,) = [row for row in table.rows if row[0] == "_kernel"]
+    assert {check.name for check in stalls_of(synthetic.kernel()).checks} == set(row[1].split("; "))
+    assert row[2] == "ok"
+    assert row[3].startswith("200 samples, 12.0% of them on lines without a stage")
+    bare = stall_origin.checks(analyse([synthetic.report(synthetic.kernel(metrics={}, totals={}, points=()))]))
+    assert bare is not None
+    assert [row[2:] for row in bare.rows if row[0] == "_kernel"] == [("not checked", "not collected")]
+
+
+def test_a_report_from_elsewhere_names_its_files_and_no_machine(both: StallReport) -> None:
+    rows = dict(stall_origin.facts(both).rows)
+    assert set(rows) == {"versions", "reports"}
+    assert rows["reports"].startswith("u.ncu-rep (sha256 000000000000...), f.ncu-rep (")
 
 
 def test_a_missing_profile_shows_what_triton_knows() -> None:

@@ -16,7 +16,11 @@ from ssdprof.stalls import collect, ncu
 
 def test_the_command_line_is_exactly_this() -> None:
     command = ncu.command(
-        Path("/n/ncu"), Path("out/r.ncu-rep"), ["_a_kernel", "_b.kernel", "_a_kernel"], 3, ["py", "t"]
+        ncu.Program(Path("/n/ncu"), "2025.3.1"),
+        Path("out/r.ncu-rep"),
+        ["_a_kernel", "_b.kernel", "_a_kernel"],
+        3,
+        ["py", "t"],
     )
     assert command == (
         "/n/ncu", "--config-file", "off", "-f", "-o", "out/r.ncu-rep",
@@ -111,6 +115,8 @@ def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ncu, "find_ncu", lambda: str(program))
     with pytest.raises(MissingCapabilityError, match="too old"):
         ncu.find()
+    program.write_text("#!/bin/sh\necho 'Version 2025.3.1.0 (build 1)'\n")
+    assert ncu.find() == ncu.Program(program, "2025.3.1.0")
     program.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(MissingCapabilityError, match="does not run"):
         ncu.find()
@@ -145,7 +151,7 @@ def test_a_profile_without_a_report_is_an_error(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setattr(ncu, "run", lambda *_args, **_kwargs: "==WARNING== No kernels were profiled.")
     with pytest.raises(MissingCapabilityError, match="profiled no kernel"):
-        collect.profile(job(tmp_path), launched, Path("ncu"), tmp_path / "r.ncu-rep")
+        collect.profile(job(tmp_path), launched, ncu.Program(Path("ncu"), "1"), tmp_path / "r.ncu-rep")
 
 
 def job(folder: Path) -> collect.Job:

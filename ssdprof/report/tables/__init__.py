@@ -1,6 +1,6 @@
-"""Records -> tables.  `speed`, `accuracy`, `run` and `stalls` say what is in them, not how it is drawn."""
+"""Records -> tables.  `speed`, `accuracy`, `run`, `stalls` and `stall_origin` say what is in them, not how."""
 
-from ssdprof.report.tables import accuracy, run, speed, stalls
+from ssdprof.report.tables import accuracy, run, speed, stall_origin, stalls
 from ssdprof.report.tables.table import Figure, Note, Table
 
-__all__ = ["Figure", "Note", "Table", "accuracy", "run", "speed", "stalls"]
+__all__ = ["Figure", "Note", "Table", "accuracy", "run", "speed", "stall_origin", "stalls"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import CaseResult, Clocks, Launch, Precision, Prompt, RunReport, SSDDims
+from ssdprof.schema import CaseResult, Clocks, Environment, Launch, Precision, Prompt, RunReport, SSDDims
 
 _MOST_ROWS = 40  # a run that fails everywhere fails alike
 _LONGEST_REASON = 300  # characters
@@ -71,6 +71,26 @@ def shape(dims: SSDDims) -> str:
     )
 
 
+def gpu(environment: Environment) -> Iterator[tuple[str, str]]:
+    """What it is and what drives it."""
+    found = environment.gpu
+    if found is None:
+        yield "GPU", "none"
+        return
+    yield (
+        "GPU",
+        f"{found.name}, {found.sm_count} SMs, compute capability {found.compute_capability}, "
+        f"{fmt.size(found.memory_bytes)}, L2 {fmt.size(found.l2_bytes)}",
+    )
+    yield "driver", f"{found.driver}, CUDA {found.cuda}"
+
+
+def versions(environment: Environment, **others: str) -> tuple[str, str]:
+    """Of Python and packages.  others: first."""
+    packages = {**others, "Python": environment.python, **environment.packages}
+    return "versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+
+
 def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     ref, environment = report.checkpoint, report.environment
     yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]})"
@@ -88,16 +108,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "segments", f"{report.segment_length:,} tokens per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
     yield "baseline", report.baseline
-    if environment.gpu:
-        gpu = environment.gpu
-        yield (
-            "GPU",
-            f"{gpu.name}, {gpu.sm_count} SMs, compute capability {gpu.compute_capability}, "
-            f"{fmt.size(gpu.memory_bytes)}, L2 {fmt.size(gpu.l2_bytes)}",
-        )
-        yield "driver", f"{gpu.driver}, CUDA {gpu.cuda}"
-    else:
-        yield "GPU", "none"
+    yield from gpu(environment)
     if report.clocks:
         yield "clocks", clocks(report.clocks)
     if report.ceilings:
@@ -109,8 +120,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.model_peak_bytes is not None:
         yield "peak memory", f"{fmt.size(report.model_peak_bytes)} of GPU memory, model and replay"
     yield "CPU", f"{environment.cpu}, {environment.platform}"
-    packages = {"ssdprof": report.ssdprof_version, "Python": environment.python, **environment.packages}
-    yield "versions", ", ".join(f"{name} {version}" for name, version in packages.items())
+    yield versions(environment, ssdprof=report.ssdprof_version)
     yield "started", report.created
     yield "command", " ".join(report.command)
 

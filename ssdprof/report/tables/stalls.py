@@ -1,4 +1,4 @@
-"""Where warps wait: kernels, stages and reasons, lines, checks."""
+"""Where warps wait: kernels, stages and reasons, lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import Design, Share
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import Launch
-from ssdprof.stall_records import Check, KernelStalls, Line, StallReport
+from ssdprof.stall_records import KernelStalls, Line, StallReport
 
 _HOTTEST = 10
 _MOST_REASONS = 7
@@ -154,27 +154,6 @@ def hints(found: Sequence[Design]) -> Table | None:
     )
 
 
-def checks(report: StallReport) -> Table | None:
-    """The self-checks, those of kernels after those of files."""
-    rows = [("report", *_check(check)) for check in report.checks]
-    rows += [(kernel.kernel, *_check(check)) for kernel in report.kernels for check in kernel.checks]
-    rows += [
-        (kernel.kernel, "stage of a sample's own line", "ok", _neighbours(kernel))
-        for kernel in report.kernels
-        if kernel.lines
-    ]
-    if not rows:
-        return None
-    return Table(
-        title="Self-checks",
-        headers=("of", "what must hold", "", "detail"),
-        rows=tuple(rows),
-        align=("left", "left", "left", "left"),
-        keys=2,
-        wraps=3,
-    )
-
-
 def launched(report: StallReport) -> Table | None:
     """What Triton knows by itself, where there are no stalls."""
     rows = [
@@ -252,18 +231,6 @@ def _grid(grid: tuple[int, int, int]) -> tuple[int, ...]:
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()
     return tuple(sizes)
-
-
-def _check(check: Check) -> tuple[str, str, str]:
-    return check.name, {"failed": "NO"}.get(check.status, check.status), check.detail
-
-
-def _neighbours(kernel: KernelStalls) -> str:
-    total = sum(kernel.samples.values())
-    return (
-        f"{fmt.percent(100 * kernel.from_neighbours / total, 1)} are on lines of libraries, helpers or the compiler: "
-        "attributed by neighbourhood"
-    )
 
 
 def _known(launch: Launch) -> tuple[str, str, str]:

@@ -1,0 +1,89 @@
+"""Where a report about stalls comes from, and whether it can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ssdprof.report import format as fmt
+from ssdprof.report.tables import run
+from ssdprof.report.tables.table import Table
+from ssdprof.stall_records import Check, KernelStalls, StallReport
+
+_MARKS = {"failed": "NO"}
+
+
+def facts(report: StallReport) -> Table:
+    """What was profiled, on which machine, by which command; of a report from elsewhere, its files."""
+    return Table(
+        title="What was profiled",
+        headers=("", "ssdprof stalls"),
+        rows=tuple((name, value) for name, value in _facts(report) if value),
+        align=("left", "left"),
+        wraps=1,
+    )
+
+
+def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
+    subject, recorded = report.subject, report.recorded
+    if subject is not None:
+        yield "layer", f"{subject.layer.name} (layer {subject.layer.index})"
+        yield (
+            "dimensions",
+            f"{fmt.plural(subject.dims.batch, 'sequence')} of {subject.dims.seqlen:,} tokens, "
+            + run.shape(subject.dims),
+        )
+        yield "precision", str(subject.precision)
+        yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in subject.launched)
+    if recorded is None:
+        yield "GPU", report.gpu
+        yield "versions", f"ssdprof {report.ssdprof_version}, which read it"
+    else:
+        yield from run.gpu(recorded.environment)
+        yield "CPU", f"{recorded.environment.cpu}, {recorded.environment.platform}"
+        yield run.versions(recorded.environment, ssdprof=report.ssdprof_version, ncu=recorded.ncu)
+        yield "started", recorded.created
+        yield "command", " ".join(recorded.command)
+    yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())
+
+
+def checks(report: StallReport) -> Table | None:
+    """The self-checks, those of kernels after those of files.  What holds of a kernel is one row."""
+    rows = [("report", check.name, *_mark(check)) for check in report.checks]
+    for kernel in report.kernels:
+        rows += _of_kernel(kernel)
+    if not rows:
+        return None
+    return Table(
+        title="Self-checks",
+        headers=("of", "what must hold", "", "detail"),
+        rows=tuple(rows),
+        align=("left", "left", "left", "left"),
+        keys=1,
+        wraps=1,
+    )
+
+
+def _of_kernel(kernel: KernelStalls) -> Iterator[tuple[str, str, str, str]]:
+    for status in ("failed", "ok", "not checked"):
+        found = [check for check in kernel.checks if check.status == status]
+        if status == "failed":
+            yield from ((kernel.kernel, check.name, *_mark(check)) for check in found)
+        elif found:
+            yield kernel.kernel, "; ".join(check.name for check in found), status, _detail(kernel, status)
+
+
+def _mark(check: Check) -> tuple[str, str]:
+    return _MARKS.get(check.status, check.status), check.detail
+
+
+def _detail(kernel: KernelStalls, status: str) -> str:
+    """How many samples it is about, and how many of them were not on a line of their own stage."""
+    if status != "ok":
+        return "not collected"
+    total = sum(kernel.samples.values())
+    if not kernel.lines or not total:
+        return ""
+    return (
+        f"{total:,} samples, {fmt.percent(100 * kernel.from_neighbours / total, 1)} of them on lines without a stage "
+        "(libraries, helpers, the kernel's head), attributed by neighbourhood"
+    )
