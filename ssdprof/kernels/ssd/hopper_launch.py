@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -119,8 +119,12 @@ def _descriptor(
     shape: tuple[int, ...], stride: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
 ) -> TensorDescriptor:
     """Over no tensor yet: `_over` has it."""
-    nothing = torch.empty(0, dtype=dtype, device="meta")
-    return TensorDescriptor(nothing, list(shape), list(stride), list(block), _shared_layout(block, dtype))
+    return TensorDescriptor(_nothing(dtype), list(shape), list(stride), list(block), _shared_layout(block, dtype))
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="meta")
 
 
 @lru_cache(maxsize=64)
@@ -137,5 +141,6 @@ def _over(descriptor: TensorDescriptor, tensor: torch.Tensor) -> TensorDescripto
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a new tensor."""
-    return torch.empty(shape, device="meta").stride()
+    """Strides of a new tensor; no size is 0."""
+    _, seqlen, nheads, headdim = shape
+    return seqlen * nheads * headdim, nheads * headdim, headdim, 1
