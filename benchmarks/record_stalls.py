@@ -2,15 +2,17 @@
 
     python benchmarks/record_stalls.py FOLDER
 
-Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep, and launched.json with what each launches.  The layer is
+Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep; no_source.ncu-rep, which is fused_hopper without source
+counters and stall reasons; two pages of them as ncu prints CSV; and launched.json, what each launches.  The layer is
 drawn at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128, one group, 16384 tokens of bf16.
-With a gate z, the fused implementation takes its portable kernel.
+With a gate z, the fused implementation takes its portable kernel.  Reports hold the paths of the sources.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -22,8 +24,10 @@ from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import CheckpointRef, LayerRef, Precision
+from ssdprof.stall_records import Launched
 from ssdprof.stalls import collect, ncu
 
+NO_SOURCE = ("LaunchStats", "Occupancy", "SpeedOfLight")
 SEQLEN, HEADS, HEADDIM, DSTATE = 16384, 48, 64, 128
 PRECISION = Precision(intermediates="exact", state_dtype="fp32")
 
@@ -47,11 +51,25 @@ def draw() -> SSDInputs:
     )
 
 
+def profile(
+    job: collect.Job, launched: Launched, program: ncu.Program, report: Path, sections: tuple[str, ...] = ncu.SECTIONS
+) -> None:
+    seconds = collect.profile(job, launched, program, report, sections=sections)
+    print(f"{report.name}: {report.stat().st_size:,} bytes, {seconds:.1f} s, {launched.variant}")
+
+
+def page(program: ncu.Program, report: Path, *words: str) -> None:
+    """FOLDER/<report>_<page>.csv."""
+    command = [str(program.path), "--import", str(report), "--csv", *words]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    report.with_name(f"{report.stem}_{words[1]}.csv").write_text(text, encoding="utf-8")
+
+
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     program = ncu.find()
     plain = draw()
-    gated = replace(plain, z=torch.randn(plain.x.shape).bfloat16())
+    gated = replace(plain, z=torch.randn(plain.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
     layers = [LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in range(2)]
     checkpoint = CheckpointRef(
         requested="random", source="local", repo_id="random", revision=None, model_type="none",
@@ -78,9 +96,11 @@ def main(out: Path) -> None:
                 precision=PRECISION,
             )
             launched[name] = collect.launch(job)
-            report = out / f"{name}.ncu-rep"
-            seconds = collect.profile(job, launched[name], program, report)
-            print(f"{report.name}: {report.stat().st_size:,} bytes, {seconds:.1f} s, {launched[name].variant}")
+            profile(job, launched[name], program, out / f"{name}.ncu-rep")
+            if name == "fused_hopper":
+                profile(job, launched[name], program, out / "no_source.ncu-rep", NO_SOURCE)
+    page(program, out / "unfused.ncu-rep", "--page", "raw", "--print-units", "base")
+    page(program, out / "fused_portable.ncu-rep", "--page", "source", "--print-source", "cuda,sass")
     text = json.dumps({name: found.model_dump(mode="json") for name, found in launched.items()}, indent=1)
     (out / "launched.json").write_text(text + "\n", encoding="utf-8")
 

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +68,15 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
         return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
 
 
-def profile(job: Job, launched: Launched, program: ncu.Program, report: Path, *, timeout_s: float = TIMEOUT_S) -> float:
+def profile(
+    job: Job,
+    launched: Launched,
+    program: ncu.Program,
+    report: Path,
+    *,
+    sections: Sequence[str] = ncu.SECTIONS,
+    timeout_s: float = TIMEOUT_S,
+) -> float:
     """Let ncu write `report` about the job's launches.  Returns the seconds it took.
 
     Raises MissingCapabilityError with what kept ncu from it.
@@ -80,6 +89,7 @@ def profile(job: Job, launched: Launched, program: ncu.Program, report: Path, *,
             [launch.kernel for launch in launched.launches],
             launched.launch_count,
             target(job, Path(folder) / "launched.json"),
+            sections,
         )
         output = ncu.run(command, timeout_s=timeout_s, environ=_environment(job))
     if not report.is_file():

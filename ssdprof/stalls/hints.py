@@ -24,8 +24,14 @@ _PRODUCT = (
 )
 _DRAM_FULL = "DRAM is full: fewer bytes (smaller types, one pass less, more reuse) is all that helps."
 _L2_FULL = "L2 is full: share loads between heads, or read less often."
-_L2_LATENCY = "Bound by the latency of L2, not by a bandwidth: more stages in flight, or fewer re-reads."
-_LATENCY = "Bound by the latency of loads, not by a bandwidth: more stages in flight, or more warps per SM."
+_L2_LATENCY = (
+    "Bound by the latency of L2, not by a bandwidth: fewer re-reads, or more stages in flight if shared memory then "
+    "still holds as many programs."
+)
+_LATENCY = (
+    "Bound by the latency of loads, not by a bandwidth: more warps per SM, or more stages in flight if shared memory "
+    "then still holds as many programs."
+)
 _ABOUT_MEMORY = frozenset({_DRAM_FULL, _L2_FULL, _L2_LATENCY, _LATENCY})
 
 # reason -> what helps.  Those that depend on more than the reason have a function below.

@@ -134,7 +134,7 @@ def command(
         *("--nvtx-include", f"{RANGE}/"),  # the slash: a range that is pushed and popped
         *("-k", f"regex:^({names})$"),
         *("-c", str(launches)),
-        *(word for section in SECTIONS for word in ("--section", section)),
+        *(word for section in sections for word in ("--section", section)),
         *("--import-source", "yes"),
         *("--clock-control", "none"),
         *("--cache-control", "all"),
