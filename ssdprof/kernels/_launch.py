@@ -24,7 +24,8 @@ class Launcher:
     options: the compile-time arguments, in the kernel's order, and launch options such as num_warps
 
     From one launch to the next nothing may change that Triton specialises on: the current device, and which tensors are
-    None, of which dtype, and at an address that is a multiple of 16.  See `place`.
+    None, of which dtype, and at an address that is a multiple of 16.  See `place`.  Settings of Triton that change what
+    it compiles, such as its debug mode, are those of the first launch.
     """
 
     def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:

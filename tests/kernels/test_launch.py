@@ -8,17 +8,21 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ssd_cases import EXACT, RELAXED, Case
+from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels import SSDInputs, UnsupportedError, _launch, ssd_fused
 from ssdprof.kernels._launch import Launcher, launch
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper_launch import HopperLaunch
 
 CASE = Case(seqlen=20, gate=True, initial_states=True)
 
@@ -190,6 +194,24 @@ def test_tensors_of_a_call_are_not_kept_alive() -> None:
     del inputs, output
     gc.collect()
     assert [ref() for ref in alive] == [None] * 5
+
+
+@pytest.mark.parametrize("case", [Case(batch=2, seqlen=70), Case(lengths=(70, 0, 9))], ids=["batch", "packed"])
+def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
+    arguments: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
+    call = HopperLaunch(inputs, EXACT, HopperConfig(segment=1))
+    for _ in range(2):
+        output = call(inputs)
+        x, B, C, out = arguments.pop()[:4]
+        rows = inputs.x.shape[0] * inputs.x.shape[1]
+        for described, tensor in ((x, inputs.x), (out, output.out)):
+            assert described.base is tensor
+            assert (described.shape, described.strides) == ([rows, 4, 80], list(tensor.stride()[1:]))
+        for described, tensor in ((B, inputs.B), (C, inputs.C)):
+            assert described.base is tensor
+            assert (described.shape, described.strides) == ([rows, 2 * 64], [tensor.stride(1), 1])
 
 
 @pytest.mark.parametrize(
