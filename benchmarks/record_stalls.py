@@ -82,7 +82,7 @@ def main(out: Path) -> None:
             for layer, inputs in zip(layers, (plain, gated), strict=True):
                 strides = {name: t.stride() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
                 writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
-        for name, layer, implementation in (
+        for name, index, implementation in (
             ("fused_hopper", 0, "fused"),
             ("fused_portable", 1, "fused"),
             ("unfused", 0, "unfused"),
@@ -90,7 +90,7 @@ def main(out: Path) -> None:
             job = collect.Job(
                 folder=captures,
                 cache=Path(folder) / "cache",
-                layer=layer,
+                layer=index,
                 seqlen=SEQLEN,
                 implementation=implementation,
                 precision=PRECISION,

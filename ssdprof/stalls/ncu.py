@@ -116,7 +116,12 @@ def check_version(answer: str) -> str:
 
 
 def command(
-    ncu: Program, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]
+    ncu: Program,
+    report: Path,
+    kernels: Sequence[str],
+    launches: int,
+    target: Sequence[str],
+    sections: Sequence[str] = SECTIONS,
 ) -> tuple[str, ...]:
     """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into `report`.
 
