@@ -131,6 +131,7 @@ class LayerReplay:
                 variant=tried.variant,
                 status=tried.status,
                 reason=tried.reason,
+                plan=tried.plan.reason if tried.plan else "",
                 memory=tried.memory,
                 launches=tried.launches,
             )

@@ -238,6 +238,7 @@ class CaseResult(Record):
     precision: Precision
     status: Status
     reason: str = ""
+    plan: str = ""  # why this kernel and this configuration
     accuracy: tuple[TensorAccuracy, ...] = ()
     timing: Timing | None = None
     speedup: Speedup | None = None

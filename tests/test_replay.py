@@ -91,6 +91,7 @@ def test_the_bundled_baseline_passes_at_all_six_precisions(inputs: SSDInputs) ->
         assert result.layer == LAYER
         assert result.dims.nheads == 2
         assert result.variant != ""
+        assert result.plan != ""
         assert result.launches != ()
         assert [accuracy.tensor for accuracy in result.accuracy] == ["out", "final_states"]
         against = None if result.precision.intermediates == "exact" else f"unfused exact, {_state(result)} states"

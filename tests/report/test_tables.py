@@ -62,6 +62,20 @@ def test_facts_leave_out_what_there_is_not():
     assert not {"driver", "clocks", "ceilings", "siblings", "revision", "quantisation", "peak memory"} & facts.keys()
 
 
+def test_cases_that_took_a_tuned_configuration_are_counted():
+    """Four layers at four precisions, unfused and fused; a case's plan says more than that it is tuned."""
+
+    def tuned(case):
+        plan = "one launch; tuned on this GPU, 2026-11-20" if case.implementation == "fused" else "one launch each"
+        return case.model_copy(update={"plan": plan})
+
+    rows = dict(run.facts(make_report(change=tuned)).rows)
+    report = make_report()
+    fused = sum(case.implementation == "fused" for case in report.cases)
+    assert rows["tuned"] == f"fused: tuned on this GPU, 2026-11-20 ({fused} of {len(report.cases)} cases)"
+    assert "tuned" not in dict(run.facts(report).rows)
+
+
 def test_throttling_is_a_fact():
     facts = rows(run.facts(make_report(clocks=make_clocks(throttle_reasons=("SwPowerCap", "HwThermal")))))
     assert "throttled: SwPowerCap, HwThermal" in facts["clocks"][0]

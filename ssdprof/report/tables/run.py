@@ -108,6 +108,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "segments", f"{report.segment_length:,} tokens per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
     yield "baseline", report.baseline
+    yield "tuned", _tuned(report)
     yield from gpu(environment)
     if report.clocks:
         yield "clocks", clocks(report.clocks)
@@ -160,6 +161,16 @@ def _prompt(prompt: Prompt) -> str:
     size = f"{prompt.seqlen:,} tokens" if prompt.batch == 1 else f"{prompt.batch} x {prompt.seqlen:,} tokens"
     kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
+
+
+def _tuned(report: RunReport) -> str:
+    """Which cases did not take the committed configuration."""
+    found: dict[str, list[CaseResult]] = {}
+    for case in report.cases:
+        for part in case.plan.split("; "):
+            if part.startswith("tuned "):
+                found.setdefault(f"{case.implementation}: {part}", []).append(case)
+    return "; ".join(f"{what} ({len(cases)} of {len(report.cases)} cases)" for what, cases in found.items())
 
 
 def _all_precisions(report: RunReport) -> list[Precision]:
