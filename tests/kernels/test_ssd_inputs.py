@@ -31,6 +31,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         (dict(chunk_size=48), "chunk_size must be a power of two"),
         (dict(chunk_size=8), "of at least 16, not 8"),
         (dict(dt_limit=(1.0, 0.0)), "dt_limit must be"),
+        (dict(dt_limit=(-0.1, 0.1), dt_softplus=False), "dt_limit must not let a negative dt pass"),
         (dict(cu_seqlens=torch.tensor([0, 9])), "cu_seqlens needs a batch of 1"),
         (dict(A=zeros(4, device="meta")), "A is on meta, x on cpu"),
     ],

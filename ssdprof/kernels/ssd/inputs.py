@@ -79,6 +79,8 @@ class SSDInputs:
             raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
         if not self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"dt_limit must be (low, high), not {self.dt_limit}")
+        if self.dt_limit[0] < 0 and not self.dt_softplus:
+            raise ValueError(f"dt_limit must not let a negative dt pass, as {self.dt_limit} does without softplus")
         self._check("dt", (b, l, h))
         self._check("A", (h,))
         self._check("B", (b, l, g, n), self.x.dtype)
