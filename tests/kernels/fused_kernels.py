@@ -1,0 +1,48 @@
+"""The fused kernels as tests on a GPU call them: cut as is chosen for the call, and as finely as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ssd_cases import EXACT
+
+from ssdprof.kernels._gpu import capability, sm_count
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+Kernel = Callable[..., SSDOutput]  # of inputs and, if not EXACT, a precision
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
+
+
+def portable(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    return ssd_fused_portable(inputs, precision, config=FusedConfig.choose(inputs, capability(inputs.x)))
+
+
+def portable_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    """One chunk a segment: as many programs that wait for another as there can be."""
+    return ssd_fused_portable(
+        inputs, precision, config=FusedConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
+    )
+
+
+def hopper(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    assert unsupported(inputs) == ""
+    config = HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=True)
+    return ssd_fused_hopper(inputs, precision, config=config)
+
+
+def hopper_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    assert unsupported(inputs) == ""
+    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=1))
+
+
+CHOSEN = [pytest.param(portable, id="portable"), pytest.param(hopper, id="hopper", marks=ON_HOPPER)]
+FINE = [pytest.param(portable_fine, id="portable, fine"), pytest.param(hopper_fine, id="hopper, fine", marks=ON_HOPPER)]
+EVERY_KERNEL = CHOSEN + FINE

@@ -1,0 +1,120 @@
+"""Exact is exact: no head of the fused kernels is further from fp64 than the unfused pipeline's.  Relaxed matches it as
+the published kernel does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_kernels import CHOSEN, ON_HOPPER, Kernel, hopper, portable
+from ssd_cases import EXACT
+from typer.testing import CliRunner
+
+from ssdprof.bench.grid import Cell, Tokens
+from ssdprof.bench.inputs import draw
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.capture import store
+from ssdprof.cli import app
+from ssdprof.kernels import ssd_unfused
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.reference import ssd_chunked
+
+pytestmark = pytest.mark.gpu
+
+SEQUENCES, SEQLEN = 32, 1024
+CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 128}  # of the models' configurations
+CHANCE = 5  # standard errors: none of a few hundred heads is so far off by chance
+SHORT_CHUNKS = "64 positions, and x times weight rounded: up to 1.08 times (docs/measuring.md)"
+NO_LARGER = 1.005  # in the three digits of a report
+
+
+def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tensor]:
+    """Of each sequence and head, (b, h); a head's mean over elements."""
+    return {
+        "out": (output.out.double() - exact.out).square().mean((1, 3)),
+        "final_states": (output.final_states.double() - exact.final_states).square().mean((2, 3)),
+    }
+
+
+def assert_no_head_is_less_exact(kernel: Kernel, inputs: SSDInputs) -> None:
+    """Two evaluations round differently, so that their errors differ by chance: by how much, the sequences tell."""
+    exact = ssd_chunked(inputs)
+    fused, unfused = squared_errors(kernel(inputs), exact), squared_errors(ssd_unfused(inputs), exact)
+    for name, theirs in unfused.items():
+        excess = fused[name] - theirs
+        chance = excess.std(0) / math.sqrt(len(excess))
+        ratio = (fused[name].mean(0) / theirs.mean(0)).sqrt()
+        worse = (excess.mean(0) > CHANCE * chance) & (ratio > NO_LARGER)
+        assert not worse.any(), (
+            f"{name}: heads {worse.nonzero().flatten().tolist()}, up to {ratio[worse].max():.4f} times"
+        )
+
+
+@pytest.mark.parametrize("model", CHUNK_SIZES)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(hopper, id="hopper", marks=ON_HOPPER),
+        pytest.param(portable, id="portable", marks=pytest.mark.xfail(reason=SHORT_CHUNKS)),
+    ],
+)
+def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str) -> None:
+    (shape,) = parse_shapes(model)
+    cell = Cell(shape=shape, dtype="bf16", layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN))
+    assert_no_head_is_less_exact(kernel, draw(cell, torch.device("cuda"), chunk_size=CHUNK_SIZES[model]))
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> list[SSDInputs]:
+    """The demo model's layers, cut into sequences."""
+    folder = tmp_path_factory.mktemp("captures") / "demo"
+    result = CliRunner().invoke(app, ["capture", "demo", "--seq", str(SEQUENCES * SEQLEN), "--out", str(folder)])
+    assert result.exit_code == 0, result.stderr
+    manifest, read = store.load(folder)
+    layers = [read(layer, "cuda").inputs for layer in manifest.layers]
+    return [in_sequences(inputs) for inputs in layers if isinstance(inputs, SSDInputs)]
+
+
+def in_sequences(inputs: SSDInputs) -> SSDInputs:
+    tokens = {name: getattr(inputs, name) for name in ("x", "dt", "B", "C", "z")}
+    return replace(
+        inputs,
+        **{name: t.unflatten(1, (SEQUENCES, SEQLEN))[0] for name, t in tokens.items() if t is not None},
+    )
+
+
+@pytest.mark.parametrize("kernel", CHOSEN)
+def test_no_captured_head_is_less_exact_than_unfused(kernel: Kernel, captured: list[SSDInputs]) -> None:
+    assert len(captured) == 4
+    for inputs in captured:
+        assert_no_head_is_less_exact(kernel, inputs)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", CHOSEN)
+def test_relaxed_matches_as_the_published_kernel_does(kernel: Kernel, state_dtype: torch.dtype) -> None:
+    """The table of its authors, on inputs drawn as their benchmark draws them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(mean: float, spread: float, *shape: int) -> torch.Tensor:
+        return mean + spread * torch.randn(*shape, device="cuda", generator=generator)
+
+    length, heads = 2763, 80
+    inputs = SSDInputs(
+        x=normal(5, 2, 1, length, heads, 64).half(),
+        dt=normal(0.5, 0.2, 1, length, heads).half(),
+        A=normal(-10, 3, heads).clamp(max=-4),  # the output of slower heads is more than fp16 holds
+        B=normal(7, 3, 1, length, 1, 128).half(),
+        C=normal(20, 5, 1, length, 1, 128).half(),
+        D=normal(1.2, 0.5, heads),
+        dt_bias=normal(-5, 0.5, heads).half(),
+        dt_softplus=True,
+    )
+    base = ssd_unfused(inputs, replace(EXACT, state_dtype=state_dtype)).out.double()
+    ours = kernel(inputs, Precision(intermediates="relaxed", state_dtype=state_dtype)).out.double()
+    matches = {t: ((ours - base).abs() <= t + t * base.abs()).double().mean().item() for t in (1e-3, 1e-2)}
+    assert matches[1e-3] >= 0.997, matches
+    assert matches[1e-2] == 1, matches

@@ -1,0 +1,94 @@
+"""Offsets past 2^31 elements, of inputs that are columns of a wide matrix and of outputs: the same bits as near 0."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_kernels import CHOSEN, Kernel
+from ssd_cases import EXACT, Case, cu_seqlens
+from test_fused import assert_bitwise, fused
+
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.accuracy import assert_passes
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+SMALL = dict(heads=2, headdim=64, dstate=64, dtype=BF16, device="cuda")
+TOKENS = ("x", "B", "C", "dt")
+
+
+@pytest.fixture(autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """Tens of gigabytes, which tests in other processes may want."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
+    """mamba2-2.7b's sizes.  Drawn in bf16, for `Case` would need five times the memory."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.empty(batch, seqlen, *shape, dtype=BF16, device="cuda").normal_(generator=generator)
+
+    return SSDInputs(
+        x=normal(80, 64),
+        dt=normal(80),
+        A=-torch.linspace(1, 16, 80, device="cuda"),
+        B=normal(1, 128),
+        C=normal(1, 128),
+        dt_bias=torch.full((80,), -4.0, device="cuda"),
+        dt_softplus=True,
+        cu_seqlens=cu_seqlens(lengths, "cuda") if lengths else None,
+    )
+
+
+def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
+    """The same values, as columns of one matrix whose rows are `row` elements apart; NaN lies between them."""
+    assert (inputs.x.shape[1] - 1) * row > 2**31
+    room = row // len(names) // 64 * 64  # where the next tensor's columns begin: as a copy engine wants them
+    memory = torch.full(((inputs.x.shape[1] - 1) * row + row,), torch.nan, dtype=BF16, device="cuda")
+    far = {}
+    for i, name in enumerate(names):
+        tensor = getattr(inputs, name)
+        view = memory[i * room :].as_strided(tensor.shape, (memory.numel(), row, *tensor[0, 0].contiguous().stride()))
+        far[name] = view.copy_(tensor)
+    return replace(inputs, **far)
+
+
+@pytest.mark.parametrize("kernel", CHOSEN)
+@pytest.mark.parametrize(("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"])
+def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None:
+    inputs = Case(seqlen=seqlen, **SMALL).inputs()
+    names = TOKENS if row < 1 << 25 else ("x", "B", "C")
+    assert_bitwise(kernel(spread(inputs, row, names)), kernel(inputs))
+
+
+@pytest.mark.parametrize("name", ["dt", "z"])
+def test_columns_that_are_further_apart_than_any_projection(name: str) -> None:
+    """Which kernel takes them does not matter here."""
+    inputs = Case(seqlen=70, gate=name == "z", **SMALL).inputs()
+    assert_passes(fused(spread(inputs, 1 << 26, (name,))), inputs, EXACT)
+
+
+@pytest.mark.parametrize("kernel", CHOSEN)
+def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Kernel) -> None:
+    inputs = large(1, 420_300, (420_000, 300))
+    assert inputs.x[0, :420_000].numel() > 2**31
+    whole = kernel(inputs)
+    tail = {name: getattr(inputs, name)[:, 420_000:].clone() for name in TOKENS}
+    alone = kernel(replace(inputs, **tail, cu_seqlens=cu_seqlens((300,), "cuda")))
+    assert_bitwise(SSDOutput(whole.out[:, 420_000:], whole.final_states[1:]), alone)
+
+
+@pytest.mark.parametrize("kernel", CHOSEN)
+def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Kernel) -> None:
+    inputs = large(2, 430_000)
+    assert inputs.x[0].numel() > 2**31
+    whole = kernel(inputs)
+    last = kernel(replace(inputs, **{name: getattr(inputs, name)[1:] for name in TOKENS}))
+    assert_bitwise(SSDOutput(whole.out[1:], whole.final_states[1:]), last)
