@@ -13,7 +13,6 @@ import torch
 from ssdprof import __version__, environment, schema
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.ssd import tuned
 from ssdprof.measure.attempt import first_line
 from ssdprof.measure.timing import CudaBench
 from ssdprof.progress import Watcher
@@ -50,7 +49,6 @@ def tune(
 
     What does not fit into the GPU's memory, or into the budget, is left out and named.
     """
-    tuned.none()  # the committed configurations are what a find must beat
     began = time.monotonic()
     bench = CudaBench(device)
     report = TuneReport(

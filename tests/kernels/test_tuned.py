@@ -80,6 +80,15 @@ def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
     assert hopper(batch, batch_invariant=True) == hopper(CASE) == one
 
 
+def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
+    """Also if there are as many of them, and of chunks in all, as in a call that something was found for."""
+    packed = replace(CASE, lengths=(600, 424))
+    tuned.use([hopper_find(replace(CASE, batch=2).inputs()), hopper_find(CASE.inputs())])
+    assert hopper(replace(CASE, batch=2)) == FOUND
+    assert hopper(packed) is None
+    assert hopper(packed, batch_invariant=True) is None
+
+
 def test_use_replaces_and_none_forgets() -> None:
     tuned.use([hopper_find(CASE.inputs())])
     tuned.use([hopper_find(CASE.inputs(), config=HopperConfig(segment=5))])
