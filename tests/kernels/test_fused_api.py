@@ -1,5 +1,6 @@
 """The fused kernel as a function, as a torch operator and behind mamba_ssm's signature."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -84,6 +85,17 @@ def test_drop_in() -> None:
     out, final_states = mamba(inputs, return_final_states=True)
     assert torch.equal(out, expected.out)
     assert torch.equal(final_states, expected.final_states)
+
+
+def test_drop_in_has_the_signature_of_mamba_ssm() -> None:
+    """Of `mamba_chunk_scan_combined` in state-spaces/mamba e9594ce: names, order and defaults."""
+    none = ("D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens")
+    expected = dict.fromkeys(("x", "dt", "A", "B", "C", "chunk_size"), inspect.Parameter.empty) | dict.fromkeys(none)
+    expected |= {"dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+    expected |= {"return_final_states": False, "return_varlen_states": False, "state_dtype": None}
+    parameters = inspect.signature(mamba_chunk_scan_combined).parameters.values()
+    assert [(one.name, one.default) for one in parameters] == list(expected.items())
+    assert {one.kind for one in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens", "return_varlen_states"])

@@ -1,0 +1,126 @@
+"""Every row of the committed configurations compiles for sm_80, sm_90 and sm_100, and takes no more registers, stack
+and shared memory than is recorded in `data/compiled.json`.
+
+What the numbers should be, other tests say (`test_*_compile.py`); here nothing gets worse unseen.  After a change that
+is meant, record again: python tests/kernels/test_shipped_compile.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+from compile_target import CAPABILITIES, Compiled, compiled, on_meta
+from ssd_cases import EXACT, RELAXED, Case
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd import bmm_chunk, chunk_scan, chunk_state, config_table, fused_config
+from ssdprof.kernels.ssd.fused_config import FusedConfig
+from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused import five_stages
+
+RECORDED = Path(__file__).parent / "data" / "compiled.json"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+P64 = Case(seqlen=1000, heads=2, headdim=64, dstate=128, chunk_size=256, dtype=BF16)
+PACKED = dict(lengths=(600, 9), initial_states=True, gate=True, skip="(h, p)")
+
+PORTABLE: dict[str, tuple[Case, Precision]] = {
+    "fp32, n 64": (replace(P64, dstate=64, dtype=FP32), EXACT),
+    "fp32, n 128": (replace(P64, dtype=FP32), EXACT),
+    "fp32, n 256": (replace(P64, dstate=256, dtype=FP32), EXACT),
+    "bf16, p 32": (replace(P64, headdim=32), EXACT),
+    "bf16": (replace(P64, seqlen=1024), EXACT),
+    "fp16, p 80, packed, relaxed": (replace(P64, headdim=80, dtype=FP16, **PACKED), RELAXED),  # type: ignore[arg-type]
+    "bf16, n 256": (replace(P64, dstate=256), EXACT),
+    "bf16, p 128, n 256, packed": (replace(P64, headdim=128, dstate=256, **PACKED), EXACT),  # type: ignore[arg-type]
+}
+UNFUSED: dict[str, tuple[Case, Precision]] = {
+    "fp32": (replace(P64, dtype=FP32), EXACT),
+    "bf16": (P64, EXACT),
+    "bf16, n 256": (replace(P64, dstate=256), EXACT),
+    "fp16, packed, relaxed": (replace(P64, dtype=FP16, **PACKED), RELAXED),  # type: ignore[arg-type]
+    "bf16, n 256, packed": (replace(P64, dstate=256, **PACKED), EXACT),  # type: ignore[arg-type]
+    "bf16, p 128, n 64": (replace(P64, headdim=128, dstate=64), EXACT),
+    "bf16, p 128": (replace(P64, headdim=128), EXACT),
+    "bf16, p 128, n 256": (replace(P64, headdim=128, dstate=256), EXACT),
+}
+
+
+def launch_portable(case: Case, precision: Precision) -> None:
+    inputs = on_meta(case.inputs())
+    capability = triton.runtime.driver.active.get_current_target().arch
+    ssd_fused_portable(inputs, precision, config=FusedConfig.choose(inputs, divmod(capability, 10)))
+
+
+def launch_unfused(case: Case, precision: Precision) -> None:
+    five_stages(on_meta(case.inputs()), precision)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    f"portable: {label}": partial(launch_portable, *case) for label, case in PORTABLE.items()
+} | {f"unfused: {label}": partial(launch_unfused, *case) for label, case in UNFUSED.items()}
+KEYS = ("registers", "spilled_bytes", "shared_bytes")
+
+
+def measured(capability: int, label: str) -> dict[str, dict[str, int]]:
+    """Kernel -> what it takes."""
+    kernels: list[Compiled] = compiled("test_shipped_compile", capability)[label]
+    return {kernel.kernel: {key: getattr(kernel, key) for key in KEYS} for kernel in kernels}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", LAUNCHES)
+def test_takes_no_more_than_recorded(label: str, capability: int) -> None:
+    recorded = json.loads(RECORDED.read_text())[str(capability)][label]
+    kernels = measured(capability, label)
+    assert kernels.keys() == recorded.keys()
+    for kernel, taken in kernels.items():
+        for key, value in taken.items():
+            assert value <= recorded[kernel][key], f"{kernel}: {key} {value}, recorded {recorded[kernel][key]}"
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The rows, by id, that are chosen during a test."""
+    chosen: set[int] = set()
+
+    def noting(table: object, call: object) -> object:
+        row = config_table.first_fit(table, call)  # type: ignore[arg-type, var-annotated]
+        chosen.add(id(row))
+        return row
+
+    modules: tuple[ModuleType, ...] = (bmm_chunk, chunk_scan, chunk_state, fused_config)
+    for module in modules:
+        monkeypatch.setattr(module, "first_fit", noting)
+    return chosen
+
+
+def test_every_row_is_compiled(rows: set[int]) -> None:
+    for case, _ in PORTABLE.values():
+        for capability in CAPABILITIES:
+            FusedConfig.choose(case.inputs(), divmod(capability, 10))
+    for case, precision in UNFUSED.values():
+        five_stages(replace(case, seqlen=17, chunk_size=16, heads=1).inputs(), precision)
+    for table in (config_table.PORTABLE, config_table.CHUNK_STATE, config_table.BMM_CHUNK, config_table.CHUNK_SCAN):
+        for row in table:
+            assert id(row) in rows, row
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(
+        json.dumps(
+            {
+                str(capability): {label: measured(capability, label) for label in LAUNCHES}
+                for capability in CAPABILITIES
+            },
+            indent=1,
+        )
+        + "\n"
+    )
