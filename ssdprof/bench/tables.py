@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Kernel
 from ssdprof.report import format as fmt
+from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import Precision
 
@@ -220,6 +221,7 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     if checked:
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
+    yield "tuned", tuned([(case.implementation, case.plan) for cell in report.cells for case in cell.cases])
     yield "command", " ".join(report.command)
     yield "took", f"{report.seconds:.0f} s, {report.state}"
     yield "on", report.created

@@ -125,6 +125,21 @@ def test_both_renderers_draw_it(done: BenchReport) -> None:
         assert words in render.as_markdown(done).replace("\u00a0", " ")
 
 
+def test_cases_that_took_a_tuned_configuration_are_counted(done: BenchReport) -> None:
+    (cell,) = done.cells
+    cases = [
+        case.model_copy(update={"plan": "one launch; tuned on this GPU, 2026-11-20"})
+        if case.implementation == "fused"
+        else case
+        for case in cell.cases
+    ]
+    found = done.model_copy(update={"cells": (cell.model_copy(update={"cases": tuple(cases)}),)})
+    (facts,) = [dict(table.rows) for table in tables.tables(found) if table.title == "What ran"]
+    assert facts["tuned"] == f"fused: tuned on this GPU, 2026-11-20 (1 of {len(cases)} cases)"
+    (before,) = [dict(table.rows) for table in tables.tables(done) if table.title == "What ran"]
+    assert "tuned" not in before
+
+
 def test_the_gate(done: BenchReport) -> None:
     assert gate.too_slow(done, 3.0) == ()
     (line,) = gate.too_slow(done, 3.25)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
@@ -91,6 +92,17 @@ def versions(environment: Environment, **others: str) -> tuple[str, str]:
     return "versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)
 
 
+def tuned(plans: Sequence[tuple[str, str]]) -> str:
+    """Which of these cases, (implementation, why it ran as it did), did not take the committed configuration."""
+    found = Counter(
+        f"{implementation}: {part}"
+        for implementation, plan in plans
+        for part in plan.split("; ")
+        if part.startswith("tuned ")
+    )
+    return "; ".join(f"{what} ({count} of {len(plans)} cases)" for what, count in found.items())
+
+
 def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     ref, environment = report.checkpoint, report.environment
     yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]})"
@@ -108,7 +120,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "segments", f"{report.segment_length:,} tokens per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
     yield "baseline", report.baseline
-    yield "tuned", _tuned(report)
+    yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
     yield from gpu(environment)
     if report.clocks:
         yield "clocks", clocks(report.clocks)
@@ -161,16 +173,6 @@ def _prompt(prompt: Prompt) -> str:
     size = f"{prompt.seqlen:,} tokens" if prompt.batch == 1 else f"{prompt.batch} x {prompt.seqlen:,} tokens"
     kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
-
-
-def _tuned(report: RunReport) -> str:
-    """Which cases did not take the committed configuration."""
-    found: dict[str, list[CaseResult]] = {}
-    for case in report.cases:
-        for part in case.plan.split("; "):
-            if part.startswith("tuned "):
-                found.setdefault(f"{case.implementation}: {part}", []).append(case)
-    return "; ".join(f"{what} ({len(cases)} of {len(report.cases)} cases)" for what, cases in found.items())
 
 
 def _all_precisions(report: RunReport) -> list[Precision]:
