@@ -59,9 +59,13 @@ def ssd_fused(
     x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.  A <= 0.
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
 
-    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  A sequence's result is bitwise
-    the same in every call, whatever else is in the batch or in the pack.  No synchronisation with the host; may be
-    captured in a CUDA graph; may be called under torch.compile(fullgraph=True).
+    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it the Hopper kernel cuts
+        sequences by how many there are, which is faster for large batches of short ones.
+
+    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32: bitwise the same in every call,
+    whatever the other sequences of the batch or pack hold.  A packed sequence's result depends on no other's length
+    either.  No synchronisation with the host; may be captured in a CUDA graph; may be called under
+    torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernel does not do.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
