@@ -85,7 +85,7 @@ def captured(where: str, seqlens: Sequence[int] | None, device: torch.device) ->
         sources.append(
             Source(
                 shape=f"{manifest.checkpoint.repo_id} layer {stored.layer.index}",
-                tokens=f"{length:,}",
+                tokens=f"{length:,} tokens",
                 layer=manifest.checkpoint.repo_id,
                 load=partial(inputs_of, stored),
             )
