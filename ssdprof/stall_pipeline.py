@@ -19,7 +19,7 @@ from ssdprof.capture import store
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.progress import Watcher
 from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.schema import CaptureManifest, LayerCapture, Precision, RunReport, SSDDims
+from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, Precision, RunReport, SSDDims
 from ssdprof.stall_records import Launched, Recorded, StallReport, Subject
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
@@ -109,6 +109,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
     report = analyse(
         [open_report(file) for file in found.files],
         Subject(
+            model=_model(store.read_manifest(captured.folder).checkpoint),
             layer=captured.layer.layer,
             dims=_dims(captured.layer),
             precision=request.precision,
@@ -277,6 +278,10 @@ def _of_model(request: StallRequest) -> CaptureRequest:
         prompt=PromptRequest(seqlens=None if request.seqlen is None else (request.seqlen,)),
         layers="first:1" if request.layer is None else str(request.layer),
     )
+
+
+def _model(ref: CheckpointRef) -> str:
+    return f"{ref.repo_id}, random weights" if ref.random_weights else ref.repo_id
 
 
 def _dims(layer: LayerCapture) -> SSDDims:

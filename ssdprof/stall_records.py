@@ -140,6 +140,7 @@ class KernelStalls(Record):
 class Subject(Record):
     """What was launched, where that is known: a report that came from elsewhere does not say."""
 
+    model: str = ""  # repository or folder, and whether its weights are random
     layer: LayerRef
     dims: SSDDims
     precision: Precision

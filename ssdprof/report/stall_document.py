@@ -21,7 +21,11 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
     subject = report.subject
     parts = [
         "ssdprof stalls",
-        *([subject.layer.name, f"{subject.dims.seqlen:,} tokens", str(subject.precision)] if subject else ()),
+        *(
+            [subject.model.split(",")[0], subject.layer.name, f"{subject.dims.seqlen:,} tokens", str(subject.precision)]
+            if subject
+            else ()
+        ),
         report.gpu,
     ]
     return Document(

@@ -161,6 +161,7 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
     text = (out / "stalls" / "stalls.md").read_text()
     assert "ncu 2025.3.1.0" in text
     assert "layers.5 (layer 5)" in text
+    assert "ssdprof stalls, x, layers.5, 64 tokens, " in text
     assert report.recorded.created in text
 
 

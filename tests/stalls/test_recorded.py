@@ -1,12 +1,17 @@
-"""Reports of our own kernels, recorded on an H200 by benchmarks/record_stalls.py with ncu 2025.3.1.
+"""Reports of our own kernels, recorded on an H200 with ncu 2025.3.1.
 
-When the Hopper kernel's was recorded, Triton filed the lines of its first role under another file, and sections with
-bytes were not asked for: so it also is what a report with lines of no stage, and with facts that are missing, looks
-like.
+unfused, fused            a layer of granite-4.0-h-1b, 131,072 tokens: those of benchmarks/results/*-stalls
+fused_portable            a layer of the same sizes with a gate, 16,384 tokens: see benchmarks/record_stalls.py
+fused_portable_before     the kernel as it was before two hints were followed that this report gives
+no_source                 fused_portable without what the section SourceCounters adds: cut out of the file
+small/                    4,096 tokens and 8 heads, without the sections about bytes, and before callers' lines were
+                          named; and ncu's raw page of it
 """
 
+import json
 import lzma
 import os
+import random
 import subprocess
 import sys
 from functools import cache
@@ -17,14 +22,15 @@ import pytest
 from ssdprof.errors import BadInputError
 from ssdprof.report.stall_document import compose
 from ssdprof.report.stall_groups import designs
-from ssdprof.stall_records import KernelStalls
+from ssdprof.stall_records import KernelStalls, StallReport
 from ssdprof.stalls import read_csv
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.raw import RawReport
 from ssdprof.stalls.read import read
 
+ROOT = Path(__file__).parent.parent.parent
 DATA = Path(__file__).parent / "data"
-NOT_ASKED_FOR = {"dram_read_bytes", "dram_write_bytes", "l2_bytes"}
+RESULT = ROOT / "benchmarks" / "results" / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json"
 ALGORITHM = {
     "ticket", "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "state_passing.load",
     "state_passing.store", "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
@@ -32,13 +38,16 @@ ALGORITHM = {
 UNFUSED = (
     "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel", "_bmm_chunk_kernel", "_chunk_scan_kernel",
 )  # fmt: skip
+SAMPLED = ("unfused", "fused", "fused_portable", "fused_portable_before", "small/unfused")
 
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reports")
-    for file in DATA.glob("*.xz"):
-        (folder / file.stem).write_bytes(lzma.decompress(file.read_bytes()))
+    for file in DATA.rglob("*.xz"):
+        target = folder / file.relative_to(DATA).with_suffix("")
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(lzma.decompress(file.read_bytes()))
     return folder
 
 
@@ -47,11 +56,11 @@ def raw(file: Path) -> RawReport:
     return read(file)
 
 
-def kernels(file: Path) -> tuple[KernelStalls, ...]:
-    return analyse([raw(file)]).kernels
+def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
+    return analyse([raw(folder / f"{name}.ncu-rep")]).kernels
 
 
-@pytest.mark.parametrize("name", ["fused_portable", "unfused"])
+@pytest.mark.parametrize("name", SAMPLED)
 def test_every_self_check_holds(unpacked: Path, name: str) -> None:
     report = analyse([raw(unpacked / f"{name}.ncu-rep")])
     checks = [*report.checks, *(check for kernel in report.kernels for check in kernel.checks)]
@@ -61,17 +70,9 @@ def test_every_self_check_holds(unpacked: Path, name: str) -> None:
     }
 
 
-def test_lines_of_no_stage_fail_a_check(unpacked: Path) -> None:
-    (kernel,) = kernels(unpacked / "fused_hopper.ncu-rep")
-    stages = {stage.name: stage.total for stage in kernel.stages}
-    (failed,) = [check for check in kernel.checks if check.status == "failed"]
-    assert failed.name == "every line has a stage"
-    assert f"{stages['unknown']:,}" in failed.detail
-    assert sum(stages.values()) == kernel.sample_count == sum(kernel.samples.values())
-
-
-def test_one_launch_has_every_stage(unpacked: Path) -> None:
-    (kernel,) = kernels(unpacked / "fused_portable.ncu-rep")
+@pytest.mark.parametrize("name", ["fused", "fused_portable"])
+def test_one_launch_has_every_stage(unpacked: Path, name: str) -> None:
+    (kernel,) = kernels(unpacked, name)
     assert kernel.implementation == "fused"
     stages = {stage.name: stage.total for stage in kernel.stages}
     assert set(stages) >= ALGORITHM
@@ -80,25 +81,26 @@ def test_one_launch_has_every_stage(unpacked: Path) -> None:
 
 
 def test_the_hopper_kernels_idle_warps_are_no_cost(unpacked: Path) -> None:
-    (kernel,) = kernels(unpacked / "fused_hopper.ncu-rep")
+    (kernel,) = kernels(unpacked, "fused")
     idle = {stage.name for stage in kernel.stages if stage.idle}
-    assert "idle warps" in idle
+    assert idle == {"idle warps", "ahead"}
     # one of 16 warps has no role at all
     assert kernel.idle_samples > sum(kernel.samples.values()) / 16
-    (design,) = designs(analyse([raw(unpacked / "fused_hopper.ncu-rep")]))
+    (design,) = designs(analyse([raw(unpacked / "fused.ncu-rep")]))
     assert design.all().pct == pytest.approx(100)
     assert not idle & set(design.stages)
 
 
 def test_the_portable_kernel_has_no_idle_warps(unpacked: Path) -> None:
-    (kernel,) = kernels(unpacked / "fused_portable.ncu-rep")
+    (kernel,) = kernels(unpacked, "fused_portable")
     assert kernel.idle_samples == 0
 
 
-def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path) -> None:
-    found = kernels(unpacked / "unfused.ncu-rep")
+@pytest.mark.parametrize("name", ["unfused", "small/unfused"])
+def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name: str) -> None:
+    found = kernels(unpacked, name)
     assert tuple(kernel.kernel for kernel in found) == UNFUSED
-    (design,) = designs(analyse([raw(unpacked / "unfused.ncu-rep")]))
+    (design,) = designs(analyse([raw(unpacked / f"{name}.ncu-rep")]))
     assert set(design.whole()) >= {"chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"}
     assert design.duration_us == pytest.approx(sum(kernel.throughput.duration_us or 0 for kernel in found))
     for kernel in found:
@@ -106,60 +108,138 @@ def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path) -> N
         assert {name.name.split(".")[0] for name in kernel.stages} == {stage}
 
 
-@pytest.mark.parametrize("name", ["fused_portable", "unfused"])
+def test_callers_lines_leave_next_to_nothing_to_neighbours(unpacked: Path) -> None:
+    named = [kernel for name in ("unfused", "fused", "fused_portable") for kernel in kernels(unpacked, name)]
+    for kernel in named:
+        assert kernel.from_neighbours < 0.015 * sum(kernel.samples.values()), kernel.kernel
+        assert not {"standard.py", "_triton.py"} & {line.file for line in kernel.lines if line.total > 20}
+    before = kernels(unpacked, "small/unfused")
+    assert max(kernel.from_neighbours / sum(kernel.samples.values()) for kernel in before) > 0.1
+
+
+@pytest.mark.parametrize("name", SAMPLED)
 def test_lines_are_shown_with_the_source_that_was_recorded(unpacked: Path, name: str) -> None:
-    for kernel in kernels(unpacked / f"{name}.ncu-rep"):
+    for kernel in kernels(unpacked, name):
         assert all(line.text for line in kernel.lines)
         assert not any("/" in line.file for line in kernel.lines)
 
 
-@pytest.mark.parametrize("name", ["fused_hopper", "fused_portable", "unfused"])
+@pytest.mark.parametrize("name", [*SAMPLED, "no_source"])
 def test_facts_are_collected_on_hopper(unpacked: Path, name: str) -> None:
-    for kernel in kernels(unpacked / f"{name}.ncu-rep"):
-        assert set(kernel.not_collected) == NOT_ASKED_FOR
+    not_asked_for = {
+        "small/unfused": {"dram_read_bytes", "dram_write_bytes", "l2_bytes"},
+        "no_source": {"stall reasons", "source lines"},
+    }.get(name, set())
+    for kernel in kernels(unpacked, name):
+        assert set(kernel.not_collected) == not_asked_for
         assert kernel.throughput.duration_us is not None
         assert kernel.resources.registers is not None
         assert 0 < (kernel.resources.occupancy_pct or 0) <= 100
         assert kernel.resources.limited_by
 
 
+def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: Path) -> None:
+    (kernel,) = kernels(unpacked, "no_source")
+    (full,) = kernels(unpacked, "fused_portable")
+    assert (kernel.throughput, kernel.resources) == (full.throughput, full.resources)
+    assert (kernel.sample_count, kernel.samples, kernel.stages, kernel.lines) == (None, {}, (), ())
+    assert {check.status for check in kernel.checks} == {"not checked"}
+    titles = {section.title for section in compose(analyse([raw(unpacked / "no_source.ncu-rep")])).sections}
+    assert "Kernels" in titles
+    assert "Stages and stall reasons" not in titles
+
+
+# --- hints that were followed: docs/reading-stalls.md
+
+
+def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path) -> None:
+    (before,), (after,) = kernels(unpacked, "fused_portable_before"), kernels(unpacked, "fused_portable")
+    chain = "wait in chunk_scan.residual is 5 % of the kernel's busy samples, 84 % of them on"
+    spills = "475,620 loads and stores of spilled registers"
+    assert any(h.evidence.startswith(chain) and "`out *= z * tl.sigmoid(z)`" in h.evidence for h in before.hints)
+    assert any(h.evidence.startswith(spills) for h in before.hints)
+    assert not any("chunk_scan.residual" in h.evidence for h in after.hints)
+    assert (after.resources.spill_requests or 0) < (before.resources.spill_requests or 0) / 4
+
+
+# --- files that are broken
+
+
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.9, 0.999])
 def test_a_truncated_report_is_refused(unpacked: Path, tmp_path: Path, share: float) -> None:
-    content = (unpacked / "fused_hopper.ncu-rep").read_bytes()
+    content = (unpacked / "fused.ncu-rep").read_bytes()
     file = tmp_path / "cut.ncu-rep"
     file.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(BadInputError, match=r"cut\.ncu-rep is truncated"):
         read(file)
 
 
-def test_what_is_behind_the_end_fails_a_check(unpacked: Path, tmp_path: Path) -> None:
+def test_what_is_behind_the_end_is_no_whole_report(unpacked: Path, tmp_path: Path) -> None:
     file = tmp_path / "long.ncu-rep"
-    file.write_bytes((unpacked / "fused_hopper.ncu-rep").read_bytes() + b"\0" * 7)
-    try:
-        checks = analyse([read(file)]).checks
-    except BadInputError:
-        return
-    assert checks[0].status == "failed"
+    file.write_bytes((unpacked / "fused.ncu-rep").read_bytes() + b"\0" * 7)
+    with pytest.raises(BadInputError, match="truncated"):
+        read(file)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_report_is_refused(unpacked: Path, tmp_path: Path, seed: int) -> None:
+    """Inside a block, so that the file is as long as it says."""
+    content, at = bytearray((unpacked / "fused_portable.ncu-rep").read_bytes()), random.Random(seed)
+    start = at.randrange(len(content) // 4, len(content) * 3 // 4)
+    content[start : start + 4096] = at.randbytes(4096)
+    file = tmp_path / "damaged.ncu-rep"
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match="damaged"):
+        read(file)
+
+
+# --- the same everywhere
+
+
+def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
+    """The committed result was written on the H200's machine, from the same two files."""
+    there = StallReport.model_validate_json(RESULT.read_text(encoding="utf-8"))
+    here = analyse([raw(unpacked / f"{name}.ncu-rep") for name in ("unfused", "fused")])
+    assert here.sources == there.sources
+    words = {"hints": (), "checks": ()}  # which may be put better
+    assert [kernel.model_copy(update=words) for kernel in here.kernels] == [
+        kernel.model_copy(update=words) for kernel in there.kernels
+    ]
 
 
 def test_json_is_the_same_everywhere(unpacked: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ssdprof", "stalls", "--json"]
-    command += [word for name in ("unfused", "fused_hopper") for word in ("--from", str(unpacked / f"{name}.ncu-rep"))]
-    root = str(Path(__file__).parent.parent.parent)
+    command += [word for name in ("unfused", "fused") for word in ("--from", str(unpacked / f"{name}.ncu-rep"))]
     outputs = set()
-    for seed, zone, folder in (("1", "UTC", tmp_path), ("2", "Asia/Tokyo", Path(root))):
-        environ = os.environ | {"PYTHONHASHSEED": seed, "TZ": zone, "PYTHONPATH": root, "LC_ALL": "C.UTF-8"}
+    for seed, zone, folder in (("1", "UTC", tmp_path), ("2", "Asia/Tokyo", ROOT)):
+        environ = os.environ | {"PYTHONHASHSEED": seed, "TZ": zone, "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
         result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=True)
         outputs.add(result.stdout)
     assert len(outputs) == 1
+    assert len(json.loads(outputs.pop())["kernels"]) == 6
+
+
+def test_the_committed_result_is_what_its_record_says() -> None:
+    from ssdprof import stall_output
+
+    report, folder = stall_output.load(RESULT), RESULT.parent
+    assert report.recorded is not None
+    assert report.recorded.command[:2] == ("ssdprof", "stalls")
+    text = (folder / "stalls.md").read_text(encoding="utf-8")
+    for name, (_, svg) in stall_output.pictures(report).items():
+        picture = folder / f"stalls-{name}.svg"
+        assert picture.name in text
+        assert len(picture.read_text(encoding="utf-8")) == pytest.approx(len(svg), rel=0.1)
+    for stage in ("previous state", "current chunk", "residual and store", "waiting for the segment before"):
+        assert stage in text
 
 
 # --- the same, as ncu prints it
 
 
 def test_the_raw_page_says_what_the_report_says(unpacked: Path) -> None:
-    (found,) = [read_csv.read(unpacked / "unfused_raw.csv")]
-    for page, report in zip(found.kernels, raw(unpacked / "unfused.ncu-rep").kernels, strict=True):
+    found = read_csv.read(unpacked / "small" / "unfused_raw.csv")
+    for page, report in zip(found.kernels, raw(unpacked / "small" / "unfused.ncu-rep").kernels, strict=True):
         a, b = stalls_of(page), stalls_of(report)
         assert (a.kernel, a.samples, a.sample_count) == (b.kernel, b.samples, b.sample_count)
         for name, value in b.throughput:
@@ -167,8 +247,8 @@ def test_the_raw_page_says_what_the_report_says(unpacked: Path) -> None:
 
 
 def test_a_sentence_of_the_summary_ends_where_there_is_no_more_to_say(unpacked: Path) -> None:
-    """The ticket of the Hopper kernel waits for many things, each below what is worth a word."""
-    document = compose(analyse([raw(unpacked / "fused_hopper.ncu-rep")]))
+    """The setup of the Hopper kernel waits for many things, each below what is worth a word."""
+    document = compose(analyse([raw(unpacked / "fused.ncu-rep")]))
     said = {statement.subject: statement.text for statement in document.summary}
-    assert said["ticket:"] == "1%."
+    assert said["setup:"] == "1%."
     assert not any(": ." in text or " ." in text for text in said.values())

@@ -26,6 +26,7 @@ def facts(report: StallReport) -> Table:
 def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
     subject, recorded = report.subject, report.recorded
     if subject is not None:
+        yield "model", subject.model
         yield "layer", f"{subject.layer.name} (layer {subject.layer.index})"
         yield (
             "dimensions",
