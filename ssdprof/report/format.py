@@ -47,6 +47,14 @@ def percent(value: float | None, decimals: int = 3) -> str:
     return f"{rounded}%"
 
 
+def share(value: float | None, decimals: int = 0) -> str:
+    """Percent of a whole, rounded to the nearest, so that parts add up: "16.8%", "<0.1%"."""
+    if value is None:
+        return MISSING
+    rounded = f"{value:.{decimals}f}"
+    return f"<{10**-decimals:.{decimals}f}%" if value > 0 and float(rounded) == 0 else f"{rounded}%"
+
+
 def small(value: float | None) -> str:
     """Three digits, with an exponent where that is shorter: "2.13e-3", "0.125", "0", "NaN"."""
     if value is None:

@@ -112,3 +112,19 @@ def test_words():
     assert fmt.words(["a"]) == "a"
     assert fmt.words(["a", "b", "c"], "or") == "a, b or c"
     assert (fmt.plural(1, "layer"), fmt.plural(1000, "layer")) == ("1 layer", "1,000 layers")
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "text"),
+    [
+        (99.996, 1, "100.0%"),
+        (16.84, 1, "16.8%"),
+        (0.04, 1, "<0.1%"),
+        (0.3, 0, "<1%"),
+        (0.0, 1, "0.0%"),
+        (31.25, 0, "31%"),
+        (None, 0, "-"),
+    ],
+)
+def test_shares_are_rounded_to_the_nearest(value: float | None, decimals: int, text: str) -> None:
+    assert fmt.share(value, decimals) == text

@@ -85,6 +85,6 @@ def _detail(kernel: KernelStalls, status: str) -> str:
     if not kernel.lines or not total:
         return ""
     return (
-        f"{total:,} samples, {fmt.percent(100 * kernel.from_neighbours / total, 1)} of them on lines without a stage "
+        f"{total:,} samples, {fmt.share(100 * kernel.from_neighbours / total, 1)} of them on lines without a stage "
         "(libraries, helpers, the kernel's head), attributed by neighbourhood"
     )

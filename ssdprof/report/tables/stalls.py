@@ -54,8 +54,8 @@ def resources(report: StallReport) -> Table | None:
                 fmt.count(used.registers),
                 fmt.count(used.spill_requests),
                 fmt.size(used.shared_bytes),
-                fmt.percent(used.occupancy_pct, 0),
-                fmt.percent(used.occupancy_limit_pct, 0),
+                fmt.share(used.occupancy_pct),
+                fmt.share(used.occupancy_limit_pct),
                 fmt.words(used.limited_by) if used.limited_by else fmt.MISSING,
             )
         )
@@ -118,7 +118,7 @@ def reasons(design: Design) -> Table | None:
         title=f"{design.name}: stall reasons",
         headers=("reason", "share", "what the warp does"),
         rows=tuple(
-            (reason, fmt.percent(pct, 1), words.REASONS.get(reason, "a reason that this version does not know"))
+            (reason, fmt.share(pct, 1), words.REASONS.get(reason, "a reason that this version does not know"))
             for reason, pct in design.all().most
         ),
         align=("left", "right", "left"),
@@ -133,7 +133,7 @@ def hottest(design: Design) -> Table | None:
     return Table(
         title=f"{design.name}: the hottest lines",
         headers=("share", "line", "stage", "waits for", "source"),
-        rows=tuple((fmt.percent(pct, 1), *_line(line)) for pct, line in design.lines[:_HOTTEST]),
+        rows=tuple((fmt.share(pct, 1), *_line(line)) for pct, line in design.lines[:_HOTTEST]),
         align=("right", "left", "left", "left", "left"),
         keys=2,
         wraps=4,
@@ -157,7 +157,7 @@ def hints(found: Sequence[Design]) -> Table | None:
 def launched(report: StallReport) -> Table | None:
     """What Triton knows by itself, where there are no stalls."""
     rows = [
-        (one.implementation, one.variant, launch.kernel, *_known(launch), fmt.percent(occupancy, 0))
+        (one.implementation, one.variant, launch.kernel, *_known(launch), fmt.share(occupancy))
         for one in (report.subject.launched if report.subject else ())
         for launch, occupancy in zip_longest(one.launches, one.occupancy_pct)
     ]
@@ -184,13 +184,13 @@ def _speed(kernel: KernelStalls) -> tuple[str, ...]:
     return (
         kernel.kernel,
         fmt.duration(speed.duration_us),
-        fmt.percent(speed.compute_pct, 0),
-        fmt.percent(speed.memory_pct, 0),
+        fmt.share(speed.compute_pct),
+        fmt.share(speed.memory_pct),
         fmt.size(speed.dram_read_bytes),
         fmt.size(speed.dram_write_bytes),
         fmt.size(speed.l2_bytes),
-        fmt.percent(speed.l2_hit_pct, 0),
-        fmt.percent(speed.issue_pct, 0),
+        fmt.share(speed.l2_hit_pct),
+        fmt.share(speed.issue_pct),
         fmt.MISSING if kernel.resources.waves is None else f"{kernel.resources.waves:.2f}",
     )
 
@@ -198,7 +198,7 @@ def _speed(kernel: KernelStalls) -> tuple[str, ...]:
 def _cells(design: Design, share: Share, shown: Sequence[str]) -> tuple[str, ...]:
     rest = share.pct - sum(share.reasons.get(reason, 0.0) for reason in shown)
     return (
-        fmt.percent(share.pct, 1),
+        fmt.share(share.pct, 1),
         fmt.duration(design.us(share)),
         *(_some(share.reasons.get(reason, 0.0)) for reason in shown),
         _some(rest),
@@ -213,7 +213,7 @@ def _pair(found: Sequence[Design], shares: Iterable[Share | None]) -> tuple[str,
     cells: list[str] = []
     for design, share in zip(found, shares, strict=True):
         cells += (
-            (fmt.MISSING, fmt.MISSING) if share is None else (fmt.duration(design.us(share)), fmt.percent(share.pct, 1))
+            (fmt.MISSING, fmt.MISSING) if share is None else (fmt.duration(design.us(share)), fmt.share(share.pct, 1))
         )
     return tuple(cells)
 
