@@ -24,7 +24,7 @@ def tune(
     where: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN|CAPTURES]", help="Tune on captured inputs instead of drawn ones.", show_default=False
+            metavar="RUN|CAPTURES", help="Tune on captured inputs instead of drawn ones.", show_default=False
         ),
     ] = None,
     shape: Annotated[
