@@ -120,6 +120,7 @@ class KernelStalls(Record):
     throughput: Throughput
     sample_count: int | None  # None: no warp was sampled
     samples: Samples
+    average: dict[str, float] = {}  # where none was: warps that wait while one issues, by stall reason
     stages: tuple[Stage, ...]
     lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py

@@ -80,6 +80,7 @@ def _sections(report: StallReport, found: tuple[Design, ...], figures: Mapping[s
     tables = [table for design in found if (table := stalls.by_stage(design))]
     if tables:
         yield _section("Stages and stall reasons", "main", stalls.side_by_side(found), *tables, stalls.READING)
+    yield _section("Stall reasons", "main", stalls.averages(report))
     yield _section("Hints", "main", stalls.hints(found))
     yield _section("Hottest lines", "main", *(stalls.hottest(design) for design in found))
     yield _section("What the reasons mean", "detail", *(stalls.reasons(design) for design in found))

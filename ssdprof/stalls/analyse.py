@@ -61,7 +61,8 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     found = attribute(kernel, sources)
     resources, throughput = facts.resources(kernel), facts.throughput(kernel)
     missing = facts.not_collected(resources, throughput)
-    if not kernel.totals:
+    average = {} if kernel.totals else facts.average(kernel)
+    if not kernel.totals and not average:
         missing = (*missing, "stall reasons")
     if not kernel.points:
         missing = (*missing, "source lines")
@@ -73,6 +74,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         throughput=throughput,
         sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
         samples=dict(sorted(((r, n) for r, n in kernel.totals.items() if n), key=lambda item: (-item[1], item[0]))),
+        average=average,
         stages=found.stages,
         lines=found.lines,
         from_neighbours=found.from_neighbours,

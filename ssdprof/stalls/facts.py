@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from ssdprof.stall_records import Resources, Throughput
 from ssdprof.stalls.raw import RawKernel
+from ssdprof.stalls.reasons import canonical
 
 # field -> metrics that say it, best first
 _RESOURCES: dict[str, tuple[str, ...]] = {
@@ -45,6 +48,7 @@ _LIMITS = {
     "barriers": "launch__occupancy_limit_barriers",
 }
 _DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg")
+_AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _SECTOR_BYTES = 32
 _TENSOR_OPS = "sm__ops_path_tensor_src_"
 
@@ -136,6 +140,17 @@ def _fp32(kernel: RawKernel) -> float | None:
             return None
         total += operations * rate * cycles
     return total
+
+
+def average(kernel: RawKernel) -> dict[str, float]:
+    """Stall reason -> warps that wait for it while one issues, of the whole kernel: counted, not sampled."""
+    found: dict[str, float] = {}
+    for name in kernel.metrics:
+        match, value = _AVERAGE.fullmatch(name), kernel.number(name)
+        if match and value:
+            reason = canonical(match[1])
+            found[reason] = found.get(reason, 0.0) + value
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 def not_collected(used: Resources, speed: Throughput) -> tuple[str, ...]:

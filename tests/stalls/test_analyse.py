@@ -98,6 +98,15 @@ def test_a_kernel_without_products_lacks_no_peak_for_them() -> None:
     assert "tensor_peak_tflops" in stalls_of(synthetic.kernel()).not_collected
 
 
+def test_where_no_warp_was_sampled_averages_are_taken_by_one_name() -> None:
+    name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    metrics = {name.format("gmma"): 0.5, name.format("no_instruction"): 1.5, name.format("wait"): 0.0}
+    found = stalls_of(synthetic.kernel(metrics=metrics, totals={}, points=()))
+    assert found.average == {"no_instructions": 1.5, "warpgroup_arrive": 0.5}
+    assert "stall reasons" not in found.not_collected
+    assert stalls_of(synthetic.kernel(metrics=synthetic.METRICS | metrics)).average == {}
+
+
 # --- self-checks
 
 

@@ -175,6 +175,22 @@ def test_every_stage_part_and_reason_has_words() -> None:
     assert set(_ADVICE) <= set(words.REASONS)
 
 
+def test_averages_of_kernels_stand_side_by_side() -> None:
+    name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    pages = [
+        synthetic.kernel(
+            function="_a", metrics={name.format("wait"): 3.0, name.format("gmma"): 1.0}, totals={}, points=()
+        ),
+        synthetic.kernel(function="_b", metrics={name.format("barrier"): 2.0}, totals={}, points=()),
+    ]
+    table = tables.averages(analyse([synthetic.report(*pages)]))
+    assert table is not None
+    assert [row[:-1] for row in table.rows] == [
+        ("wait", "75.0%", "0.0%"), ("warpgroup_arrive", "25.0%", "0.0%"), ("barrier", "0.0%", "100.0%"),
+    ]  # fmt: skip
+    assert tables.averages(analyse([synthetic.report(synthetic.kernel())])) is None
+
+
 # --- pictures
 
 

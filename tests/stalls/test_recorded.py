@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from ssdprof.errors import BadInputError
+from ssdprof.report import stall_words as words
 from ssdprof.report.stall_document import compose
 from ssdprof.report.stall_groups import designs
 from ssdprof.stall_records import KernelStalls, StallReport
@@ -128,7 +129,7 @@ def test_lines_are_shown_with_the_source_that_was_recorded(unpacked: Path, name:
 def test_facts_are_collected_on_hopper(unpacked: Path, name: str) -> None:
     not_asked_for = {
         "small/unfused": {"dram_read_bytes", "dram_write_bytes", "l2_bytes"},
-        "no_source": {"stall reasons", "source lines"},
+        "no_source": {"source lines"},
     }.get(name, set())
     for kernel in kernels(unpacked, name):
         assert set(kernel.not_collected) == not_asked_for
@@ -145,8 +146,19 @@ def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: P
     assert (kernel.sample_count, kernel.samples, kernel.stages, kernel.lines) == (None, {}, (), ())
     assert {check.status for check in kernel.checks} == {"not checked"}
     titles = {section.title for section in compose(analyse([raw(unpacked / "no_source.ncu-rep")])).sections}
-    assert "Kernels" in titles
+    assert {"Kernels", "Stall reasons"} <= titles
     assert "Stages and stall reasons" not in titles
+
+
+def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
+    """Under the names that samples have; the sampler sees the same within a few percent of the warps' time."""
+    (kernel,), (full,) = kernels(unpacked, "no_source"), kernels(unpacked, "fused_portable")
+    assert full.average == {}
+    assert {"no_instructions", "warpgroup_arrive"} <= set(kernel.average)
+    assert set(kernel.average) <= set(words.REASONS)
+    total, count = sum(kernel.average.values()), sum(full.samples.values())
+    for reason, samples in full.samples.items():
+        assert 100 * kernel.average.get(reason, 0) / total == pytest.approx(100 * samples / count, abs=3), reason
 
 
 # --- hints that were followed: docs/reading-stalls.md

@@ -15,6 +15,7 @@ from ssdprof.stall_records import KernelStalls, Line, StallReport
 _HOTTEST = 10
 _MOST_REASONS = 7
 _LONGEST_LINE = 76
+_UNKNOWN = "a reason that this version does not know"
 READING = Note(
     "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
     "duration.  The time in µs is that share of the duration; stages overlap, so it is no promise of what removing "
@@ -118,11 +119,29 @@ def reasons(design: Design) -> Table | None:
         title=f"{design.name}: stall reasons",
         headers=("reason", "share", "what the warp does"),
         rows=tuple(
-            (reason, fmt.share(pct, 1), words.REASONS.get(reason, "a reason that this version does not know"))
-            for reason, pct in design.all().most
+            (reason, fmt.share(pct, 1), words.REASONS.get(reason, _UNKNOWN)) for reason, pct in design.all().most
         ),
         align=("left", "right", "left"),
         wraps=2,
+    )
+
+
+def averages(report: StallReport) -> Table | None:
+    """Reasons of the kernels of which no warp was sampled, side by side."""
+    found = [kernel for kernel in report.kernels if kernel.average]
+    if not found:
+        return None
+    names = dict.fromkeys(reason for kernel in found for reason in kernel.average)
+    return Table(
+        title="Stall reasons, without samples",
+        headers=("reason", *(kernel.kernel for kernel in found), "what the warp does"),
+        rows=tuple(
+            (reason, *(_average(kernel, reason) for kernel in found), words.REASONS.get(reason, _UNKNOWN))
+            for reason in names
+        ),
+        align=("left", *columns(0, len(found)), "left"),
+        note="Percent of all warps' time, idle ones among them; which line or stage, the report does not say.",
+        wraps=len(found) + 1,
     )
 
 
@@ -171,6 +190,10 @@ def launched(report: StallReport) -> Table | None:
         note="Registers and spills are per thread, shared memory per block; occupancy is what these allow.",
         keys=3,
     )
+
+
+def _average(kernel: KernelStalls, reason: str) -> str:
+    return fmt.share(100 * kernel.average.get(reason, 0.0) / sum(kernel.average.values()), 1)
 
 
 def _line(line: Line) -> tuple[str, str, str, str]:
