@@ -43,6 +43,24 @@ def hopper_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=1))
 
 
+def hopper_uneven(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    """A long segment, then short ones."""
+    assert unsupported(inputs) == ""
+    return ssd_fused_hopper(inputs, precision, config=HopperConfig(long_count=1, long_segment=5, segment=2))
+
+
+def hopper_alone(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    """Nothing is handed over: a program goes over all that is before its segment.  Not for packed sequences."""
+    assert unsupported(inputs) == ""
+    fine = HopperConfig(long_count=1, long_segment=3, segment=1, recompute=True)
+    return ssd_fused_hopper(inputs, precision, config=fine if inputs.cu_seqlens is None else HopperConfig(segment=1))
+
+
 CHOSEN = [pytest.param(portable, id="portable"), pytest.param(hopper, id="hopper", marks=ON_HOPPER)]
-FINE = [pytest.param(portable_fine, id="portable, fine"), pytest.param(hopper_fine, id="hopper, fine", marks=ON_HOPPER)]
+FINE = [
+    pytest.param(portable_fine, id="portable, fine"),
+    pytest.param(hopper_fine, id="hopper, fine", marks=ON_HOPPER),
+    pytest.param(hopper_uneven, id="hopper, uneven", marks=ON_HOPPER),
+    pytest.param(hopper_alone, id="hopper, alone", marks=ON_HOPPER),
+]
 EVERY_KERNEL = CHOSEN + FINE

@@ -16,8 +16,11 @@ MAMBA2 = dict(heads=4, headdim=64, dstate=128)
 
 # Bytes of one thread's stack, as ptxas left it with Triton 3.6: beside the 24 registers of gates and loads, and where
 # a unit's role also masks a sequence's last rows and a head's last columns.
+CUT = HopperConfig(segment=4)
+ALONE = HopperConfig(segment=3, long_count=1, long_segment=9, recompute=True)
 CASES: dict[str, tuple[Case, Precision, int]] = {
     "mamba2 bf16 exact": (Case(seqlen=1024, **MAMBA2, dtype=torch.bfloat16), EXACT, 40),
+    "mamba2 bf16 exact, alone": (Case(seqlen=1024, **MAMBA2, dtype=torch.bfloat16), EXACT, 40),
     "mamba2 fp16 relaxed": (Case(seqlen=1024, **MAMBA2, dtype=torch.float16), RELAXED, 64),
     "ragged bf16 exact": (Case(seqlen=1000, **MAMBA2, dtype=torch.bfloat16), EXACT, 48),
     "packed p 80 bf16": (
@@ -29,11 +32,13 @@ CASES: dict[str, tuple[Case, Precision, int]] = {
 }
 
 
-def launch(case: Case, precision: Precision) -> None:
-    ssd_fused_hopper(on_meta(case.inputs()), precision, config=HopperConfig(segment=4))
+def launch(case: Case, precision: Precision, config: HopperConfig) -> None:
+    ssd_fused_hopper(on_meta(case.inputs()), precision, config=config)
 
 
-LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case[:2]) for label, case in CASES.items()}
+LAUNCHES: dict[str, Callable[[], None]] = {
+    label: partial(launch, *case[:2], ALONE if "alone" in label else CUT) for label, case in CASES.items()
+}
 
 
 @pytest.mark.parametrize("label", CASES)

@@ -53,6 +53,29 @@ def test_against_the_oracle(name: str) -> None:
     assert_passes(hopper(inputs), inputs, EXACT)
 
 
+CUTS = {
+    "even": HopperConfig(segment=16),
+    "long ones first": HopperConfig(long_count=3, long_segment=73, segment=19),
+    "a short one first": HopperConfig(long_count=1, long_segment=26, segment=77),
+    "nothing handed over": HopperConfig(long_count=1, long_segment=144, segment=56, recompute=True),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_several_waves_of_programs(name: str) -> None:
+    """What one program leaves to the next, and one role to another, must be there when memory is slow."""
+    inputs = Case(**SMALL | dict(heads=80), seqlen=16384).inputs()
+    for _ in range(5):
+        assert_passes(hopper(inputs, config=CUTS[name]), inputs, EXACT)
+
+
+@pytest.mark.parametrize("name", ["ragged", "initial states", "whole chunks"])
+def test_a_first_pass_over_all_that_went_before(name: str) -> None:
+    inputs = CASES[name].inputs()
+    config = HopperConfig(long_count=1, long_segment=4, segment=2, recompute=True)
+    assert_passes(hopper(inputs, config=config), inputs, EXACT)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def test_precisions(dtype: torch.dtype, precision: Precision) -> None:

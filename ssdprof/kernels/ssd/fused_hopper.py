@@ -25,7 +25,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE, Segment, Shared, gates, loads, scores, unit_state
+from ssdprof.kernels.ssd.hopper_roles import (
+    CHUNK,
+    SLICE,
+    Segment,
+    Shared,
+    gates,
+    loads,
+    role_barrier,
+    scores,
+    unit_state,
+)
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
@@ -79,15 +89,16 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 # a constant 1 among the arguments of warp_specialize does not compile in Triton 3.6
-@gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K"])
+@gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, out_ptr, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr,
     cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr,
     out_strides, dt_strides, A_strides, dt_bias_strides, D_strides, initial_strides,
-    cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K,
+    cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K, LONG_COUNT, K_LONG,
     HEADS: gl.constexpr, HEADS_PER_GROUP: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
-    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr,
-    RING: gl.constexpr, SCORE_RING: gl.constexpr, UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+    HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr, RING: gl.constexpr, SCORE_RING: gl.constexpr,
+    UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -124,6 +135,7 @@ def _fused_hopper_kernel(
     ticket = gl.program_id(0)
     if HANDOVER:
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
+        role_barrier()  # the ticket reaches its threads through memory that warp_specialize writes next
     rank = ticket // PAIRS
     unit = ticket % PAIRS * 2
     exists = True
@@ -133,9 +145,17 @@ def _fused_hopper_kernel(
     else:
         sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, K)
     first = index * K
-    nchunks = gl.maximum(gl.minimum(K, gl.cdiv(length, CHUNK) - first), 0)
+    size = K
+    if cu_seqlens_ptr is None:
+        is_long = index < LONG_COUNT
+        first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
+        size = gl.where(is_long, K_LONG, K)
+    nchunks = gl.maximum(gl.minimum(size, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
-    segment = Segment(sequence, index, begin, length, first, nchunks, unit, last)
+    goes_back, seen_first, seen = not last, first, nchunks
+    if RECOMPUTE:
+        goes_back, seen_first, seen = index > 0, 0, first
+    segment = Segment(sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen)
     # stage setup
     if exists:
         tensors = (
@@ -147,11 +167,11 @@ def _fused_hopper_kernel(
                 (first_role, (shared, segment, DSTATE, RELAXED, RAGGED)),
                 (
                     unit_state,
-                    (shared, segment, tensors, 0, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER),
+                    (shared, segment, tensors, 0, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER, RECOMPUTE),
                 ),
                 (
                     unit_state,
-                    (shared, segment, tensors, 1, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER),
+                    (shared, segment, tensors, 1, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER, RECOMPUTE),
                 ),
                 (
                     gates,

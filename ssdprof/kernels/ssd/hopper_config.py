@@ -1,27 +1,26 @@
 """What the Hopper kernel takes, and how it cuts a call into programs, and why.  Its rings and registers are a row of
-`config_table.py`; the length of its segments is a model of the time."""
+`config_table.py`; its segments are those of a simulated schedule (`hopper_segments.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 
 import torch
 
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels.ssd.config_table import HOPPER, PACKED_SEGMENT, Call, first_fit
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
+from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperConfig:
-    """segment: chunks of 64 positions per segment
+class HopperConfig(Segments):
+    """Segments of chunks of 64 positions, and
     ring, score_ring: chunks, and chunks' scores, in shared memory at once
     unit_registers, other_registers: per thread of the two roles with states, and of gates and loads
     """
 
-    segment: int
     ring: int = HOPPER[-1].take.ring
     score_ring: int = HOPPER[-1].take.score_ring
     unit_registers: int = HOPPER[-1].take.unit_registers
@@ -36,42 +35,15 @@ class HopperConfig:
         batch, and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
         """
         if inputs.cu_seqlens is not None:
-            segment, reason = PACKED_SEGMENT, "packed: one rule for sequences of any length"
+            segments, reason = Segments(segment=PACKED_SEGMENT), "packed: one rule for sequences of any length"
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-            segment = _segment(nchunks, sequences * unit_count(inputs) // 2, sm_count)
-            reason = f"least modelled time of {sequences} x {nchunks} chunks on {sm_count} SMs"
+            segments = cut(nchunks, sequences * unit_count(inputs) // 2, sm_count)
+            reason = f"least simulated time of {sequences} x {nchunks} chunks on {sm_count} SMs"
         call = Call(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
         row = first_fit(HOPPER, call)
-        return cls(segment=segment, **asdict(row.take), reason=f"{reason}; {row.why}")
-
-
-@lru_cache(maxsize=256)
-def _segment(nchunks: int, pairs: int, sm_count: int) -> int:
-    """Chunks per segment, by a model of the time, in units of a chunk of the second pass.
-
-    A program costs its chunks, 0.58 for each that the first pass reaches (all of a short segment, on the average 40 and
-    a fifth of a long one; none of a sequence's last), and 4 for its start and the hand-over.  Measured on an H200:
-    docs/ssd-performance.md.
-    """
-
-    def cost(segment: int) -> float:
-        segments = ceil_div(nchunks, segment)
-        programs = segments * pairs
-        first_pass = 0.58 * (1 - 1 / segments)
-        longest = segment + (0.58 * segment if segments > 1 else 0) + 4
-        if programs <= sm_count:
-            return longest
-        average = segment + first_pass * min(segment, 40 + 0.2 * segment) + 4
-        return programs / sm_count * average + longest / 2
-
-    candidates = {ceil_div(nchunks, count) for count in range(1, 65)}
-    return min(sorted(candidates, reverse=True), key=cost)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+        return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")
 
 
 def unit_count(inputs: SSDInputs) -> int:
@@ -112,6 +84,8 @@ def unsupported(inputs: SSDInputs) -> str:
     for name, tensor in (("B", B), ("C", C)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
             return f"group stride of {name}"
+    if CHUNK.value * inputs.dt.stride(1) >= 2**31:
+        return "2^25 elements from one row of dt to the next"
     if inputs.dt.shape[0] > 1 and inputs.dt.stride(0) != inputs.dt.shape[1] * inputs.dt.stride(1):
         return "batch stride of dt, which is not that of its rows"
     return ""

@@ -13,8 +13,9 @@ from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, ceil_div, unit_count
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, unit_count
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
+from ssdprof.kernels.ssd.hopper_segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 FLAG_STRIDE = 8  # int32 per flag: a 32-byte sector each
@@ -23,15 +24,15 @@ GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
     """Segments of all sequences; an upper bound if they are packed, for their lengths are on the device."""
-    positions = config.segment * CHUNK.value
+    seqlen = inputs.x.shape[1]
     if inputs.cu_seqlens is None:
-        return inputs.sequences * ceil_div(inputs.x.shape[1], positions)
-    return int(inputs.sequences + inputs.x.shape[1] // positions)
+        return inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
+    return int(inputs.sequences + seqlen // (config.segment * CHUNK.value))
 
 
 def handover(inputs: SSDInputs, config: HopperConfig) -> bool:
-    """Whether a sequence may have more than one segment."""
-    return bool(inputs.x.shape[1] > config.segment * CHUNK.value)
+    """Whether a state may be handed over."""
+    return not config.recompute and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) > 1
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
@@ -79,7 +80,8 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
         (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
         (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
         (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride(),
-        *map(float, inputs.dt_limit), inputs.x.shape[1], inputs.sequences, config.segment,
+        *map(float, inputs.dt_limit), inputs.x.shape[1], inputs.sequences,
+        config.segment, config.long_count, config.long_segment,
     )  # fmt: skip
 
 
@@ -94,6 +96,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, hand
         "RELAXED": not precision.exact,
         "RAGGED": inputs.cu_seqlens is not None or seqlen % CHUNK.value != 0,
         "HANDOVER": handover,
+        "RECOMPUTE": config.recompute,
         "RING": config.ring,
         "SCORE_RING": config.score_ring,
         "UNIT_REGISTERS": config.unit_registers,

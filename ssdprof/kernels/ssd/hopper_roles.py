@@ -29,6 +29,7 @@ CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+LATE = gl.constexpr(32)  # positions at a chunk's end whose weighted x enters the state without being rounded
 FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
@@ -47,6 +48,8 @@ STAGES = {
     "bmm_chunk": "bmm_chunk",
     "scores": "bmm_chunk",
     "weighted": "chunk_state",
+    "rounded_off": "chunk_state",
+    "add_residual": "chunk_scan.residual",
     "load_transposed": "caller",
     "load_gate": "caller",
     "segment_state": "chunk_state.first_pass",
@@ -106,12 +109,16 @@ class Segment:
     first: gl.tensor  # chunk
     nchunks: gl.tensor
     unit: gl.tensor  # the first of the two
-    last: gl.tensor  # the sequence ends with this segment: no first pass
+    last: gl.tensor  # the sequence ends with this segment
+    goes_back: gl.tensor  # there is a first pass
+    seen_first: gl.tensor  # chunk at which it ends, for it goes backwards
+    seen: gl.tensor  # chunks that it has at most
 
     @gluon.constexpr_function
-    def __init__(self, sequence, index, begin, length, first, nchunks, unit, last):
+    def __init__(self, sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen):
         self.sequence, self.index, self.begin, self.length = sequence, index, begin, length
         self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
+        self.goes_back, self.seen_first, self.seen = goes_back, seen_first, seen
 
 
 # what Triton 3.7 and 3.9 renamed: the barrier of a role's threads, and copies by the copy engine
@@ -191,10 +198,10 @@ def gates(
     tile = (o_q[:, None] * dt_strides[0] + (o_h * dt_strides[1])[None, :]).to(gl.int32)
     it = 0
 
-    if not segment.last:
+    if segment.goes_back:
         seen = gl.zeros([2], gl.float32, units)  # log2 of the decay of all chunks that were seen
-        c = segment.nchunks - 1
-        p = dt_ptr + ((segment.first + c) * CHUNK).to(gl.int64) * dt_strides[0]
+        c = segment.seen - 1
+        p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_strides[0]
         raw = gl.load(p + tile)
         go = c >= 0
         while go:
@@ -251,9 +258,9 @@ def loads(
     i_h = segment.unit // SLICES
     i_g = i_h // HEADS_PER_GROUP
     it = 0
-    if not segment.last:
-        t = segment.begin + (segment.first + segment.nchunks - 1) * CHUNK
-        go = segment.nchunks > 0
+    if segment.goes_back:
+        t = segment.begin + (segment.seen_first + segment.seen - 1) * CHUNK
+        go = segment.seen > 0
         while go:
             slot = it % shared.RING
             full = shared.full.index(slot)
@@ -286,12 +293,13 @@ def loads(
 
 @gluon.jit
 def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
-    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0."""
-    decay = gl.exp2(gl.where(causal, row[:, None] - key[None, :], float("-inf")))
-    if RELAXED:
-        return CB.to(dtype) * decay.to(dtype)
-    else:
-        return (CB * decay).to(dtype)
+    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0; `causal` has all bits set there, and none elsewhere."""
+    decay = gl.exp2(row[:, None] - key[None, :])
+    scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
+    # two at a time, and after all that may overflow above the diagonal
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [scores, causal], dtype=scores.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -310,7 +318,7 @@ def bmm_chunk(shared, segment, i, slot, zero, DSTATE: gl.constexpr, RAGGED: gl.c
     """C B^T of the segment's chunk i, begun."""
     if RAGGED:
         valid = segment.length - (segment.first + i) * CHUNK
-        if (valid > 0) & (valid < CHUNK):
+        if (valid > 0) & (valid < CHUNK) & (i < segment.nchunks):
             clear_rows(shared.B.index(slot), valid, DSTATE)
     return warpgroup_mma(shared.C.index(slot), shared.B.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -322,14 +330,15 @@ def scores(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED:
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
     it = 0
-    if not segment.last:  # nothing to do in the first pass but to let go of what was loaded
-        go = segment.nchunks > 0
+    if segment.goes_back:  # nothing to do in the first pass but to let go of what was loaded
+        go = segment.seen > 0
         while go:
             mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1)
             go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
             mbarrier.arrive(shared.empty.index(it % shared.RING), count=1)
             it += 1
     causal = gl.arange(0, CHUNK, row)[:, None] >= gl.arange(0, CHUNK, col)[None, :]
+    causal = gl.where(causal, -1, 0).to(gl.int16)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
     mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=segment.nchunks > 0)
     CB_begun = bmm_chunk(shared, segment, 0, it % shared.RING, zero, DSTATE, RAGGED)
@@ -369,6 +378,69 @@ def weighted(x, weight, RELAXED: gl.constexpr):
         return x * weight.to(x.dtype)[None, :]
     else:
         return (x.to(gl.float32) * weight[None, :]).to(x.dtype)
+
+
+@gluon.jit
+def rounded_off(x, weight):
+    """What `weighted` loses by rounding.  In assembly, or x would be kept as fp32 from its first use on, and spill."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = """{
+            .reg .b32 lo, hi, near;
+            shl.b32 lo, $1, 16;
+            and.b32 hi, $1, 0xffff0000;
+            mul.rn.f32 lo, lo, $2;
+            mul.rn.f32 hi, hi, $3;
+            cvt.rn.bf16x2.f32 near, hi, lo;
+            .reg .b32 near_lo, near_hi;
+            shl.b32 near_lo, near, 16;
+            and.b32 near_hi, near, 0xffff0000;
+            sub.rn.f32 lo, lo, near_lo;
+            sub.rn.f32 hi, hi, near_hi;
+            cvt.rn.bf16x2.f32 $0, hi, lo;
+        }"""
+    else:
+        code: gl.constexpr = """{
+            .reg .b16 a, b;
+            .reg .f32 lo, hi, near_lo, near_hi;
+            .reg .b32 near;
+            mov.b32 {a, b}, $1;
+            cvt.f32.f16 lo, a;
+            cvt.f32.f16 hi, b;
+            mul.rn.f32 lo, lo, $2;
+            mul.rn.f32 hi, hi, $3;
+            cvt.rn.f16x2.f32 near, hi, lo;
+            mov.b32 {a, b}, near;
+            cvt.f32.f16 near_lo, a;
+            cvt.f32.f16 near_hi, b;
+            sub.rn.f32 lo, lo, near_lo;
+            sub.rn.f32 hi, hi, near_hi;
+            cvt.rn.f16x2.f32 $0, hi, lo;
+        }"""
+    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def add_residual(out, x, D):
+    """out + D x in fp32.  In assembly, or x would be kept as fp32 from its first use on, and spill."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = """{
+            .reg .b32 lo, hi;
+            shl.b32 lo, $4, 16;
+            and.b32 hi, $4, 0xffff0000;
+            fma.rn.f32 $0, lo, $5, $2;
+            fma.rn.f32 $1, hi, $6, $3;
+        }"""
+    else:
+        code: gl.constexpr = """{
+            .reg .b16 a, b;
+            .reg .f32 lo, hi;
+            mov.b32 {a, b}, $4;
+            cvt.f32.f16 lo, a;
+            cvt.f32.f16 hi, b;
+            fma.rn.f32 $0, lo, $5, $2;
+            fma.rn.f32 $1, hi, $6, $3;
+        }"""
+    return gl.inline_asm_elementwise(code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -419,7 +491,7 @@ def hand_over_state(states_ptr, tile, mask, flag_ptr, state):
 def unit_state(
     shared, segment, tensors,
     IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
-    RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr,
+    RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     (
         out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr, sync_ptr,
@@ -440,19 +512,21 @@ def unit_state(
 
     # stage state_passing.load: the state that enters the segment
     it = 0
+    added, decay = state, 1.0
+    if segment.goes_back:
+        added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
     if HANDOVER:
-        added, decay = state, 1.0
-        if not segment.last:
-            added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
         flag_ptr = sync_ptr + (segment.sequence * (HEADS * SLICES) + unit) * 8
         if segment.index > 0:
             wait_for_state(flag_ptr, segment.index)
             state = gl.load(states_ptr + lane + tile, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
     if initial_ptr is not None:
-        if segment.index == 0:
+        if (segment.index == 0) | RECOMPUTE:
             p = initial_ptr + segment.sequence.to(gl.int64) * initial_strides[0] + i_h * initial_strides[1]
             initial_tile = o_p[:, None] * initial_strides[2] + o_n[None, :] * initial_strides[3]
             state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
+    if RECOMPUTE:
+        state = decay * state + added
     if HANDOVER:
         if not segment.last:
             hand_over_state(states_ptr + lane, tile, inside, flag_ptr, decay * state + added)
@@ -487,16 +561,25 @@ def unit_state(
         # stage chunk_scan.previous
         entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
         out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
+        # stage chunk_state: here, where registers are free again
+        if not RELAXED:
+            late_gate = shared.gates.index(slot * 4 + WEIGHT).slice(IDX * CHUNK + CHUNK - LATE, LATE)
+            late_weight = late_gate.load(gl.SliceLayout(0, q_operand))
+            _, late_x = gl.split(x.reshape([SLICE, CHUNK // LATE, LATE]).permute((0, 2, 1)))
+            late_x = gl.convert_layout(late_x, q_operand)
+            lost = gl.convert_layout(rounded_off(late_x, late_weight[None, :]), n_operand)
+            late_B = shared.B.index(slot).slice(CHUNK - LATE, LATE)
+            state_begun = warpgroup_mma(lost, late_B, state_begun, is_async=True)
         # stage chunk_scan.current: what the chunk adds
         mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
         m = shared.scores.index(stage * 2 + IDX).permute((1, 0))
         out_begun = warpgroup_mma(x, m, out, is_async=True)
         state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
         mbarrier.arrive(shared.unscored.index(stage), count=1)
-        # stage chunk_scan.residual: x is read again, because it would spill if it were kept as fp32
-        if D_ptr is not None:
-            out += load_transposed(shared, slot, IDX, by_q).to(gl.float32) * D[:, None]
         mbarrier.arrive(shared.empty.index(slot), count=1)
+        # stage chunk_scan.residual
+        if D_ptr is not None:
+            out = add_residual(out, gl.convert_layout(x, by_q), D[:, None])
         tma.store_wait(0)
         out_tile.permute((1, 0)).store(out.to(dtype))
         if RAGGED:

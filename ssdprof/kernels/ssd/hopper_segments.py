@@ -1,0 +1,111 @@
+"""How the Hopper kernel cuts sequences into segments: by a simulated schedule of the programs on the GPU's SMs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+# In units of a chunk of the second pass (1.66 us on an H200), fitted to measured times: docs/ssd-performance.md.
+FIRST_PASS = 0.55  # a chunk of the first pass
+START = 4.0  # a program's start and end
+HAND_OVER = 1.0  # taking a state over and handing it on
+CALL = 1.2  # launching, and zeroing the flags
+# Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
+REACH = (61, 23, 89, 51, 167, 14, 4, 42, 116, 10, 1 << 31, 28, 73, 7, 18, 34)
+CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks.
+
+    A schedule is good when long segments fill the GPU first (their first pass stops early, so they read less twice) and
+    short ones even out the end.
+    recompute: a segment's first pass goes over all that is before it, and nothing is handed over; for short sequences
+    """
+
+    segment: int
+    long_count: int = 0
+    long_segment: int = 0
+    recompute: bool = False
+
+    def lengths(self, nchunks: int) -> list[int]:
+        """Of the segments of a sequence of `nchunks` chunks; at least one, if empty."""
+        lengths: list[int] = []
+        left = nchunks
+        while left > 0:
+            lengths.append(min(left, self.long_segment if len(lengths) < self.long_count else self.segment))
+            left -= lengths[-1]
+        return lengths or [0]
+
+    def count(self, nchunks: int) -> int:
+        """Segments of a sequence of `nchunks` chunks."""
+        left = max(0, nchunks - self.long_count * self.long_segment)
+        return max(1, min(self.long_count, ceil_div(nchunks, self.long_segment or 1)) + ceil_div(left, self.segment))
+
+
+def cut(nchunks: int, pairs: int, sm_count: int) -> Segments:
+    """The segments with the least simulated time for `pairs` independent pairs of units of `nchunks` chunks each."""
+    step = 1 << max(0, nchunks.bit_length() - CLASSES.bit_length())
+    return _cut(ceil_div(nchunks, step) * step, pairs, sm_count)
+
+
+@lru_cache(maxsize=1024)
+def _cut(nchunks: int, pairs: int, sm_count: int) -> Segments:
+    if pairs > 2 * sm_count:  # no more parallelism is needed than the heads give
+        return Segments(segment=max(1, nchunks))
+    return min(_candidates(nchunks, sm_count / pairs), key=lambda segments: _time(segments, nchunks, pairs, sm_count))
+
+
+def _candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
+    yield Segments(segment=max(1, nchunks))
+    at_once = max(1, int(programs_per_pair))
+    for count in sorted({2, 3, 4, at_once, at_once + 1}):
+        yield Segments(segment=ceil_div(nchunks, count))
+    for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # of a sequence, in long segments
+        long = max(1, round(part * nchunks / at_once))
+        left = nchunks - at_once * long
+        if left > 0:
+            for count in (1, 2, 8):
+                yield Segments(long_count=at_once, long_segment=long, segment=ceil_div(left, count))
+    for part in (0.1, 0.15):  # a short one first, which hands over early
+        first = max(1, round(part * nchunks))
+        if nchunks > first:
+            yield Segments(long_count=1, long_segment=first, segment=ceil_div(nchunks - first, at_once))
+    if nchunks <= 64:
+        for part in (0.5, 0.56, 0.62, 0.7):
+            first = max(1, round(part * nchunks))
+            if nchunks > first:
+                for count in (1, 2, 3):
+                    yield Segments(
+                        long_count=1, long_segment=first, segment=ceil_div(nchunks - first, count), recompute=True
+                    )
+
+
+def _time(segments: Segments, nchunks: int, pairs: int, sm_count: int) -> float:
+    """Until the last program ends, if SMs take programs in order as they come free, one each."""
+    lengths = segments.lengths(nchunks)
+    hands_over = len(lengths) > 1 and not segments.recompute
+    hand_over = HAND_OVER if hands_over else 0.0
+    free = [0.0] * sm_count
+    ready = [0.0] * pairs  # when a pair's state can be taken over
+    end, before = 0.0, 0
+    for index, length in enumerate(lengths):
+        last = index == len(lengths) - 1
+        to_see = before if segments.recompute else 0 if last else length
+        for pair in range(pairs):
+            time = free[0] + START + FIRST_PASS * min(to_see, REACH[pair % len(REACH)])
+            if hands_over:
+                time = max(time, ready[pair]) + hand_over
+                ready[pair] = time
+            time += length
+            heapq.heapreplace(free, time)
+            end = max(end, time)
+        before += length
+    return end + (CALL if hands_over else CALL / 2)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

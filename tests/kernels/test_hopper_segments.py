@@ -1,0 +1,50 @@
+"""How the Hopper kernel cuts a sequence, which needs no GPU to be decided."""
+
+import time
+
+import pytest
+
+from ssdprof.kernels.ssd.hopper_segments import Segments, cut
+
+H200 = 132  # multiprocessors
+MAMBA2_2_7B = 40  # pairs of heads
+LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
+
+
+@pytest.mark.parametrize("pairs", [1, 8, MAMBA2_2_7B, 64, 132, 400])
+def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
+    for nchunks in LENGTHS:
+        segments = cut(nchunks, pairs, H200)
+        lengths = segments.lengths(nchunks)
+        assert sum(lengths) == nchunks
+        assert min(lengths) > 0
+        assert segments.count(nchunks) == len(lengths)
+
+
+def test_an_empty_sequence_has_one_empty_segment() -> None:
+    assert Segments(segment=4).lengths(0) == [0]
+    assert Segments(segment=4).count(0) == 1
+
+
+def test_long_segments_come_first_where_a_gpu_has_several_waves_of_work() -> None:
+    """The first wave is 3 long segments of 40 pairs, on 132 multiprocessors; short ones even out the end."""
+    segments = cut(2048, MAMBA2_2_7B, H200)
+    assert segments.long_count == 3
+    assert segments.long_segment > 4 * segments.segment
+    assert not segments.recompute
+
+
+def test_a_first_pass_over_all_that_went_before_is_for_short_sequences() -> None:
+    assert cut(16, MAMBA2_2_7B, H200).recompute
+    assert not cut(128, MAMBA2_2_7B, H200).recompute
+
+
+def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
+    """A server sees prompts of all lengths; it must not simulate for each."""
+    for nchunks in range(1025, 2048):
+        cut(nchunks, 37, H200)
+    start = time.perf_counter()
+    for nchunks in range(1025, 2048):
+        cut(nchunks, 37, H200)
+    assert time.perf_counter() - start < 0.1
+    assert len({cut(nchunks, 37, H200) for nchunks in range(1025, 2048)}) <= 17
