@@ -81,7 +81,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         not_collected=missing,
         checks=checks.of_kernel(kernel, found, sources),
     )
-    return stalls.model_copy(update={"hints": hints(stalls)})
+    return stalls.model_copy(update={"hints": hints(stalls, sources.fillers())})
 
 
 def _gpu(kernel: RawKernel) -> str:

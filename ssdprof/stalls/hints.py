@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from ssdprof.stall_records import Hint, KernelStalls, Line, Stage
 
@@ -15,8 +16,8 @@ _FULL_WAVE = 0.8
 _LONGEST_QUOTE = 80
 
 _LATE = (
-    "Other warps of this program are late with what these wait for: look at the roles that fill the barrier, or let "
-    "them run further ahead (a longer ring)."
+    "Other warps of this program are late with what these wait for: look at {}, or let them run further ahead (a "
+    "longer ring)."
 )
 _PRODUCT = (
     "The tensor cores are at work and nothing else is: put independent work between the start of a product and its "
@@ -59,13 +60,16 @@ _ADVICE = {
 _WORKING = frozenset({"selected", "not_selected"})  # the warp could issue: no stall
 
 
-def hints(kernel: KernelStalls) -> tuple[Hint, ...]:
-    """The most telling first: by stage and reason, then about the kernel as a whole."""
-    found = sorted(_by_stage(kernel), key=lambda pair: -pair[0])
+def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[Hint, ...]:
+    """The most telling first: by stage and reason, then about the kernel as a whole.
+
+    fillers: stage of waiting -> functions that end the wait.
+    """
+    found = sorted(_by_stage(kernel, fillers), key=lambda pair: -pair[0])
     return (*(hint for _, hint in found[:_MOST]), *_whole(kernel))
 
 
-def _by_stage(kernel: KernelStalls) -> Iterator[tuple[int, Hint]]:
+def _by_stage(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[int, Hint]]:
     """(samples, hint) of every stage's reasons that are worth one."""
     for stage in kernel.stages:
         if stage.idle:
@@ -75,7 +79,7 @@ def _by_stage(kernel: KernelStalls) -> Iterator[tuple[int, Hint]]:
             if share < _WORTH_PCT or reason in _WORKING:
                 continue
             line = _hottest(kernel, stage, reason)
-            advice = _advice(kernel, stage, reason, line)
+            advice = _advice(kernel, stage, reason, line, fillers.get(stage.name, ()))
             if advice:
                 parts = (
                     f"{reason} in {stage.name} is {share:.0f} % of the kernel's busy samples",
@@ -86,10 +90,15 @@ def _by_stage(kernel: KernelStalls) -> Iterator[tuple[int, Hint]]:
                 yield count, Hint(stage=stage.name, share_pct=share, evidence=evidence, advice=advice)
 
 
-def _advice(kernel: KernelStalls, stage: Stage, reason: str, line: Line | None) -> str:
+def _advice(kernel: KernelStalls, stage: Stage, reason: str, line: Line | None, late: tuple[str, ...]) -> str:
     text = line.text if line else ""
     if stage.name.startswith("waiting") or "mbarrier.wait" in text:
-        return _LATE
+        names = " and ".join(f"`{name}`" for name in late)
+        return _LATE.format(
+            f"{names}, which {'fills' if len(late) == 1 else 'fill'} the barrier"
+            if late
+            else "the roles that fill the barrier"
+        )
     if stage.name == "state_passing.wait":
         return "The segment before has not handed over yet: shorter segments, or more heads and sequences at once."
     if reason == "barrier" and "mma_wait" in text:

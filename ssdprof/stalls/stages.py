@@ -51,6 +51,7 @@ ORDER = (
 )
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
+_ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect")
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -82,11 +83,14 @@ class Function:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is."""
+    """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is.
+    fillers: that stage -> functions that end the wait.
+    """
 
     text: tuple[str, ...]
     functions: tuple[Function, ...]
     waits: Mapping[int, str] = field(default_factory=dict)
+    fillers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def place(self, line: int) -> Place:
         found = [function for function in self.functions if function.first <= line <= function.last]
@@ -140,6 +144,11 @@ class Sources:
                     return function
         return None
 
+    def fillers(self) -> dict[str, tuple[str, ...]]:
+        """Stage of waiting -> functions that end the wait, by every file that has any."""
+        files = [self._file(file) for file in (*self._recorded, *self._excerpts) if not _LIBRARY.search(file)]
+        return {stage: names for parsed in files if parsed for stage, names in parsed.fillers.items()}
+
     def _file(self, file: str) -> SourceFile | None:
         if file not in self._files:
             text = self._recorded.get(file)
@@ -166,7 +175,8 @@ def parse(text: str) -> SourceFile:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
     ]
-    return SourceFile(lines, tuple(sorted(functions, key=lambda f: (f.first, -f.last))), _waits(tree, waits))
+    ordered = tuple(sorted(functions, key=lambda f: (f.first, -f.last)))
+    return SourceFile(lines, ordered, _waits(tree, waits), _fillers(tree, waits or {}))
 
 
 def _function(node: ast.FunctionDef, stages: Mapping[str, str] | None, lines: tuple[str, ...]) -> Function:
@@ -206,11 +216,38 @@ def _waits(tree: ast.Module, waits: Mapping[str, str] | None) -> dict[int, str]:
     found: dict[int, str] = {}
     for node in ast.walk(tree) if waits else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "mbarrier.wait" and node.args:
-            names = [part.attr for part in ast.walk(node.args[0]) if isinstance(part, ast.Attribute)]
-            stage = next((waits[name] for name in names if waits and name in waits), None)
-            if stage:
-                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), stage)
+            name = _barrier(node.args[0], waits or {})
+            if waits and name:
+                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name])
     return found
+
+
+def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Functions with `mbarrier.arrive(shared.NAME...)` or `mbarrier.expect(...)`, or of a variable that is one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        barriers = {
+            target.id: name
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and (name := _barrier(node.value, waits))
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _ENDS_A_WAIT and node.args:
+                given = node.args[0]
+                name = barriers.get(given.id, "") if isinstance(given, ast.Name) else _barrier(given, waits)
+                if name and function.name not in found.get(waits[name], ()):
+                    found[waits[name]] = (*found.get(waits[name], ()), function.name)
+    return found
+
+
+def _barrier(node: ast.AST, waits: Mapping[str, str]) -> str:
+    """The NAME in `shared.NAME.index(...)`."""
+    names = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+    return next((name for name in names if name in waits), "")
 
 
 def _called(node: ast.AST) -> str:

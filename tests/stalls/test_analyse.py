@@ -183,6 +183,25 @@ def test_what_helps_a_load_depends_on_the_memories(metric: dict[str, float], wor
     assert words in next(hint.advice for hint in found.hints if hint.stage == "loads")
 
 
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ("", "look at the roles that fill the barrier, or"),
+        ("def f():\n    mbarrier.arrive(shared.full)\n", "look at `f`, which fills the barrier, or"),
+        (
+            "def f():\n    mbarrier.arrive(shared.full)\ndef g():\n    mbarrier.expect(shared.full, 1)\n",
+            "look at `f` and `g`, which fill the barrier, or",
+        ),
+    ],
+)
+def test_a_wait_for_a_role_names_the_role(roles: str, words: str) -> None:
+    source = synthetic.SOURCE.replace("shared.empty", "shared.full").replace(
+        '"empty": "ahead"', '"full": "waiting.chunk"'
+    )
+    found = stalls_of(synthetic.kernel(sources={synthetic.FILE: source + roles}))
+    assert words in next(hint.advice for hint in found.hints if hint.stage == "waiting.chunk")
+
+
 def test_idle_warps_and_issuing_give_no_hint() -> None:
     points = (*synthetic.POINTS, Point(0x180, synthetic.FILE, 9, "FADD", {"selected": 500}))
     found = stalls_of(synthetic.kernel(points=points))

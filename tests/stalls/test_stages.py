@@ -120,6 +120,26 @@ def test_an_excerpt_must_agree_with_the_installed_file() -> None:
     assert other.not_recorded == {"fused_stages.py"}
 
 
+def test_who_ends_a_wait_is_found_in_the_source() -> None:
+    source = """
+WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead"}
+def load(shared):
+    mbarrier.wait(shared.empty.index(0), 1)
+    full = shared.full.index(0)
+    mbarrier.expect(full, 128)
+    mbarrier.expect(full, 128)
+def gates(shared):
+    other = shared.decay.index(0)
+    mbarrier.arrive(shared.full.index(0), count=1)
+    mbarrier.arrive(other)
+def scores(shared):
+    mbarrier.wait(shared.full.index(0), 1)
+    mbarrier.arrive(shared.scored.index(0), count=1)
+"""
+    assert parse(source).fillers == {"waiting.chunk": ("load", "gates"), "waiting.scores": ("scores",)}
+    assert Sources({"/a/k.py": source, "/a/other.py": "x = 1\n"}).fillers() == parse(source).fillers
+
+
 # --- our own kernels
 
 
@@ -160,6 +180,13 @@ def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
     waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
     assert waits
     assert set(waits) <= set(parse(text).waits)
+
+
+def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
+    parsed = parse((KERNELS / "ssd" / "hopper_roles.py").read_text())
+    assert set(parsed.fillers) == set(parsed.waits.values())
+    assert set(parsed.fillers["waiting.scores"]) == {"scores"}
+    assert set(parsed.fillers["waiting.chunk"]) == {"gates", "loads"}
 
 
 def test_the_fused_kernels_have_every_stage() -> None:
