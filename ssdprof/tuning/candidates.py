@@ -10,7 +10,8 @@ import torch
 import triton
 
 from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, ceil_div, shared_bytes
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, shared_bytes
+from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.tuned import nchunks
 
@@ -18,7 +19,9 @@ Config = HopperConfig | FusedConfig
 Axis = Callable[[Config, SSDInputs], Iterable[Config]]
 
 _CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
+_LONGEST_RECOMPUTED = 64  # chunks
 _HOPPER_SHARED_BYTES = 227 << 10  # that one program may have
+_LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
 
 
 def axes(config: Config) -> tuple[Axis, ...]:
@@ -28,14 +31,8 @@ def axes(config: Config) -> tuple[Axis, ...]:
     because either the scores or the states then spill.
     """
     if isinstance(config, HopperConfig):
-        return (_on_hopper(_segments), _on_hopper(_segments_nearby), _on_hopper(_rings))
-    return (
-        _on_portable(_warps),
-        _on_portable(_chunks),
-        _on_portable(_blocks),
-        _on_portable(_stages),
-        _on_portable(_cuts),
-    )
+        return tuple(map(_on_hopper, (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings)))
+    return tuple(map(_on_portable, (_warps, _chunks, _blocks, _stages, _cuts)))
 
 
 def difference(config: Config, committed: Config) -> str:
@@ -65,17 +62,52 @@ def _on_portable(axis: Callable[[FusedConfig, SSDInputs], Iterable[Config]]) -> 
 # --- the Hopper kernel
 
 
-def _segments(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
+def _equal_segments(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
     """A sequence cut into 1 to 64 segments."""
-    for length in dict.fromkeys(ceil_div(nchunks(inputs), cuts) for cuts in _CUTS):
-        yield replace(config, segment=length)
+    for cuts in _CUTS:
+        yield _cut(config, Segments(segment=ceil_div(nchunks(inputs), cuts)))
+
+
+def _long_segments_first(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
+    """Long segments for most of a sequence, then shorter ones."""
+    for count, part, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
+        length = round(part * nchunks(inputs) / count)
+        left = nchunks(inputs) - count * length
+        if length > 0 and left > 0:
+            yield _cut(config, Segments(long_count=count, long_segment=length, segment=ceil_div(left, shorter)))
+
+
+def _recomputed(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
+    """Nothing is handed over; the first pass of a segment goes over all that is before it."""
+    if nchunks(inputs) > _LONGEST_RECOMPUTED:
+        return
+    for cuts in (2, 3, 4):
+        yield _cut(config, Segments(segment=ceil_div(nchunks(inputs), cuts), recompute=True))
+    for part, shorter in product((0.5, 0.6, 0.7), (1, 2, 3)):
+        first = round(part * nchunks(inputs))
+        left = nchunks(inputs) - first
+        if first > 0 and left > 0:
+            segment = ceil_div(left, shorter)
+            yield _cut(config, Segments(long_count=1, long_segment=first, segment=segment, recompute=True))
 
 
 def _segments_nearby(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
-    """One to three segments more and fewer."""
-    cuts = ceil_div(nchunks(inputs), config.segment)
-    for length in dict.fromkeys(ceil_div(nchunks(inputs), max(1, cuts + more)) for more in range(-3, 4)):
-        yield replace(config, segment=length)
+    """One to three segments more and fewer; long ones a little longer and shorter."""
+    left = nchunks(inputs) - config.long_count * config.long_segment
+    if left <= 0:
+        return
+    shorter = ceil_div(left, config.segment)
+    for more in range(-3, 4):
+        yield replace(config, segment=ceil_div(left, max(1, shorter + more)))
+    for factor in (0.92, 0.96, 1.04, 1.08):
+        length = round(config.long_segment * factor)
+        left = nchunks(inputs) - config.long_count * length
+        if length > 0 and left > 0:
+            yield replace(config, long_segment=length, segment=ceil_div(left, shorter))
+
+
+def _cut(config: HopperConfig, segments: Segments) -> HopperConfig:
+    return replace(config, **asdict(segments))
 
 
 def _rings(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
@@ -107,7 +139,7 @@ def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
 def _blocks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
-        if block_p <= widest:
+        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
             yield replace(config, block_p=block_p, p_rows=p_rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ssdprof.kernels.precision import Precision as KernelPrecision
 from ssdprof.kernels.ssd import tuned
@@ -15,18 +15,28 @@ from ssdprof.measure.dtypes import dtype_name, dtype_named
 from ssdprof.schema import DType, Environment, Intermediates, Interval, Record
 
 Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
 Kernel = Literal["hopper", "portable"]
 
 
 class HopperSettings(Record):
-    """See `HopperConfig`."""
+    """See `HopperConfig` and `Segments`."""
 
     kernel: Literal["hopper"] = "hopper"
     segment: Positive
+    long_count: NotNegative
+    long_segment: NotNegative
+    recompute: bool
     ring: Positive
     score_ring: Positive
     unit_registers: Positive
     other_registers: Positive
+
+    @model_validator(mode="after")
+    def _long_segments_have_chunks(self) -> HopperSettings:
+        if self.long_count and not self.long_segment:
+            raise ValueError("a long segment without chunks never ends a sequence")
+        return self
 
 
 class PortableSettings(Record):

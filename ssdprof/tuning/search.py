@@ -272,5 +272,11 @@ def _for_check(config: Config, inputs: SSDInputs) -> Config:
     """As `_first_chunks` of the inputs are run: cut into segments if the whole sequence is."""
     if not isinstance(config, HopperConfig):
         return config
-    short = nchunks(_first_chunks(inputs))
-    return replace(config, segment=min(config.segment, 5) if config.segment < nchunks(inputs) else short)
+    if config.count(nchunks(inputs)) == 1:
+        return replace(config, segment=nchunks(_first_chunks(inputs)), long_count=0, long_segment=0)
+    half = CHECKED_CHUNKS // 2
+    return replace(
+        config,
+        segment=min(config.segment, 5),
+        long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
+    )

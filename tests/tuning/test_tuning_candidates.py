@@ -5,7 +5,7 @@ from tuning_fakes import hopper_problem, inputs_of, portable_problem
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
 from ssdprof.tuning.candidates import Config, axes, difference
-from ssdprof.tuning.search import Problem
+from ssdprof.tuning.search import Problem, _for_check
 
 
 def tried(problem: Problem) -> list[Config]:
@@ -16,6 +16,34 @@ def test_segments_from_the_whole_sequence_to_single_chunks() -> None:
     segments = {config.segment for config in tried(hopper_problem()) if isinstance(config, HopperConfig)}
     assert {20, 10, 7, 5, 4, 3, 2, 1} <= segments
     assert max(segments) == 20
+
+
+def test_every_cut_is_of_the_whole_sequence() -> None:
+    """And so is the short one that is checked, which is in pieces if the whole one is."""
+    problem = hopper_problem()
+    configs = [config for config in tried(problem) if isinstance(config, HopperConfig)]
+    assert any(config.long_count for config in configs)
+    assert any(config.recompute for config in configs)
+    for config in configs:
+        assert sum(config.lengths(20)) == 20
+        assert min(config.lengths(20)) > 0
+        short = _for_check(config, problem.inputs[-1])
+        assert isinstance(short, HopperConfig)
+        assert (short.count(16) > 1) == (config.count(20) > 1)
+        assert (short.recompute, bool(short.long_count)) == (config.recompute, bool(config.long_count))
+
+
+def test_long_sequences_are_not_gone_over_from_their_beginning() -> None:
+    inputs = inputs_of(65 * 64)
+    committed = HopperConfig(segment=65)
+    configs = [option for axis in axes(committed) for option in axis(committed, inputs)]
+    assert not any(config.recompute for config in configs if isinstance(config, HopperConfig))
+
+
+def test_long_segments_are_made_a_little_longer_and_shorter() -> None:
+    committed = HopperConfig(segment=10, long_count=2, long_segment=100)
+    nearby = [option for axis in axes(committed) for option in axis(committed, inputs_of(240 * 64))]
+    assert {92, 96, 104, 108} <= {config.long_segment for config in nearby if isinstance(config, HopperConfig)}
 
 
 def test_rings_that_fit_shared_memory() -> None:

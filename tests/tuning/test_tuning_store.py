@@ -116,9 +116,11 @@ def test_what_cannot_be_read_is_said(cache: Path, text: str) -> None:
     assert "NVIDIA-Test.json is not what 'ssdprof tune' writes" in said
 
 
-def test_settings_that_no_kernel_takes_are_not_read() -> None:
+@pytest.mark.parametrize("broken", [('"segment": 4', '"segment": 0'), ('"long_count": 0', '"long_count": 1')])
+def test_settings_that_no_kernel_takes_are_not_read(broken: tuple[str, str]) -> None:
     file = store.keep(environment(), [outcome()])
-    file.write_text(file.read_text().replace('"segment": 4', '"segment": 0'))
+    assert broken[0] in file.read_text()
+    file.write_text(file.read_text().replace(*broken))
     (said,) = used()
     assert "is not what 'ssdprof tune' writes" in said
 

@@ -111,7 +111,16 @@ def outcome(sequences: int = 1, nchunks: int = 16, segment: int | None = 4, crea
         sequences=sequences,
         nchunks=nchunks,
     )
-    settings = HopperSettings(segment=segment or 1, ring=3, score_ring=2, unit_registers=192, other_registers=24)
+    settings = HopperSettings(
+        segment=segment or 1,
+        long_count=0,
+        long_segment=0,
+        recompute=False,
+        ring=3,
+        score_ring=2,
+        unit_registers=192,
+        other_registers=24,
+    )
     find = Find(
         calls=calls,
         settings=settings,

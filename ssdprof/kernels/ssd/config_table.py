@@ -1,8 +1,8 @@
 """Which configuration each SSD kernel takes, by GPU, dtype and sizes, and why.  In a table, the first row that fits.
 
 Nothing is searched at a call: these rows are all that the library's functions go by.  Two things are not here.  How
-many chunks a segment of the Hopper kernel has is a model of the time (`hopper_config.py`).  And what `ssdprof tune ssd`
-has found for a shape on one GPU comes before these rows, where a program asks for it (`tuned.py`).
+the Hopper kernel cuts a sequence into segments is a model of the time (`hopper_segments.py`).  And what
+`ssdprof tune ssd` has found for a shape on one GPU comes before these rows, where a program asks for it (`tuned.py`).
 
 On a GPU, "operands in shared memory" are those whose matrix instructions read them from there: majors 9, 10 and 11
 (H100, H200, B200).  On the others, majors 8 and 12 (A100, L4, RTX) and whatever comes after, operands pass through
