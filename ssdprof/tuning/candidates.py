@@ -27,8 +27,8 @@ _LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more ar
 def axes(config: Config) -> tuple[Axis, ...]:
     """In the order in which they are searched; each begins with the best of the one before.
 
-    Not varied are the registers of the Hopper kernel's roles: on an H200 every other division was slower, by 1-11 %,
-    because either the scores or the states then spill.
+    Not varied are the registers of the Hopper kernel's roles: on an H200 no other division was faster, and most were
+    slower, by up to 11 % (docs/ssd-performance.md).
     """
     if isinstance(config, HopperConfig):
         return tuple(map(_on_hopper, (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings)))
