@@ -34,6 +34,7 @@ class Compiled:
     """One kernel as ptxas left it.
 
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
+    product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
     """
 
     kernel: str
@@ -41,6 +42,7 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     num_warps: int
+    product_waits: int
     metadata: dict[str, Any]
 
 
@@ -93,8 +95,12 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        command = [binaries / "cuobjdump", "--dump-resource-usage", cubin.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage, code = (
+            subprocess.run(
+                [binaries / "cuobjdump", dump, cubin.name], capture_output=True, text=True, check=True
+            ).stdout
+            for dump in ("--dump-resource-usage", "--dump-sass")
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return Compiled(
@@ -103,6 +109,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         spilled_bytes=int(found[2]),
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
+        product_waits=code.count("WARPGROUP.DEPBAR"),
         metadata=metadata,
     )
 

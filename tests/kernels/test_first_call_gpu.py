@@ -32,8 +32,9 @@ CASES: dict[str, tuple[Case, str, Precision]] = {
     "hopper, n 64": (Case(**vars(MAMBA2) | {"dstate": 64}), "fused", EXACT),
     "hopper, packed, p 80": (Case(**vars(HYBRID) | {"lengths": LENGTHS, "initial_states": True}), "fused", EXACT),
     "portable, gate": (Case(**vars(MAMBA2) | {"gate": True}), "fused", EXACT),
-    "portable, n 256": (Case(**vars(LARGE) | {"seqlen": 4096}), "fused", EXACT),
-    "portable, n 256, packed": (Case(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
+    "hopper, n 256": (Case(**vars(LARGE) | {"seqlen": 4096}), "fused", EXACT),
+    "hopper, n 256, packed": (Case(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
+    "portable, n 256, gate": (Case(**vars(LARGE) | {"seqlen": 4096, "gate": True}), "fused", EXACT),
     "portable, fp32": (Case(**vars(MAMBA2) | {"dtype": FP32}), "fused", EXACT),
     "unfused": (Case(**vars(MAMBA2) | {"chunk_size": 256}), "unfused", EXACT),
     "unfused, packed, fp32": (

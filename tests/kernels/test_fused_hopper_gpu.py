@@ -1,6 +1,6 @@
 """The Hopper kernel against the oracle, with segments as short as can be, and what it leaves to the portable one."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from test_fused import assert_bitwise
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper_segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 
@@ -22,7 +23,8 @@ pytestmark = [
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SMALL = dict(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
-SHORT = HopperConfig(segment=2)
+WIDE = SMALL | dict(dstate=256)  # two roles with half of N each
+SHORT = Segments(segment=2)
 CASES = {
     "one position": Case(**SMALL, seqlen=1),
     "less than a chunk": Case(**SMALL, batch=2, seqlen=63),
@@ -39,12 +41,21 @@ CASES = {
     "dt 0": Case(**SMALL, seqlen=700, dt_limit=(0.0, 0.0)),
     "dt huge": Case(**SMALL, seqlen=700, dt_limit=(1e30, 1e30)),
     "packed": Case(**SMALL, lengths=(3, 0, 127, 570, 64, 236, 0), initial_states=True),
+    "n 256, one position": Case(**WIDE, seqlen=1),
+    "n 256, half a chunk and one": Case(**WIDE, batch=2, seqlen=33),
+    "n 256, whole chunks": Case(**WIDE, batch=3, seqlen=1024),
+    "n 256, ragged, D (h, p), initial states": Case(**WIDE, batch=2, seqlen=999, skip="(h, p)", initial_states=True),
+    "n 256, p 128, an odd number of heads": Case(**WIDE | dict(headdim=128, heads=3), seqlen=777),
+    "n 256, p 80, an odd number of heads": Case(**WIDE | dict(headdim=80, heads=3), seqlen=999),
+    "n 256, one head per group": Case(**WIDE, groups=4, seqlen=500),
+    "n 256, packed": Case(**WIDE, lengths=(3, 0, 127, 570, 64, 236, 0), initial_states=True),
 }
 
 
-def hopper(inputs: SSDInputs, precision: Precision = EXACT, config: HopperConfig = SHORT) -> SSDOutput:
+def hopper(inputs: SSDInputs, precision: Precision = EXACT, segments: Segments = SHORT) -> SSDOutput:
     assert unsupported(inputs) == ""
-    return ssd_fused_hopper(inputs, precision, config=config)
+    config = HopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
+    return ssd_fused_hopper(inputs, precision, config=replace(config, **asdict(segments)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -54,32 +65,34 @@ def test_against_the_oracle(name: str) -> None:
 
 
 CUTS = {
-    "even": HopperConfig(segment=16),
-    "long ones first": HopperConfig(long_count=3, long_segment=73, segment=19),
-    "a short one first": HopperConfig(long_count=1, long_segment=26, segment=77),
-    "nothing handed over": HopperConfig(long_count=1, long_segment=144, segment=56, recompute=True),
+    "even": Segments(segment=16),
+    "long ones first": Segments(long_count=3, long_segment=73, segment=19),
+    "a short one first": Segments(long_count=1, long_segment=26, segment=77),
+    "nothing handed over": Segments(long_count=1, long_segment=144, segment=56, recompute=True),
 }
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_several_waves_of_programs(name: str) -> None:
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_several_waves_of_programs(dstate: int, name: str) -> None:
     """What one program leaves to the next, and one role to another, must be there when memory is slow."""
-    inputs = Case(**SMALL | dict(heads=80), seqlen=16384).inputs()
+    inputs = Case(**SMALL | dict(heads=80, dstate=dstate), seqlen=16384).inputs()
     for _ in range(5):
-        assert_passes(hopper(inputs, config=CUTS[name]), inputs, EXACT)
+        assert_passes(hopper(inputs, segments=CUTS[name]), inputs, EXACT)
 
 
-@pytest.mark.parametrize("name", ["ragged", "initial states", "whole chunks"])
+@pytest.mark.parametrize("name", ["ragged", "initial states", "whole chunks", "n 256, whole chunks"])
 def test_a_first_pass_over_all_that_went_before(name: str) -> None:
     inputs = CASES[name].inputs()
-    config = HopperConfig(long_count=1, long_segment=4, segment=2, recompute=True)
-    assert_passes(hopper(inputs, config=config), inputs, EXACT)
+    segments = Segments(long_count=1, long_segment=4, segment=2, recompute=True)
+    assert_passes(hopper(inputs, segments=segments), inputs, EXACT)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_precisions(dtype: torch.dtype, precision: Precision) -> None:
-    inputs = Case(**SMALL | dict(dtype=dtype), seqlen=1500, initial_states=True).inputs()
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_precisions(dstate: int, dtype: torch.dtype, precision: Precision) -> None:
+    inputs = Case(**SMALL | dict(dtype=dtype, dstate=dstate), seqlen=1500, initial_states=True).inputs()
     assert_passes(hopper(inputs, precision), inputs, precision)
 
 
@@ -91,6 +104,8 @@ def test_every_model_size_that_it_is_for_reaches_it() -> None:
         (48, 64, 128, 1),
         (128, 80, 128, 8),
         (80, 64, 64, 1),
+        (32, 128, 256, 1),
+        (24, 64, 256, 1),
     ]
     for heads, headdim, dstate, groups in sizes:
         case = Case(seqlen=300, heads=heads, headdim=headdim, dstate=dstate, groups=groups, dtype=BF16, device="cuda")
@@ -102,10 +117,10 @@ def test_every_model_size_that_it_is_for_reaches_it() -> None:
     [
         (Case(**SMALL | dict(dtype=torch.float32)), "fp32"),
         (Case(**SMALL, gate=True), "gate"),
-        (Case(**SMALL | dict(dstate=256)), "dstate 256"),
+        (Case(**SMALL | dict(dstate=32)), "dstate 32"),
         (Case(**SMALL, groups=4), "heads per group"),
     ],
-    ids=["fp32", "z", "n 256", "one head per group"],
+    ids=["fp32", "z", "n 32", "one head per group"],
 )
 def test_what_it_leaves_to_the_portable_kernel(case: Case, why: str) -> None:
     inputs = case.inputs()
@@ -121,8 +136,9 @@ def test_columns_that_the_copy_engine_cannot_read_go_to_the_portable_kernel() ->
     assert "alignment of x" in unsupported(replace(inputs, x=shifted))
 
 
-def test_neighbours_do_not_meet() -> None:
-    case = Case(**SMALL, lengths=(100, 570, 64, 236), initial_states=True)
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_neighbours_do_not_meet(dstate: int) -> None:
+    case = Case(**SMALL | dict(dstate=dstate), lengths=(100, 570, 64, 236), initial_states=True)
     inputs, spoilt = case.inputs(), case.inputs()
     for tensor in (spoilt.x, spoilt.dt, spoilt.B, spoilt.C):
         tensor[:, :100] = torch.nan
@@ -144,14 +160,16 @@ def test_nan_is_not_swallowed(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
-def test_bitwise_the_same_in_every_call(precision: Precision) -> None:
-    inputs = Case(**SMALL | dict(heads=80), seqlen=16384).inputs()
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_bitwise_the_same_in_every_call(dstate: int, precision: Precision) -> None:
+    inputs = Case(**SMALL | dict(heads=80, dstate=dstate), seqlen=16384).inputs()
     first = hopper(inputs, precision)
     for _ in range(20):
         assert_bitwise(hopper(inputs, precision), first)
 
 
-def test_long_memory_is_carried_through_every_segment() -> None:
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_long_memory_is_carried_through_every_segment(dstate: int) -> None:
     """A decay so slow that the first position is felt at the last."""
-    inputs = Case(**SMALL, seqlen=8192, dt_limit=(1e-6, 1e-5)).inputs()
+    inputs = Case(**SMALL | dict(dstate=dstate), seqlen=8192, dt_limit=(1e-6, 1e-5)).inputs()
     assert_passes(hopper(inputs), inputs, EXACT)

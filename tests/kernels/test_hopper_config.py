@@ -1,9 +1,10 @@
 """How the Hopper kernel cuts a call, which needs no GPU to be decided."""
 
+import torch
 from compile_target import compiled
 from ssd_cases import Case
 
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, shared_bytes, unsupported
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)
@@ -41,6 +42,18 @@ def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
 
 def test_shared_memory_is_what_the_compiler_takes() -> None:
     """The barriers are all that is not counted."""
-    for label, dstate in (("mamba2 bf16 exact", 128), ("p 128 n 64 bf16", 64)):
+    for label, ring, dstate in (
+        ("mamba2 bf16 exact", 3, 128),
+        ("p 128 n 64 bf16", 3, 64),
+        ("n 256 fp16 relaxed", 2, 256),
+    ):
         (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
-        assert 0 <= kernel.shared_bytes - shared_bytes(3, 2, dstate) < 1024
+        assert 0 <= kernel.shared_bytes - shared_bytes(ring, 2, dstate) < 1024
+
+
+def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
+    """falcon-h1-3b has 64 units: 32 heads of two slices each."""
+    for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
+        inputs = Case(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
+        assert program_count(inputs) == programs
+        assert HopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring

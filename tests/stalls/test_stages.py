@@ -176,10 +176,11 @@ def test_every_mark_is_inside_a_kernel() -> None:
 
 
 def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
-    text = (KERNELS / "ssd" / "hopper_roles.py").read_text()
-    waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
-    assert waits
-    assert set(waits) <= set(parse(text).waits)
+    for name in ("hopper_roles", "hopper_halves"):
+        text = (KERNELS / "ssd" / f"{name}.py").read_text()
+        waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
+        assert waits
+        assert set(waits) <= set(parse(text).waits)
 
 
 def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:

@@ -3,7 +3,8 @@
 
 The algorithm is that of `fused_portable.py`: a program goes over its segment backwards for the state that the segment
 adds, takes over the state of the segment before, hands its own over, and goes forwards for the output.  Here a program
-owns two units (heads, or slices of 64 of a head's P) that share B and C, and its warps have roles (`hopper_roles.py`).
+owns two units (heads, or slices of 64 of a head's P) that share B and C, or one where N is 256, and its warps have
+roles (`hopper_roles.py`).
 States and outputs are held transposed, so that the state is a matrix operand straight from registers and x, loaded
 once, serves all three products.  Why so, and what was tried: docs/ssd-performance.md.
 
@@ -11,8 +12,8 @@ In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: states (sequences, h, p, n) state_dtype, the one that is being handed over; final_states itself if fp32
-      sync int32, zeroed: the ticket counter, and per sequence and unit the number of segments handed over
-Grid: (segments * units / 2), units fastest, then sequences, segments; an upper bound if packed.  A program waits only
+      sync int32, zeroed: the ticket counter, and per sequence and lane the number of segments handed over
+Grid: (segments * lanes / 2), units fastest, then sequences, segments; an upper bound if packed.  A program waits only
       for lower tickets, which have started, so that progress needs no two programs at once.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
@@ -25,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper_roles import (
     CHUNK,
     SLICE,
@@ -71,9 +73,9 @@ def _add(a, b):
 
 
 @gluon.jit
-def first_role(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+def first_role(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
     """`scores`, called: what Triton builds as a first role itself, it files under this file with that file's lines."""
-    scores(shared, segment, DSTATE, RELAXED, RAGGED)
+    scores(shared, segment, RELAXED, RAGGED)
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -101,15 +103,18 @@ def _fused_hopper_kernel(
     UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
+    HALVES: gl.constexpr = 1 if DSTATE <= MAX_WIDTH else 2
+    UNITS: gl.constexpr = 2 // HALVES
+    WIDTH: gl.constexpr = DSTATE // HALVES
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [RING, CHUNK, DSTATE], B_desc.layout),
-        gl.allocate_shared_memory(dtype, [RING, CHUNK, DSTATE], C_desc.layout),
-        gl.allocate_shared_memory(dtype, [RING * 2, CHUNK, 1, SLICE], x_desc.layout),
-        gl.allocate_shared_memory(dtype, [SCORE_RING * 2, CHUNK, CHUNK], square),
-        gl.allocate_shared_memory(dtype, [2, CHUNK, 1, SLICE], out_desc.layout),
+        gl.allocate_shared_memory(dtype, [RING * HALVES, CHUNK, WIDTH], B_desc.layout),
+        gl.allocate_shared_memory(dtype, [RING * HALVES, CHUNK, WIDTH], C_desc.layout),
+        gl.allocate_shared_memory(dtype, [RING * UNITS, CHUNK, 1, SLICE], x_desc.layout),
+        gl.allocate_shared_memory(dtype, [SCORE_RING * UNITS, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(dtype, [2, CHUNK // HALVES, 1, SLICE], out_desc.layout),
         gl.allocate_shared_memory(gl.float32, [RING * 4, 2 * CHUNK], vector),
         gl.allocate_shared_memory(gl.float32, [RING, 2], vector),
         gl.allocate_shared_memory(gl.int32, [RING + 2, 1], vector),
@@ -118,11 +123,14 @@ def _fused_hopper_kernel(
         gl.allocate_shared_memory(gl.int64, [SCORE_RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [SCORE_RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [RING + 2, 1], barrier),
-        RING, SCORE_RING,
+        RING, SCORE_RING, HALVES,
     )  # fmt: skip
+    exchange = ()
+    if HALVES == 2:
+        exchange = allocate_exchange(SLICE, CHUNK)
     for i in gl.static_range(RING):
         mbarrier.init(shared.full.index(i), count=2)  # gates, loads
-        mbarrier.init(shared.empty.index(i), count=3)  # scores and both units
+        mbarrier.init(shared.empty.index(i), count=3)  # scores and both lanes
     for i in gl.static_range(SCORE_RING):
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2)
@@ -131,13 +139,13 @@ def _fused_hopper_kernel(
 
     # stage ticket: which segment of which units is mine
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
-    PAIRS: gl.constexpr = HEADS * SLICES // 2
+    PROGRAMS: gl.constexpr = HEADS * SLICES // UNITS  # of a segment
     ticket = gl.program_id(0)
     if HANDOVER:
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
         role_barrier()  # the ticket reaches its threads through memory that warp_specialize writes next
-    rank = ticket // PAIRS
-    unit = ticket % PAIRS * 2
+    rank = ticket // PROGRAMS
+    unit = ticket % PROGRAMS * UNITS
     exists = True
     if cu_seqlens_ptr is None:
         sequence, index = rank % sequences, rank // sequences
@@ -160,11 +168,11 @@ def _fused_hopper_kernel(
     if exists:
         tensors = (
             out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr,
-            sync_ptr + FLAGS,
+            sync_ptr + FLAGS, exchange,
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (first_role, (shared, segment, DSTATE, RELAXED, RAGGED)),
+                (first_role, (shared, segment, RELAXED, RAGGED)),
                 (
                     unit_state,
                     (shared, segment, tensors, 0, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER, RECOMPUTE),

@@ -9,6 +9,7 @@ import torch
 
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels.ssd.config_table import HOPPER, PACKED_SEGMENT, Call, first_fit
+from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
 from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -21,10 +22,10 @@ class HopperConfig(Segments):
     unit_registers, other_registers: per thread of the two roles with states, and of gates and loads
     """
 
-    ring: int = HOPPER[-1].take.ring
-    score_ring: int = HOPPER[-1].take.score_ring
-    unit_registers: int = HOPPER[-1].take.unit_registers
-    other_registers: int = HOPPER[-1].take.other_registers
+    ring: int = HOPPER[0].take.ring
+    score_ring: int = HOPPER[0].take.score_ring
+    unit_registers: int = HOPPER[0].take.unit_registers
+    other_registers: int = HOPPER[0].take.other_registers
     reason: str = ""
 
     @classmethod
@@ -39,7 +40,7 @@ class HopperConfig(Segments):
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-            segments = cut(nchunks, sequences * unit_count(inputs) // 2, sm_count)
+            segments = cut(nchunks, sequences * program_count(inputs), sm_count)
             reason = f"least simulated time of {sequences} x {nchunks} chunks on {sm_count} SMs"
         call = Call(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
         row = first_fit(HOPPER, call)
@@ -51,11 +52,24 @@ def unit_count(inputs: SSDInputs) -> int:
     return nheads * ceil_div(headdim, SLICE.value)
 
 
+def half_count(dstate: int) -> int:
+    """1, or 2 where N is shared by two roles."""
+    return ceil_div(dstate, MAX_WIDTH.value)
+
+
+def program_count(inputs: SSDInputs) -> int:
+    """Programs of one segment: two units each, or two halves of one."""
+    return unit_count(inputs) * half_count(inputs.B.shape[3]) // 2
+
+
 def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     """What one program takes of shared memory, all but its barriers."""
-    tile = 2 * CHUNK.value  # bytes of a column of a 16-bit tile
-    chunk = 2 * tile * dstate + 2 * tile * SLICE.value + 4 * 4 * 2 * CHUNK.value + 8  # B and C, x, gates, decays
-    return int(ring * chunk + score_ring * 2 * tile * CHUNK.value + 2 * tile * SLICE.value)
+    halves = half_count(dstate)
+    tiles = 2 // halves * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
+    rows = 2 * CHUNK.value * dstate  # bytes of B, or C
+    chunk = 2 * rows + tiles + 4 * 4 * 2 * CHUNK.value + 8  # B and C, x, gates, decays
+    exchange = 4 * (4 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
+    return int(ring * chunk + score_ring * tiles + tiles + exchange)
 
 
 def unsupported(inputs: SSDInputs) -> str:
@@ -69,9 +83,9 @@ def unsupported(inputs: SSDInputs) -> str:
         return "fp32 inputs"
     if inputs.z is not None:
         return "a gate z"
-    if headdim < SLICE.value or headdim % 16 or dstate not in (64, 128):
+    if headdim < SLICE.value or headdim % 16 or dstate not in (64, 128, 256):
         return f"headdim {headdim} with dstate {dstate}"
-    if slices * inputs.heads_per_group % 2:
+    if slices * inputs.heads_per_group * half_count(dstate) % 2:
         return "an odd number of heads per group"
     if x.shape[0] * x.shape[1] >= 2**31:
         return "2^31 positions"

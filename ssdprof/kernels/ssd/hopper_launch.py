@@ -13,7 +13,7 @@ from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unit_count
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, unit_count
 from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
 from ssdprof.kernels.ssd.hopper_segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -36,7 +36,7 @@ def handover(inputs: SSDInputs, config: HopperConfig) -> bool:
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
-    flags = inputs.sequences * unit_count(inputs) * FLAG_STRIDE
+    flags = inputs.sequences * unit_count(inputs) * half_count(inputs.B.shape[3]) * FLAG_STRIDE
     return BufferSizes.of(inputs, precision, sync=FLAGS.value + flags if handover(inputs, config) else 0)
 
 
@@ -46,10 +46,11 @@ class HopperLaunch:
     def __init__(self, inputs: SSDInputs, precision: Precision, config: HopperConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
         self._index = inputs.x.get_device()
-        self._x = _units(inputs.x.stride(), inputs.x)
-        self._out = _units(_contiguous(inputs.x.shape), inputs.x)
-        self._B, self._C = _rows(inputs.B), _rows(inputs.C)
-        self._programs = segment_count(inputs, config) * unit_count(inputs) // 2
+        halves = half_count(inputs.B.shape[3])
+        self._x = _units(inputs.x.stride(), inputs.x, CHUNK.value)
+        self._out = _units(_contiguous(inputs.x.shape), inputs.x, CHUNK.value // halves)
+        self._B, self._C = _rows(inputs.B, halves), _rows(inputs.C, halves)
+        self._programs = segment_count(inputs, config) * program_count(inputs)
         self._launcher = Launcher(
             _fused_hopper_kernel, _scalars(inputs, config), _options(inputs, precision, config, self._sizes.sync > 0)
         )
@@ -105,17 +106,17 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, hand
     }
 
 
-def _units(stride: tuple[int, ...], x: torch.Tensor) -> TensorDescriptor:
-    """Tiles of (chunk, one head, slice); past a head's P the copy engine reads zeros and writes nothing."""
+def _units(stride: tuple[int, ...], x: torch.Tensor, positions: int) -> TensorDescriptor:
+    """Tiles of (positions, one head, slice); past a head's P the copy engine reads zeros and writes nothing."""
     batch, seqlen, nheads, headdim = x.shape
-    return _descriptor((batch * seqlen, nheads, headdim), stride[1:], (CHUNK.value, 1, SLICE.value), x.dtype)
+    return _descriptor((batch * seqlen, nheads, headdim), stride[1:], (positions, 1, SLICE.value), x.dtype)
 
 
-def _rows(tensor: torch.Tensor) -> TensorDescriptor:
-    """Tiles of (chunk, one group's N)."""
+def _rows(tensor: torch.Tensor, halves: int) -> TensorDescriptor:
+    """Tiles of (chunk, one group's N, or half of it)."""
     batch, seqlen, ngroups, dstate = tensor.shape
     shape = (batch * seqlen, ngroups * dstate)
-    return _descriptor(shape, (tensor.stride(1), 1), (CHUNK.value, dstate), tensor.dtype)
+    return _descriptor(shape, (tensor.stride(1), 1), (CHUNK.value, dstate // halves), tensor.dtype)
 
 
 def _descriptor(

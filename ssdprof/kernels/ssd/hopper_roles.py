@@ -2,12 +2,13 @@
 # ruff: noqa: SIM102  (the outer condition is a compile-time one)
 """The roles of `fused_hopper.py`, one function each, and the stages that they perform.
 
-    gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both units
+    gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both lanes
     loads       1 warp    B, C and x of a chunk, by the copy engine
-    scores      4 warps   bmm_chunk: C B^T once for both units, times each unit's decays
-    unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one unit
+    scores      4 warps   bmm_chunk: C B^T, times each unit's decays
+    unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
 
-A unit is a head, or a slice of 64 of a head's P; a program owns two units of one group.  Roles meet at mbarriers:
+A unit is a head, or a slice of 64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256,
+the two halves of N of one unit, which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers:
 `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores, `told` the gates' word on whether
 the first pass goes on.
 
@@ -24,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
+
+from ssdprof.kernels.ssd.hopper_halves import own_and_other, whole_sum
 
 CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
@@ -42,6 +45,8 @@ STAGES = {
     "decay_exp2": "chunk_cumsum",
     "put": "chunk_cumsum",
     "gates": "chunk_cumsum",
+    "load_x": "loads",
+    "load_rows": "loads",
     "loads": "loads",
     "decayed": "chunk_scan.current",
     "clear_rows": "bmm_chunk",
@@ -69,13 +74,13 @@ WAITS = {
 
 @aggregate
 class Shared:
-    """Rings in shared memory.  Vectors hold unit 0's 64 numbers, then unit 1's."""
+    """Rings in shared memory.  Vectors hold the 64 numbers of lane 0, then those of lane 1."""
 
-    B: gl.shared_memory_descriptor  # (ring, q, n)
-    C: gl.shared_memory_descriptor  # (ring, q, n)
-    x: gl.shared_memory_descriptor  # (ring * 2, q, 1, p)
-    scores: gl.shared_memory_descriptor  # (score ring * 2, q, s)
-    out: gl.shared_memory_descriptor  # (2, q, 1, p)
+    B: gl.shared_memory_descriptor  # (ring * halves, q, n)
+    C: gl.shared_memory_descriptor  # (ring * halves, q, n)
+    x: gl.shared_memory_descriptor  # (ring * units, q, 1, p)
+    scores: gl.shared_memory_descriptor  # (score ring * units, q, s)
+    out: gl.shared_memory_descriptor  # (2, q / halves, 1, p)
     gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT, ENTERING 2^a
     decay: gl.shared_memory_descriptor  # (ring, 2): 2^a_end; in the first pass, of all that was seen of the segment
     goes_on: gl.shared_memory_descriptor  # (told ring, 1): whether the first pass goes on after a chunk
@@ -87,15 +92,18 @@ class Shared:
     RING: gl.constexpr
     SCORE_RING: gl.constexpr
     TOLD: gl.constexpr  # told ring: ring + 2, so that all have read a word before it is overwritten
+    HALVES: gl.constexpr  # of N
+    UNITS: gl.constexpr  # of this program
 
     @gluon.constexpr_function
     def __init__(
-        self, B, C, x, scores, out, gates, decay, goes_on, full, empty, scored, unscored, told, RING, SCORE_RING
+        self, B, C, x, scores, out, gates, decay, goes_on, full, empty, scored, unscored, told, RING, SCORE_RING, HALVES
     ):
         self.B, self.C, self.x, self.scores, self.out = B, C, x, scores, out
         self.gates, self.decay, self.goes_on = gates, decay, goes_on
         self.full, self.empty, self.scored, self.unscored, self.told = full, empty, scored, unscored, told
         self.RING, self.SCORE_RING, self.TOLD = gl.constexpr(RING), gl.constexpr(SCORE_RING), gl.constexpr(RING + 2)
+        self.HALVES, self.UNITS = gl.constexpr(HALVES), gl.constexpr(2 // HALVES)
 
 
 @aggregate
@@ -108,7 +116,7 @@ class Segment:
     length: gl.tensor  # of the sequence
     first: gl.tensor  # chunk
     nchunks: gl.tensor
-    unit: gl.tensor  # the first of the two
+    unit: gl.tensor  # the first, if there are two
     last: gl.tensor  # the sequence ends with this segment
     goes_back: gl.tensor  # there is a first pass
     seen_first: gl.tensor  # chunk at which it ends, for it goes backwards
@@ -156,7 +164,7 @@ def softplus(v):
 
 @gluon.jit
 def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
-    """dt (q, unit), a (q, unit) and a_end (unit).  NaN stays NaN."""
+    """dt (q, lane), a (q, lane) and a_end (lane).  NaN stays NaN."""
     v = raw.to(gl.float32) + dt_bias[None, :]
     if DT_SOFTPLUS:
         v = softplus(v)
@@ -176,7 +184,7 @@ def decay_exp2(log2_decay):
 
 @gluon.jit
 def put(shared, slot, vector: gl.constexpr, v):
-    """v (q, unit) into a vector of the ring."""
+    """v (q, lane) into a vector of the ring."""
     shared.gates.index(slot * 4 + vector).store(gl.permute(v, (1, 0)).reshape([2 * CHUNK]))
 
 
@@ -185,11 +193,11 @@ def gates(
     shared, segment, dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_stride, dt_bias_stride, low, high,
     SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, unit): a warp for each unit
-    units: gl.constexpr = gl.SliceLayout(0, layout)
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
+    lanes: gl.constexpr = gl.SliceLayout(0, layout)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    o_h = (segment.unit + gl.arange(0, 2, units)) // SLICES
+    o_h = (segment.unit + gl.arange(0, 2, lanes) // shared.HALVES) // SLICES
     A = gl.load(A_ptr + o_h * A_stride).to(gl.float32) * LOG2_E
     dt_bias = gl.zeros_like(A)
     if dt_bias_ptr is not None:
@@ -199,7 +207,7 @@ def gates(
     it = 0
 
     if segment.goes_back:
-        seen = gl.zeros([2], gl.float32, units)  # log2 of the decay of all chunks that were seen
+        seen = gl.zeros([2], gl.float32, lanes)  # log2 of the decay of all chunks that were seen
         c = segment.seen - 1
         p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_strides[0]
         raw = gl.load(p + tile)
@@ -249,46 +257,61 @@ def gates(
 
 
 @gluon.jit
+def load_x(shared, segment, slot, t, x_desc, SLICES: gl.constexpr):
+    for k in gl.static_range(shared.UNITS):
+        unit = segment.unit + k
+        x = shared.x.index(slot * shared.UNITS + k)
+        async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], shared.full.index(slot), x)
+
+
+@gluon.jit
+def load_rows(shared, slot, t, desc, first_column, ring):
+    """B or C, in tiles of (q, half of N)."""
+    WIDTH: gl.constexpr = ring.shape[2]
+    for k in gl.static_range(shared.HALVES):
+        tile = ring.index(slot * shared.HALVES + k)
+        async_load(desc, [t, first_column + k * WIDTH], shared.full.index(slot), tile)
+
+
+@gluon.jit
 def loads(
     shared, segment, x_desc, B_desc, C_desc,
     DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr,
 ):  # fmt: skip
     B_BYTES: gl.constexpr = CHUNK * DSTATE * 2
-    X_BYTES: gl.constexpr = 2 * CHUNK * SLICE * 2
-    i_h = segment.unit // SLICES
-    i_g = i_h // HEADS_PER_GROUP
+    X_BYTES: gl.constexpr = shared.UNITS * CHUNK * SLICE * 2
+    first_column = segment.unit // SLICES // HEADS_PER_GROUP * DSTATE
     it = 0
     if segment.goes_back:
         t = segment.begin + (segment.seen_first + segment.seen - 1) * CHUNK
         go = segment.seen > 0
         while go:
             slot = it % shared.RING
-            full = shared.full.index(slot)
             mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-            mbarrier.expect(full, B_BYTES + X_BYTES)
-            async_load(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
-            for k in gl.static_range(2):
-                unit = segment.unit + k
-                async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k))
+            mbarrier.expect(shared.full.index(slot), B_BYTES + X_BYTES)
+            load_rows(shared, slot, t, B_desc, first_column, shared.B)
+            load_x(shared, segment, slot, t, x_desc, SLICES)
             mbarrier.wait(shared.told.index(it % shared.TOLD), (it // shared.TOLD) & 1)
             go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
             t -= CHUNK
             it += 1
     for c in range(segment.nchunks):
         slot = it % shared.RING
-        full = shared.full.index(slot)
         t = segment.begin + (segment.first + c) * CHUNK
         mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-        mbarrier.expect(full, 2 * B_BYTES + X_BYTES)
-        async_load(B_desc, [t, i_g * DSTATE], full, shared.B.index(slot))
-        for k in gl.static_range(2):
-            unit = segment.unit + k
-            async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, shared.x.index(slot * 2 + k))
-        async_load(C_desc, [t, i_g * DSTATE], full, shared.C.index(slot))
+        mbarrier.expect(shared.full.index(slot), 2 * B_BYTES + X_BYTES)
+        load_rows(shared, slot, t, B_desc, first_column, shared.B)
+        load_x(shared, segment, slot, t, x_desc, SLICES)
+        load_rows(shared, slot, t, C_desc, first_column, shared.C)
         it += 1
 
 
 # --- scores
+
+
+@gluon.jit
+def load_gate(shared, slot, vector: gl.constexpr, IDX: gl.constexpr, layout: gl.constexpr):
+    return shared.gates.index(slot * 4 + vector).slice(IDX * CHUNK, CHUNK).load(layout)
 
 
 @gluon.jit
@@ -314,17 +337,23 @@ def clear_rows(buffer, valid, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def bmm_chunk(shared, segment, i, slot, zero, DSTATE: gl.constexpr, RAGGED: gl.constexpr):
+def bmm_chunk(shared, segment, i, slot, zero, RAGGED: gl.constexpr):
     """C B^T of the segment's chunk i, begun."""
+    HALVES: gl.constexpr = shared.HALVES
     if RAGGED:
         valid = segment.length - (segment.first + i) * CHUNK
         if (valid > 0) & (valid < CHUNK) & (i < segment.nchunks):
-            clear_rows(shared.B.index(slot), valid, DSTATE)
-    return warpgroup_mma(shared.C.index(slot), shared.B.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            for k in gl.static_range(HALVES):
+                clear_rows(shared.B.index(slot * HALVES + k), valid, shared.B.shape[2])
+    CB = zero
+    for k in gl.static_range(HALVES):
+        C, B = shared.C.index(slot * HALVES + k), shared.B.index(slot * HALVES + k)
+        CB = warpgroup_mma(C, B.permute((1, 0)), CB, use_acc=k > 0, is_async=True)
+    return CB
 
 
 @gluon.jit
-def scores(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+def scores(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
@@ -341,27 +370,29 @@ def scores(shared, segment, DSTATE: gl.constexpr, RELAXED: gl.constexpr, RAGGED:
     causal = gl.where(causal, -1, 0).to(gl.int16)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
     mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=segment.nchunks > 0)
-    CB_begun = bmm_chunk(shared, segment, 0, it % shared.RING, zero, DSTATE, RAGGED)
+    CB_begun = bmm_chunk(shared, segment, 0, it % shared.RING, zero, RAGGED)
     for i in range(segment.nchunks):
         slot, stage = it % shared.RING, i % shared.SCORE_RING
-        row_0 = shared.gates.index(slot * 4 + ROW).slice(0, CHUNK).load(row)
-        key_0 = shared.gates.index(slot * 4 + KEY).slice(0, CHUNK).load(col)
-        row_1 = shared.gates.index(slot * 4 + ROW).slice(CHUNK, CHUNK).load(row)
+        row_0, key_0 = load_gate(shared, slot, ROW, 0, row), load_gate(shared, slot, KEY, 0, col)
+        if shared.UNITS == 2:
+            row_1 = load_gate(shared, slot, ROW, 1, row)
         CB = warpgroup_mma_wait(0, deps=[CB_begun])
         # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
-        key_1 = shared.gates.index(slot * 4 + KEY).slice(CHUNK, CHUNK).load(col)
+        if shared.UNITS == 2:
+            key_1 = load_gate(shared, slot, KEY, 1, col)
         mbarrier.wait(shared.unscored.index(stage), ((i // shared.SCORE_RING) & 1) ^ 1)
-        shared.scores.index(stage * 2).store(m)
-        m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
+        if shared.UNITS == 2:
+            shared.scores.index(stage * 2).store(m)
+            m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
         mbarrier.arrive(shared.empty.index(slot), count=1)
         it += 1
         slot = it % shared.RING
         # stage bmm_chunk: the next product, while this one's scores are stored; after the last chunk it is not used
         mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1, pred=i + 1 < segment.nchunks)
-        CB_begun = bmm_chunk(shared, segment, i + 1, slot, zero, DSTATE, RAGGED)
+        CB_begun = bmm_chunk(shared, segment, i + 1, slot, zero, RAGGED)
         # stage chunk_scan.current
-        shared.scores.index(stage * 2 + 1).store(m)
+        shared.scores.index(stage * shared.UNITS + shared.UNITS - 1).store(m)
         fence_async_shared()
         mbarrier.arrive(shared.scored.index(stage), count=1)
     # stage bmm_chunk
@@ -445,13 +476,9 @@ def add_residual(out, x, D):
 
 @gluon.jit
 def load_transposed(shared, slot, IDX: gl.constexpr, layout: gl.constexpr):
-    """x^T (p, q) of a unit."""
-    return shared.x.index(slot * 2 + IDX).reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
-
-
-@gluon.jit
-def load_gate(shared, slot, vector: gl.constexpr, IDX: gl.constexpr, layout: gl.constexpr):
-    return shared.gates.index(slot * 4 + vector).slice(IDX * CHUNK, CHUNK).load(layout)
+    """x^T (p, q) of a lane's unit."""
+    x = shared.x.index(slot * shared.UNITS + IDX // shared.HALVES)
+    return x.reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
 
 
 @gluon.jit
@@ -467,7 +494,8 @@ def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, opera
         decay = scalar(shared.decay.index(slot).slice(IDX, 1))
         x = load_transposed(shared, slot, IDX, operand)
         xw = weighted(x, load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, operand)), RELAXED)
-        begun = warpgroup_mma(xw, shared.B.index(slot), state, is_async=True)
+        B = shared.B.index(slot * shared.HALVES + IDX % shared.HALVES)
+        begun = warpgroup_mma(xw, B, state, is_async=True)
         state = warpgroup_mma_wait(0, deps=[begun])
         mbarrier.arrive(shared.empty.index(slot), count=1)
         it += 1
@@ -495,17 +523,25 @@ def unit_state(
 ):  # fmt: skip
     (
         out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr, sync_ptr,
+        exchange,
     ) = tensors  # fmt: skip
     dtype: gl.constexpr = shared.x.dtype
+    HALVES: gl.constexpr = shared.HALVES
+    UNIT: gl.constexpr = IDX // HALVES  # of the program's
+    HALF: gl.constexpr = IDX % HALVES  # of N
+    WIDTH: gl.constexpr = DSTATE // HALVES
+    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
+    OWN_FIRST: gl.constexpr = HALF * OWN
     by_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])  # (p, q)
-    by_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DSTATE, 16])  # (p, n)
+    by_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])  # (p, own q)
+    by_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # (p, n)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
     n_operand: gl.constexpr = gl.DotOperandLayout(0, by_n, 2)
-    unit = segment.unit + IDX
+    unit = segment.unit + UNIT
     i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
-    state = gl.zeros([SLICE, DSTATE], gl.float32, by_n)
+    state = gl.zeros([SLICE, WIDTH], gl.float32, by_n)
     o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
-    o_n = gl.arange(0, DSTATE, gl.SliceLayout(0, by_n))
+    o_n = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
     inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
     tile = o_p[:, None] * DSTATE + o_n[None, :]
     lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
@@ -516,7 +552,7 @@ def unit_state(
     if segment.goes_back:
         added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
     if HANDOVER:
-        flag_ptr = sync_ptr + (segment.sequence * (HEADS * SLICES) + unit) * 8
+        flag_ptr = sync_ptr + ((segment.sequence * (HEADS * SLICES) + unit) * HALVES + HALF) * 8
         if segment.index > 0:
             wait_for_state(flag_ptr, segment.index)
             state = gl.load(states_ptr + lane + tile, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
@@ -532,12 +568,12 @@ def unit_state(
             hand_over_state(states_ptr + lane, tile, inside, flag_ptr, decay * state + added)
 
     # stage setup: the output, chunk after chunk
-    D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_q))
+    D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_own))
     if D_ptr is not None:
-        o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_q))
+        o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
-    out_tile = shared.out.index(IDX).reshape([CHUNK, SLICE])
+    out_tile = shared.out.index(IDX).reshape([OWN, SLICE])
     for i in range(segment.nchunks):
         slot, stage = it % shared.RING, i % shared.SCORE_RING
         mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
@@ -552,15 +588,19 @@ def unit_state(
         weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
         decay = scalar(shared.decay.index(slot).slice(IDX, 1))
         # stage chunk_scan.previous: what entered the chunk
-        C = shared.C.index(slot).permute((1, 0))
+        C = shared.C.index(slot * HALVES + HALF).permute((1, 0))
         entered = gl.convert_layout(state.to(dtype), q_operand)
         out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
         # stage chunk_state
         operand = gl.convert_layout(weighted(x, weight, RELAXED), n_operand)
-        state_begun = warpgroup_mma(operand, shared.B.index(slot), state * decay, is_async=True)
+        state_begun = warpgroup_mma(operand, shared.B.index(slot * HALVES + HALF), state * decay, is_async=True)
         # stage chunk_scan.previous
-        entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
-        out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
+        entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
+        entering = entering.load(gl.SliceLayout(0, by_own))
+        out = warpgroup_mma_wait(1, deps=[out_begun])
+        if HALVES == 2:
+            out = whole_sum(exchange, out, i, HALF, by_own)
+        out *= entering[None, :]
         # stage chunk_state: here, where registers are free again
         if not RELAXED:
             late_gate = shared.gates.index(slot * 4 + WEIGHT).slice(IDX * CHUNK + CHUNK - LATE, LATE)
@@ -568,25 +608,28 @@ def unit_state(
             _, late_x = gl.split(x.reshape([SLICE, CHUNK // LATE, LATE]).permute((0, 2, 1)))
             late_x = gl.convert_layout(late_x, q_operand)
             lost = gl.convert_layout(rounded_off(late_x, late_weight[None, :]), n_operand)
-            late_B = shared.B.index(slot).slice(CHUNK - LATE, LATE)
+            late_B = shared.B.index(slot * HALVES + HALF).slice(CHUNK - LATE, LATE)
             state_begun = warpgroup_mma(lost, late_B, state_begun, is_async=True)
         # stage chunk_scan.current: what the chunk adds
         mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
-        m = shared.scores.index(stage * 2 + IDX).permute((1, 0))
+        m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
         out_begun = warpgroup_mma(x, m, out, is_async=True)
         state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
         mbarrier.arrive(shared.unscored.index(stage), count=1)
         mbarrier.arrive(shared.empty.index(slot), count=1)
         # stage chunk_scan.residual
         if D_ptr is not None:
-            out = add_residual(out, gl.convert_layout(x, by_q), D[:, None])
+            own_x = gl.convert_layout(x, by_q)
+            if HALVES == 2:
+                own_x, _ = own_and_other(own_x, HALF, by_own)
+            out = add_residual(out, own_x, D[:, None])
         tma.store_wait(0)
         out_tile.permute((1, 0)).store(out.to(dtype))
         if RAGGED:
-            whole = t + CHUNK <= segment.length
+            whole = t + OWN_FIRST + OWN <= segment.length
             if not whole:
                 rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-                o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, rows))[:, None]
+                o_q = OWN_FIRST + gl.arange(0, OWN, gl.SliceLayout(1, rows))[:, None]
                 o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
                 p = out_ptr + (segment.begin + t + o_q).to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
                 gl.store(p, out_tile.load(rows), mask=(t + o_q < segment.length) & (o_w < HEADDIM))
@@ -594,7 +637,7 @@ def unit_state(
             whole = True
         if whole:
             fence_async_shared()
-            async_store(out_desc, [segment.begin + t, i_h, p_0], shared.out.index(IDX))
+            async_store(out_desc, [segment.begin + t + OWN_FIRST, i_h, p_0], shared.out.index(IDX))
         it += 1
     tma.store_wait(0)
     # stage state_passing.store
