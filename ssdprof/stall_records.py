@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from ssdprof.schema import Environment, Launch, LayerRef, Precision, Record, SSDDims
 
 STALLS_VERSION = 1
@@ -120,7 +122,8 @@ class KernelStalls(Record):
     throughput: Throughput
     sample_count: int | None  # None: no warp was sampled
     samples: Samples
-    average: dict[str, float] = {}  # where none was: warps that wait while one issues, by stall reason
+    # where none was: warps that wait while one issues, by stall reason
+    average: dict[str, float] = Field(default_factory=dict)
     stages: tuple[Stage, ...]
     lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py

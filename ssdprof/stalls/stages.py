@@ -147,8 +147,12 @@ class Sources:
 
     def fillers(self) -> dict[str, tuple[str, ...]]:
         """Stage of waiting -> functions that end the wait, by every file that has any."""
-        files = [self._file(file) for file in (*self._recorded, *self._excerpts) if not _LIBRARY.search(file)]
-        return {stage: names for parsed in files if parsed for stage, names in parsed.fillers.items()}
+        found: dict[str, tuple[str, ...]] = {}
+        for file in (*self._recorded, *self._excerpts):
+            parsed = None if _LIBRARY.search(file) else self._file(file)
+            for stage, names in parsed.fillers.items() if parsed else ():
+                found[stage] = tuple(dict.fromkeys((*found.get(stage, ()), *names)))
+        return found
 
     def _file(self, file: str) -> SourceFile | None:
         if file not in self._files:

@@ -4,7 +4,7 @@
 The algorithm is that of `fused_portable.py`: a program goes over its segment backwards for the state that the segment
 adds, takes over the state of the segment before, hands its own over, and goes forwards for the output.  Here a program
 owns two units (heads, or slices of 64 of a head's P) that share B and C, or one where N is 256, and its warps have
-roles (`hopper_roles.py`).
+roles (`hopper_shared.py`).
 States and outputs are held transposed, so that the state is a matrix operand straight from registers and x, loaded
 once, serves all three products.  Why so, and what was tried: docs/ssd-performance.md.
 
@@ -27,17 +27,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
-from ssdprof.kernels.ssd.hopper_roles import (
-    CHUNK,
-    SLICE,
-    Segment,
-    Shared,
-    gates,
-    loads,
-    role_barrier,
-    scores,
-    unit_state,
-)
+from ssdprof.kernels.ssd.hopper_roles import gates, loads, scores
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, Segment, Shared, role_barrier
+from ssdprof.kernels.ssd.hopper_unit import unit_state
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side

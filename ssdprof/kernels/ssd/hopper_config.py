@@ -10,8 +10,8 @@ import torch
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels.ssd.config_table import HOPPER, PACKED_SEGMENT, Call, first_fit
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH
-from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
 from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 

@@ -14,8 +14,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, unit_count
-from ssdprof.kernels.ssd.hopper_roles import CHUNK, SLICE
 from ssdprof.kernels.ssd.hopper_segments import ceil_div
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 FLAG_STRIDE = 8  # int32 per flag: a 32-byte sector each

@@ -22,8 +22,8 @@ from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_roles import CHUNK
 from ssdprof.kernels.ssd.hopper_segments import ceil_div
+from ssdprof.kernels.ssd.hopper_shared import CHUNK
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 

@@ -1,0 +1,285 @@
+# mypy: ignore-errors
+# ruff: noqa: SIM102  (the outer condition is a compile-time one)
+"""The role that holds the state of one lane, in registers, and makes its output.
+
+State and output are transposed, (p, n) and (p, q), so that the state is a matrix operand straight from registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssdprof.kernels.ssd.hopper_halves import own_and_other, whole_sum
+from ssdprof.kernels.ssd.hopper_shared import (
+    CHUNK,
+    ENTERING,
+    SLICE,
+    WEIGHT,
+    async_store,
+    load_gate,
+    role_barrier,
+    scalar,
+)
+
+LATE = gl.constexpr(32)  # positions at a chunk's end whose weighted x enters the state without being rounded
+
+STAGES = {
+    "weighted": "chunk_state",
+    "rounded_off": "chunk_state",
+    "add_residual": "chunk_scan.residual",
+    "load_transposed": "caller",
+    "segment_state": "chunk_state.first_pass",
+    "wait_for_state": "state_passing.wait",
+    "hand_over_state": "state_passing.store",
+    "unit_state": "setup",
+}
+WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead", "unscored": "ahead"}
+
+
+@gluon.jit
+def weighted(x, weight, RELAXED: gl.constexpr):
+    """x^T (p, q) times a weight per position, as a matrix operand."""
+    if RELAXED:
+        return x * weight.to(x.dtype)[None, :]
+    else:
+        return (x.to(gl.float32) * weight[None, :]).to(x.dtype)
+
+
+@gluon.jit
+def rounded_off(x, weight):
+    """What `weighted` loses by rounding.  In assembly, or x would be kept as fp32 from its first use on, and spill."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = """{
+            .reg .b32 lo, hi, near;
+            shl.b32 lo, $1, 16;
+            and.b32 hi, $1, 0xffff0000;
+            mul.rn.f32 lo, lo, $2;
+            mul.rn.f32 hi, hi, $3;
+            cvt.rn.bf16x2.f32 near, hi, lo;
+            .reg .b32 near_lo, near_hi;
+            shl.b32 near_lo, near, 16;
+            and.b32 near_hi, near, 0xffff0000;
+            sub.rn.f32 lo, lo, near_lo;
+            sub.rn.f32 hi, hi, near_hi;
+            cvt.rn.bf16x2.f32 $0, hi, lo;
+        }"""
+    else:
+        code: gl.constexpr = """{
+            .reg .b16 a, b;
+            .reg .f32 lo, hi, near_lo, near_hi;
+            .reg .b32 near;
+            mov.b32 {a, b}, $1;
+            cvt.f32.f16 lo, a;
+            cvt.f32.f16 hi, b;
+            mul.rn.f32 lo, lo, $2;
+            mul.rn.f32 hi, hi, $3;
+            cvt.rn.f16x2.f32 near, hi, lo;
+            mov.b32 {a, b}, near;
+            cvt.f32.f16 near_lo, a;
+            cvt.f32.f16 near_hi, b;
+            sub.rn.f32 lo, lo, near_lo;
+            sub.rn.f32 hi, hi, near_hi;
+            cvt.rn.f16x2.f32 $0, hi, lo;
+        }"""
+    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def add_residual(out, x, D):
+    """out + D x in fp32.  In assembly, or x would be kept as fp32 from its first use on, and spill."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = """{
+            .reg .b32 lo, hi;
+            shl.b32 lo, $4, 16;
+            and.b32 hi, $4, 0xffff0000;
+            fma.rn.f32 $0, lo, $5, $2;
+            fma.rn.f32 $1, hi, $6, $3;
+        }"""
+    else:
+        code: gl.constexpr = """{
+            .reg .b16 a, b;
+            .reg .f32 lo, hi;
+            mov.b32 {a, b}, $4;
+            cvt.f32.f16 lo, a;
+            cvt.f32.f16 hi, b;
+            fma.rn.f32 $0, lo, $5, $2;
+            fma.rn.f32 $1, hi, $6, $3;
+        }"""
+    return gl.inline_asm_elementwise(code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def load_transposed(shared, slot, IDX: gl.constexpr, layout: gl.constexpr):
+    """x^T (p, q) of a lane's unit."""
+    x = shared.x.index(slot * shared.UNITS + IDX // shared.HALVES)
+    return x.reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
+
+
+@gluon.jit
+def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, operand: gl.constexpr):
+    """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards."""
+    decay = 1.0
+    it = 0
+    go = True
+    while go:
+        slot = it % shared.RING
+        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
+        go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+        decay = scalar(shared.decay.index(slot).slice(IDX, 1))
+        x = load_transposed(shared, slot, IDX, operand)
+        xw = weighted(x, load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, operand)), RELAXED)
+        B = shared.B.index(slot * shared.HALVES + IDX % shared.HALVES)
+        begun = warpgroup_mma(xw, B, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=[begun])
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        it += 1
+    return state, decay, it
+
+
+@gluon.jit
+def wait_for_state(flag_ptr, segments):
+    while gl.atomic_add(flag_ptr, 0, sem="acquire") < segments:
+        pass
+
+
+@gluon.jit
+def hand_over_state(states_ptr, tile, mask, flag_ptr, state):
+    gl.store(states_ptr + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
+    role_barrier()  # every thread's part is stored before the flag says so
+    gl.atomic_add(flag_ptr, 1, sem="release")
+
+
+@gluon.jit
+def unit_state(
+    shared, segment, tensors,
+    IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
+    RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr,
+):  # fmt: skip
+    (
+        out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr, sync_ptr,
+        exchange,
+    ) = tensors  # fmt: skip
+    dtype: gl.constexpr = shared.x.dtype
+    HALVES: gl.constexpr = shared.HALVES
+    UNIT: gl.constexpr = IDX // HALVES  # of the program's
+    HALF: gl.constexpr = IDX % HALVES  # of N
+    WIDTH: gl.constexpr = DSTATE // HALVES
+    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
+    OWN_FIRST: gl.constexpr = HALF * OWN
+    by_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])  # (p, q)
+    by_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])  # (p, own q)
+    by_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # (p, n)
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
+    n_operand: gl.constexpr = gl.DotOperandLayout(0, by_n, 2)
+    unit = segment.unit + UNIT
+    i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
+    state = gl.zeros([SLICE, WIDTH], gl.float32, by_n)
+    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
+    o_n = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
+    inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
+    tile = o_p[:, None] * DSTATE + o_n[None, :]
+    lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
+
+    # stage state_passing.load: the state that enters the segment
+    it = 0
+    added, decay = state, 1.0
+    if segment.goes_back:
+        added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
+    if HANDOVER:
+        flag_ptr = sync_ptr + ((segment.sequence * (HEADS * SLICES) + unit) * HALVES + HALF) * 8
+        if segment.index > 0:
+            wait_for_state(flag_ptr, segment.index)
+            state = gl.load(states_ptr + lane + tile, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
+    if initial_ptr is not None:
+        if (segment.index == 0) | RECOMPUTE:
+            p = initial_ptr + segment.sequence.to(gl.int64) * initial_strides[0] + i_h * initial_strides[1]
+            initial_tile = o_p[:, None] * initial_strides[2] + o_n[None, :] * initial_strides[3]
+            state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
+    if RECOMPUTE:
+        state = decay * state + added
+    if HANDOVER:
+        if not segment.last:
+            hand_over_state(states_ptr + lane, tile, inside, flag_ptr, decay * state + added)
+
+    # stage setup: the output, chunk after chunk
+    D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_own))
+    if D_ptr is not None:
+        o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
+        D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
+    zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
+    out_tile = shared.out.index(IDX).reshape([OWN, SLICE])
+    for i in range(segment.nchunks):
+        slot, stage = it % shared.RING, i % shared.SCORE_RING
+        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
+        # stage chunk_state: its operands
+        x = load_transposed(shared, slot, IDX, q_operand)
+        t = (segment.first + i) * CHUNK
+        if RAGGED:
+            if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B
+                o_q = gl.arange(0, CHUNK, gl.SliceLayout(0, q_operand))
+                x = gl.where((t + o_q < segment.length)[None, :], x, gl.zeros_like(x))
+                mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+        weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
+        decay = scalar(shared.decay.index(slot).slice(IDX, 1))
+        # stage chunk_scan.previous: what entered the chunk
+        C = shared.C.index(slot * HALVES + HALF).permute((1, 0))
+        entered = gl.convert_layout(state.to(dtype), q_operand)
+        out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
+        # stage chunk_state
+        operand = gl.convert_layout(weighted(x, weight, RELAXED), n_operand)
+        state_begun = warpgroup_mma(operand, shared.B.index(slot * HALVES + HALF), state * decay, is_async=True)
+        # stage chunk_scan.previous
+        entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
+        entering = entering.load(gl.SliceLayout(0, by_own))
+        out = warpgroup_mma_wait(1, deps=[out_begun])
+        if HALVES == 2:
+            out = whole_sum(exchange, out, i, HALF, by_own)
+        out *= entering[None, :]
+        # stage chunk_state: here, where registers are free again
+        if not RELAXED:
+            late_gate = shared.gates.index(slot * 4 + WEIGHT).slice(IDX * CHUNK + CHUNK - LATE, LATE)
+            late_weight = late_gate.load(gl.SliceLayout(0, q_operand))
+            _, late_x = gl.split(x.reshape([SLICE, CHUNK // LATE, LATE]).permute((0, 2, 1)))
+            late_x = gl.convert_layout(late_x, q_operand)
+            lost = gl.convert_layout(rounded_off(late_x, late_weight[None, :]), n_operand)
+            late_B = shared.B.index(slot * HALVES + HALF).slice(CHUNK - LATE, LATE)
+            state_begun = warpgroup_mma(lost, late_B, state_begun, is_async=True)
+        # stage chunk_scan.current: what the chunk adds
+        mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+        m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
+        out_begun = warpgroup_mma(x, m, out, is_async=True)
+        state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
+        mbarrier.arrive(shared.unscored.index(stage), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        # stage chunk_scan.residual
+        if D_ptr is not None:
+            own_x = gl.convert_layout(x, by_q)
+            if HALVES == 2:
+                own_x, _ = own_and_other(own_x, HALF, by_own)
+            out = add_residual(out, own_x, D[:, None])
+        tma.store_wait(0)
+        out_tile.permute((1, 0)).store(out.to(dtype))
+        if RAGGED:
+            whole = t + OWN_FIRST + OWN <= segment.length
+            if not whole:
+                rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                o_q = OWN_FIRST + gl.arange(0, OWN, gl.SliceLayout(1, rows))[:, None]
+                o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
+                p = out_ptr + (segment.begin + t + o_q).to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
+                gl.store(p, out_tile.load(rows), mask=(t + o_q < segment.length) & (o_w < HEADDIM))
+        else:
+            whole = True
+        if whole:
+            fence_async_shared()
+            async_store(out_desc, [segment.begin + t + OWN_FIRST, i_h, p_0], shared.out.index(IDX))
+        it += 1
+    tma.store_wait(0)
+    # stage state_passing.store
+    if segment.last:
+        gl.store(final_ptr + lane + tile, state, mask=inside)
