@@ -74,8 +74,9 @@ def page(reports: Reports) -> str:
 
 
 def _measured(reports: Reports, baseline: str) -> list[BenchCell]:
-    """Cells with the exact fused kernel, of the reports whose baseline it is."""
-    cells = [cell for report in reports.values() if report.baseline == baseline for cell in report.cells]
+    """Cells with the exact fused kernel, of the reports whose baseline it is; the newest last, so that it counts."""
+    by_age = sorted(reports.values(), key=lambda report: report.created)
+    cells = [cell for report in by_age if report.baseline == baseline for cell in report.cells]
     return [cell for cell in cells if _exact(cell) is not None]
 
 

@@ -1,13 +1,17 @@
 """How the Hopper kernel cuts a sequence, which needs no GPU to be decided."""
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
+from ssdprof.kernels.ssd import hopper_segments
 from ssdprof.kernels.ssd.hopper_segments import Segments, cut
 
 H200 = 132  # multiprocessors
 MAMBA2_2_7B = 40  # pairs of heads
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "hopper-segments-h200.json"
 LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
 
 
@@ -48,3 +52,20 @@ def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
         cut(nchunks, 37, H200)
     assert time.perf_counter() - start < 0.1
     assert len({cut(nchunks, 37, H200) for nchunks in range(1025, 2048)}) <= 17
+
+
+def test_the_simulated_best_is_close_to_the_measured_best() -> None:
+    """Among even cuts, those that were measured on an H200: 30 shapes."""
+    losses = []
+    for cell in json.loads(MEASURED.read_text())["cells"]:
+        if cell["intermediates"] == "exact":
+            measured = {int(segment): time for segment, time in cell["device_us"].items()}
+            simulated = {
+                segment: hopper_segments._time(Segments(segment=segment), cell["nchunks"], cell["pairs"], H200)
+                for segment in measured
+                if measured[segment] < 2 * min(measured.values())
+            }
+            losses.append(measured[min(simulated, key=lambda one: simulated[one])] / min(measured.values()))
+    assert len(losses) == 30
+    assert sum(losses) / len(losses) < 1.01
+    assert max(losses) < 1.1

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-# In units of a chunk of the second pass (1.66 us on an H200), fitted to measured times: docs/ssd-performance.md.
+# In units of a chunk of the second pass (1.66 us on an H200), fitted to the times in
+# benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
 FIRST_PASS = 0.55  # a chunk of the first pass
 START = 4.0  # a program's start and end
 HAND_OVER = 1.0  # taking a state over and handing it on
