@@ -204,7 +204,7 @@ def test_every_role_reads_the_chunk_that_it_means_whoever_is_late(ring: int) -> 
 
 
 def test_the_model_sees_a_role_that_skips_turns_of_a_ring() -> None:
-    """Were the first pass's gates made by `scores`, it would read the second's without having waited for the first's."""
+    """If `scores` made the first pass's gates, it would read the second's without having waited for the first's."""
     with pytest.raises(WrongRead):
         run_many(3, "scores", 1500)
 
