@@ -47,7 +47,7 @@ def own_and_other(v, HALF: gl.constexpr, layout: gl.constexpr):
     """Of v (p, q), the positions (p, q / 2) that half HALF finishes, and the rest."""
     P: gl.constexpr = v.shape[0]
     Q: gl.constexpr = v.shape[1]
-    first, second = v.reshape([P, 2, Q // 2]).permute((0, 2, 1)).split()
+    first, second = gl.split(v.reshape([P, 2, Q // 2]).permute((0, 2, 1)))
     first, second = gl.convert_layout(first, layout), gl.convert_layout(second, layout)
     if HALF == 0:
         return first, second

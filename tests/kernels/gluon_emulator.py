@@ -1,0 +1,480 @@
+"""The Hopper kernel's own source, run on a CPU: what Gluon gives it, in torch, and its roles in turns at random.
+
+Each role is a thread, and one runs at a time.  At a barrier, an atomic or a wait another takes over, drawn at random;
+copies by the copy engine happen at some time between.  A matrix product is computed when it is waited for, the latest
+time that the hardware may read its operands, so that a place that was let go too early is seen.  Shared memory holds
+NaN at first.  Layouts mean nothing here.  Some programs are there at once, and one more begins when
+one has ended, in no order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof.kernels.ssd import hopper_launch
+
+FOLDER = Path(hopper_launch.__file__).parent
+FILES = ("hopper_shared", "hopper_halves", "hopper_roles", "hopper_unit", "fused_hopper")
+PATIENCE = 60.0  # seconds
+ENOUGH = 100_000  # turns: far more than any test takes
+
+
+class Turns:
+    """Threads of which one runs at a time: programs, and the roles that each of them starts."""
+
+    def __init__(self, turns: random.Random) -> None:
+        self.turns = turns
+        self.waits: dict[int, Callable[[], bool] | None] = {}  # of those that live: what for, None if for nothing
+        self.copies: list[tuple[int, Callable[[], None]]] = []  # whose, and what
+        self.left = ENOUGH
+        self.running: int | None = None
+        self.failure: BaseException | None = None
+        self.changed = threading.Condition()
+        self.local = threading.local()
+        self.threads: list[threading.Thread] = []
+
+    def add(self, function: Callable[[], None]) -> None:
+        me = len(self.threads)
+        self.waits[me] = None
+        self.threads.append(threading.Thread(target=self.live, args=(me, function), daemon=True))
+        self.threads[me].start()
+
+    def run(self) -> None:
+        """Until nobody is left."""
+        with self.changed:
+            self.hand_on()
+            while self.waits and self.failure is None:
+                if not self.changed.wait(PATIENCE):
+                    raise TimeoutError("nobody moves")
+        if self.failure is not None:
+            raise self.failure
+
+    def live(self, me: int, function: Callable[[], None]) -> None:
+        self.local.me = me
+        try:
+            with self.changed:
+                self.until_mine(me)
+            function()
+        except BaseException as error:  # `run` raises it
+            self.failure = self.failure or error
+        with self.changed:
+            del self.waits[me]
+            self.hand_on()
+
+    def wait(self, ready: Callable[[], bool] | None = None) -> None:
+        """Let others go on, at least until `ready`."""
+        me = self.local.me
+        with self.changed:
+            self.waits[me] = ready
+            self.hand_on()
+            self.until_mine(me)
+
+    def until_mine(self, me: int) -> None:
+        while self.running != me:
+            if self.failure is not None or not self.changed.wait(PATIENCE):
+                raise self.failure or TimeoutError("nobody moves")
+
+    def hand_on(self) -> None:
+        self.running = None
+        while self.waits and self.failure is None:
+            able = [one for one, ready in self.waits.items() if ready is None or ready()]
+            choices: list[int | None] = [*able, *([None] if self.copies else [])]
+            if not choices:
+                self.failure = RuntimeError("deadlock: all wait, and no copy is on its way")
+                break
+            self.left -= 1
+            if self.left == 0:
+                self.failure = RuntimeError("someone polls for what never comes")
+                break
+            chosen = self.turns.choice(choices)
+            if chosen is not None:
+                self.running = chosen
+                break
+            self.copies.pop(self.turns.randrange(len(self.copies)))[1]()
+        self.changed.notify_all()
+
+    def finish_copies(self) -> None:
+        """Those of the one that asks."""
+        mine = [copy for owner, copy in self.copies if owner == self.local.me]
+        self.copies = [(owner, copy) for owner, copy in self.copies if owner != self.local.me]
+        for copy in mine:
+            copy()
+
+
+class Barrier:
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self, count: int = 1, expected: int = 0) -> None:
+        assert self.pending >= count, "more arrivals than the barrier was made for"
+        self.pending, self.bytes = self.pending - count, self.bytes + expected
+        self.end_phase()
+
+    def end_phase(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class Shared:
+    """A piece of shared memory: of numbers, or of barriers."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.content.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.content.shape
+
+    def index(self, place: Any) -> Any:
+        part = self.content[int(place)]
+        return part[0] if isinstance(part, list) else Shared(part)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.content.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.content.permute(order))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.content.view(shape))
+
+    def load(self, _layout: Any) -> torch.Tensor:
+        return self.content.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.shape == self.content.shape
+        self.content.copy_(value)
+
+
+class Pointer:
+    """Elements of a tensor's memory, by their offsets.  Nothing outside of it is read or written."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    @classmethod
+    def to(cls, tensor: torch.Tensor) -> Pointer:
+        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return cls(tensor.as_strided((length,), (1,), 0), tensor.storage_offset())
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset - offset)
+
+    def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        offset = torch.as_tensor(self.offset)
+        mask = torch.as_tensor(True if mask is None else mask)
+        offset, mask = torch.broadcast_tensors(offset, mask)
+        assert not mask.any() or 0 <= offset[mask].min() <= offset[mask].max() < len(self.memory), "out of bounds"
+        return torch.where(mask, offset, 0).long(), mask
+
+
+class Descriptor:
+    """What the copy engine reads and writes by: tiles of a tensor, zeros past its end."""
+
+    def __init__(self, host: Any) -> None:
+        base = host.base
+        self.tensor = base.as_strided(tuple(host.shape), tuple(host.strides), base.storage_offset())
+        self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
+
+    def tile(self, start: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where the tile is in the tensor, and where that part is in the tile."""
+        starts = [int(one) for one in start]
+        assert all(0 <= one <= size for one, size in zip(starts, self.tensor.shape, strict=True))
+        sizes = [
+            max(0, min(block, whole - one))
+            for one, block, whole in zip(starts, self.block, self.tensor.shape, strict=True)
+        ]
+        outside = tuple(slice(one, one + size) for one, size in zip(starts, sizes, strict=True))
+        return outside, tuple(slice(0, size) for size in sizes)
+
+
+class Product:
+    """A matrix product that may not have been computed yet."""
+
+    def __init__(self, a: Any, b: Shared, accumulator: Any) -> None:
+        self.a, self.b, self.accumulator = a, b, accumulator
+        self.result: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        if self.result is None:
+            a = self.a.content if isinstance(self.a, Shared) else self.a
+            assert a.dtype == self.b.dtype
+            self.result = a.float() @ self.b.content.float()
+            if self.accumulator is not None:
+                before = self.accumulator
+                self.result = self.result + (before.value() if isinstance(before, Product) else before)
+        return self.result
+
+
+def _assembly(code: str, _constraints: str, args: list[Any], **_options: Any) -> torch.Tensor:
+    """By the instruction that only it has."""
+    values = torch.broadcast_tensors(*args)
+    if "lg2.approx" in code:
+        return values[0].log2()
+    if code.startswith("and.b32"):
+        scores, causal = values
+        return (scores.contiguous().view(torch.int16) & causal).view(scores.dtype)
+    x = values[1] if "fma.rn" in code else values[0]
+    if "fma.rn" in code:
+        return torch.addcmul(values[0], x.float(), values[2])
+    assert "sub.rn" in code
+    exact = x.float() * values[1]
+    return (exact - exact.to(x.dtype).float()).to(x.dtype)
+
+
+class Machine:
+    """A GPU with room for `resident` programs, and what they see of Gluon."""
+
+    def __init__(self, seed: int, resident: int) -> None:
+        self.random, self.resident = random.Random(seed), resident
+        self.turns = Turns(self.random)
+
+    def start(self, programs: Iterator[Callable[[], None]]) -> None:
+        """The next of `programs`, and after its roles have ended the one after it."""
+        program = next(programs, None)
+        if program is None:
+            return
+
+        def body() -> None:
+            self.turns.local.roles = []
+            program()
+            roles = self.turns.local.roles
+            left = len(roles)
+
+            def role(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+                nonlocal left
+                function(*args)
+                left -= 1
+                if left == 0:
+                    self.start(programs)
+
+            for function, args in roles:
+                self.turns.add(partial(role, function, args))
+            if not roles:
+                self.start(programs)
+
+        self.turns.add(body)
+
+    def launch(self, programs: list[Callable[[], None]]) -> None:
+        self.turns = Turns(self.random)
+        order = iter(self.random.sample(programs, len(programs)))
+        for _ in range(self.resident):
+            self.start(order)
+        self.turns.run()
+
+    # --- the language
+
+    def language(self) -> SimpleNamespace:
+        def either(of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            return lambda a, b: of(
+                *(torch.as_tensor(v) for v in torch.broadcast_tensors(*map(torch.as_tensor, (a, b))))
+            )
+
+        def layout(*_args: Any, **_kwargs: Any) -> None:
+            return None
+
+        def specialize(functions: list[Any], _warps: Any, _registers: Any) -> None:
+            self.turns.local.roles = functions
+
+        return SimpleNamespace(
+            constexpr=lambda value: value,
+            **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
+            tensor=object, shared_memory_descriptor=object,
+            BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
+            SwizzledSharedLayout=layout, SharedLinearLayout=layout,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
+            arange=lambda start, end, _layout: torch.arange(start, end),
+            zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, _layout: torch.full(shape, int(value), dtype=dtype),
+            zeros_like=torch.zeros_like, where=torch.where, exp2=torch.exp2,
+            maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
+            sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
+            associative_scan=lambda value, axis, _function: value.cumsum(axis),
+            permute=lambda value, order: value.permute(order),
+            split=lambda value: (value[..., 0], value[..., 1]),
+            convert_layout=lambda value, _layout: value,
+            inline_asm_elementwise=_assembly,
+            static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),
+            barrier=lambda: None,
+            load=self.load, store=self.store, atomic_add=self.atomic_add,
+            allocate_shared_memory=self.allocate, warp_specialize=specialize,
+        )  # fmt: skip
+
+    @staticmethod
+    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+        del cache_modifier
+        places, mask = pointer.places(mask)
+        read = pointer.memory[places]
+        return torch.where(mask, read, torch.as_tensor(other, dtype=read.dtype))
+
+    @staticmethod
+    def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
+        places, mask = pointer.places(mask)
+        pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
+        del sem
+        self.turns.wait()
+        place = int(pointer.offset)
+        old = pointer.memory[place].clone()
+        pointer.memory[place] += value
+        return old
+
+    @staticmethod
+    def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        if layout == "barrier":
+            return Shared([[Barrier()] for _ in range(shape[0])])
+        return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
+
+    # --- what Hopper adds to it
+
+    def hopper(self) -> dict[str, Any]:
+        def init(barrier: Barrier, count: int) -> None:
+            barrier.count = barrier.pending = count
+
+        def wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
+            if pred:
+                self.turns.wait(lambda: barrier.phase & 1 != int(parity))
+
+        def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+            if pred:
+                barrier.arrive(count)
+                self.turns.wait()
+
+        mbarrier = SimpleNamespace(
+            init=init, wait=wait, arrive=arrive,
+            expect=lambda barrier, size: barrier.arrive(expected=size),
+            MBarrierLayout=lambda: "barrier",
+        )  # fmt: skip
+        tma = SimpleNamespace(
+            async_load=self.copy_in, async_store=self.copy_out, store_wait=lambda _count: self.turns.finish_copies()
+        )
+
+        def product(a: Any, b: Shared, accumulator: Any, *, use_acc: bool = True, is_async: bool) -> Product:
+            assert is_async
+            return Product(a, b, accumulator if use_acc else None)
+
+        def product_wait(_left: int, deps: list[Product]) -> Any:
+            self.turns.wait()
+            values = [dep.value() for dep in deps]
+            return values[0] if len(values) == 1 else tuple(values)
+
+        return {
+            "mbarrier": mbarrier,
+            "tma": tma,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": product,
+            "warpgroup_mma_wait": product_wait,
+        }
+
+    def copy_in(self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
+        outside, inside = source.tile(start)
+
+        def copy() -> None:
+            target.content.zero_()
+            target.content[inside] = source.tensor[outside]
+            barrier.bytes -= target.content.numel() * target.content.element_size()
+            barrier.end_phase()
+
+        self.turns.copies.append((-1, copy))
+        self.turns.wait()
+
+    def copy_out(self, target: Descriptor, start: list[Any], source: Shared) -> None:
+        outside, inside = target.tile(start)
+
+        def copy() -> None:
+            target.tensor[outside] = source.content[inside]
+
+        self.turns.copies.append((self.turns.local.me, copy))
+        self.turns.wait()
+
+    # --- the kernel
+
+    def kernel(self) -> Callable[..., None]:
+        """`_fused_hopper_kernel`, as it is in the source."""
+        modules = {
+            "triton.experimental.gluon": SimpleNamespace(
+                jit=lambda function=None, **_options: function or (lambda one: one), constexpr_function=lambda one: one
+            ),
+            "triton.experimental.gluon.language": self.language(),
+            "triton.experimental.gluon.language.nvidia.hopper": SimpleNamespace(**self.hopper()),
+            "triton.language.core": SimpleNamespace(_aggregate=lambda one: one),
+        }
+        fakes: dict[str, Any] = {}
+        for name, content in modules.items():
+            fakes[name] = ModuleType(name)
+            vars(fakes[name]).update(vars(content))
+        fakes["triton.experimental"] = ModuleType("triton.experimental")
+        fakes["triton.experimental"].gluon = fakes["triton.experimental.gluon"]
+        fakes["triton.experimental.gluon"].language = fakes["triton.experimental.gluon.language"]
+        with _modules(fakes):
+            for name in FILES:
+                full = f"ssdprof.kernels.ssd.{name}"
+                spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name}.py")
+                assert spec is not None
+                assert spec.loader is not None
+                sys.modules[full] = fakes[full] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(fakes[full])
+        return fakes["ssdprof.kernels.ssd.fused_hopper"]._fused_hopper_kernel  # type: ignore[no-any-return]
+
+    def launcher(self) -> Callable[..., Callable[..., None]]:
+        """What stands in for `ssdprof.kernels._launch.Launcher`."""
+        kernel = self.kernel()
+
+        def make(_kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
+            constants = {name: value for name, value in options.items() if name != "num_warps"}
+
+            def program(number: int, tensors: tuple[Any, ...]) -> None:
+                self.turns.local.program = number
+                kernel(*map(_argument, tensors), *scalars, **constants)
+
+            return lambda count, *tensors: self.launch([partial(program, number, tensors) for number in range(count)])
+
+        return make
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Pointer.to(value)
+    return value if value is None else Descriptor(value)
+
+
+@contextmanager
+def _modules(fakes: dict[str, Any]) -> Iterator[None]:
+    """In place of those that are imported, and of the kernel's own."""
+    names = [*fakes, *(f"ssdprof.kernels.ssd.{name}" for name in FILES)]
+    kept = {name: sys.modules.get(name) for name in names}
+    sys.modules.update(fakes)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3) -> None:
+    """From now on, the Hopper kernel is launched here."""
+    monkeypatch.setattr(hopper_launch, "Launcher", Machine(seed, resident).launcher())

@@ -1,0 +1,90 @@
+"""The Hopper kernel's source on a CPU (`gluon_emulator.py`), against the oracle."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from gluon_emulator import emulate
+from ssd_cases import EXACT, RELAXED, Case
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper_segments import Segments
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.accuracy import assert_passes
+
+BF16 = torch.bfloat16
+SMALL = dict(headdim=64, dstate=128, dtype=BF16)
+CUTS = {
+    "one segment": Segments(segment=9),
+    "even": Segments(segment=2),
+    "a chunk each": Segments(segment=1),
+    "long ones first": Segments(long_count=2, long_segment=3, segment=1),
+    "nothing handed over": Segments(long_count=1, long_segment=3, segment=2, recompute=True),
+}
+CASES = {
+    "whole chunks": Case(**SMALL, seqlen=384),
+    "ragged batch": Case(**SMALL, batch=2, seqlen=333, initial_states=True),
+    "p 80": Case(**SMALL | dict(headdim=80, heads=1), seqlen=200),
+    "n 64, groups": Case(**SMALL | dict(dstate=64), heads=4, groups=2, seqlen=200),
+    "n 256": Case(**SMALL | dict(dstate=256), heads=1, seqlen=300, initial_states=True),
+    "packed": Case(**SMALL, lengths=(3, 0, 64, 200, 70), initial_states=True),
+    "D (h, p)": Case(**SMALL, seqlen=130, skip="(h, p)"),
+    "fp16": Case(**SMALL | dict(dtype=torch.float16), seqlen=200),
+}
+
+
+def config_of(inputs: SSDInputs, segments: Segments) -> HopperConfig:
+    return replace(HopperConfig.choose(inputs, sm_count=132, batch_invariant=False), **asdict(segments))
+
+
+def run(case: Case, segments: Segments, precision: Precision = EXACT) -> None:
+    inputs = case.inputs()
+    assert_passes(ssd_fused_hopper(inputs, precision, config=config_of(inputs, segments)), inputs, precision)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("resident", [1, 2, 5])
+def test_every_cut(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> None:
+    for seed in range(3):
+        emulate(monkeypatch, seed=seed, resident=resident)
+        run(CASES["ragged batch"], CUTS[cut])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cut", ["even", "nothing handed over"])
+def test_every_kind_of_input(monkeypatch: pytest.MonkeyPatch, name: str, cut: str) -> None:
+    emulate(monkeypatch, seed=1)
+    run(CASES[name], CUTS[cut])
+
+
+@pytest.mark.parametrize("name", ["ragged batch", "n 256"])
+def test_relaxed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    emulate(monkeypatch, seed=2)
+    run(CASES[name], CUTS["even"], RELAXED)
+
+
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int) -> None:
+    """What is not finite in a sequence stays in it."""
+    emulate(monkeypatch, seed=3)
+    case = Case(**SMALL | dict(dstate=dstate), lengths=(30, 100, 70))
+    inputs, spoilt = case.inputs(), case.inputs()
+    for tensor in (spoilt.x, spoilt.dt, spoilt.B, spoilt.C):
+        tensor[:, :30] = torch.nan
+        tensor[:, 130:] = torch.inf
+    ours, theirs = (ssd_fused_hopper(one, EXACT, config=config_of(one, CUTS["even"])) for one in (inputs, spoilt))
+    assert torch.equal(ours.out[:, 30:130], theirs.out[:, 30:130])
+    assert torch.equal(ours.final_states[1], theirs.final_states[1])
+    assert theirs.out[:, :30].isnan().all()
+
+
+def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding x times its weight to bf16 costs 1.6e-3; what it takes from late positions is added again."""
+    emulate(monkeypatch, seed=4)
+    inputs = CASES["whole chunks"].inputs()
+    states = ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["even"])).final_states.double()
+    exact = ssd_chunked(inputs, torch.float64).final_states
+    assert (states - exact).norm() / exact.norm() < 2**-10
