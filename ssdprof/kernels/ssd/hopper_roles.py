@@ -247,14 +247,9 @@ def clear_rows(buffer, valid, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def bmm_chunk(shared, segment, i, slot, zero, RAGGED: gl.constexpr):
-    """C B^T of the segment's chunk i, begun."""
+def bmm_chunk(shared, slot, zero):
+    """C B^T of the chunk in `slot`, begun."""
     HALVES: gl.constexpr = shared.HALVES
-    if RAGGED:
-        valid = segment.length - (segment.first + i) * CHUNK
-        if (valid > 0) & (valid < CHUNK) & (i < segment.nchunks):
-            for k in gl.static_range(HALVES):
-                clear_rows(shared.B.index(slot * HALVES + k), valid, shared.B.shape[2])
     CB = zero
     for k in gl.static_range(HALVES):
         C, B = shared.C.index(slot * HALVES + k), shared.B.index(slot * HALVES + k)
@@ -280,13 +275,18 @@ def scores(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
     causal = gl.where(causal, -1, 0).to(gl.int16)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
     mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=segment.nchunks > 0)
-    CB_begun = bmm_chunk(shared, segment, 0, it % shared.RING, zero, RAGGED)
+    CB_begun = bmm_chunk(shared, it % shared.RING, zero)
     for i in range(segment.nchunks):
         slot, stage = it % shared.RING, i % shared.SCORE_RING
         row_0, key_0 = load_gate(shared, slot, ROW, 0, row), load_gate(shared, slot, KEY, 0, col)
         if shared.UNITS == 2:
             row_1 = load_gate(shared, slot, ROW, 1, row)
         CB = warpgroup_mma_wait(0, deps=[CB_begun])
+        if RAGGED:  # scores with what follows the sequence are above the diagonal; its B would reach the state
+            valid = segment.length - (segment.first + i) * CHUNK
+            if valid < CHUNK:
+                for k in gl.static_range(shared.HALVES):
+                    clear_rows(shared.B.index(slot * shared.HALVES + k), valid, shared.B.shape[2])
         # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
         if shared.UNITS == 2:
@@ -300,7 +300,7 @@ def scores(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
         slot = it % shared.RING
         # stage bmm_chunk: the next product, while this one's scores are stored; after the last chunk it is not used
         mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1, pred=i + 1 < segment.nchunks)
-        CB_begun = bmm_chunk(shared, segment, i + 1, slot, zero, RAGGED)
+        CB_begun = bmm_chunk(shared, slot, zero)
         # stage chunk_scan.current
         shared.scores.index(stage * shared.UNITS + shared.UNITS - 1).store(m)
         fence_async_shared()
