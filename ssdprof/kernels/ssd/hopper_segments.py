@@ -43,8 +43,7 @@ class Segments:
 
     def count(self, nchunks: int) -> int:
         """Segments of a sequence of `nchunks` chunks."""
-        left = max(0, nchunks - self.long_count * self.long_segment)
-        return max(1, min(self.long_count, ceil_div(nchunks, self.long_segment or 1)) + ceil_div(left, self.segment))
+        return len(self.lengths(nchunks))
 
 
 def cut(nchunks: int, pairs: int, sm_count: int) -> Segments:
