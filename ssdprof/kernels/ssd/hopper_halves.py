@@ -12,7 +12,7 @@ from triton.language.core import _aggregate as aggregate
 
 MAX_WIDTH = gl.constexpr(128)  # of N, in one role: 64 x 128 numbers of state fill a third of its registers
 
-STAGES = {"allocate_exchange": "setup", "own_and_other": "caller", "whole_sum": "chunk_scan.previous"}
+STAGES = {"allocate_exchange": "setup", "half_and_rest": "caller", "whole_sum": "chunk_scan.previous"}
 WAITS = {"given": "waiting.half"}
 
 # (p, half of q) in the order of the product's fragments: a thread's four numbers, then the threads of a warp
@@ -43,8 +43,8 @@ def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
 
 
 @gluon.jit
-def own_and_other(v, HALF: gl.constexpr, layout: gl.constexpr):
-    """Of v (p, q), the positions (p, q / 2) that half HALF finishes, and the rest."""
+def half_and_rest(v, HALF: gl.constexpr, layout: gl.constexpr):
+    """Of v (p, q), the positions (p, q / 2) of half HALF, and those of the other."""
     P: gl.constexpr = v.shape[0]
     Q: gl.constexpr = v.shape[1]
     first, second = gl.split(v.reshape([P, 2, Q // 2]).permute((0, 2, 1)))
@@ -58,7 +58,7 @@ def own_and_other(v, HALF: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def whole_sum(exchange, part, i, HALF: gl.constexpr, layout: gl.constexpr):
     """Half HALF's `part` (p, q) of chunk i's sum over N -> the whole sum (p, q / 2) for its own positions."""
-    own, other = own_and_other(part, HALF, layout)
+    own, other = half_and_rest(part, HALF, layout)
     place = i % 2 * 2
     exchange.parts.index(place + HALF).store(other)
     mbarrier.arrive(exchange.given.index(place + HALF), count=1)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels.ssd.hopper_halves import own_and_other, whole_sum
+from ssdprof.kernels.ssd.hopper_halves import half_and_rest, whole_sum
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
     ENTERING,
@@ -27,7 +27,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     scalar,
 )
 
-LATE = gl.constexpr(32)  # positions at a chunk's end whose weighted x enters the state without being rounded
+LATE = gl.constexpr(32)  # half of a chunk: positions at its end whose weighted x enters the state without being rounded
 
 STAGES = {
     "weighted": "chunk_state",
@@ -245,8 +245,7 @@ def unit_state(
         if not RELAXED:
             late_gate = shared.gates.index(slot * 4 + WEIGHT).slice(IDX * CHUNK + CHUNK - LATE, LATE)
             late_weight = late_gate.load(gl.SliceLayout(0, q_operand))
-            _, late_x = gl.split(x.reshape([SLICE, CHUNK // LATE, LATE]).permute((0, 2, 1)))
-            late_x = gl.convert_layout(late_x, q_operand)
+            late_x, _ = half_and_rest(x, 1, q_operand)
             lost = gl.convert_layout(rounded_off(late_x, late_weight[None, :]), n_operand)
             late_B = shared.B.index(slot * HALVES + HALF).slice(CHUNK - LATE, LATE)
             state_begun = warpgroup_mma(lost, late_B, state_begun, is_async=True)
@@ -261,7 +260,7 @@ def unit_state(
         if D_ptr is not None:
             own_x = gl.convert_layout(x, by_q)
             if HALVES == 2:
-                own_x, _ = own_and_other(own_x, HALF, by_own)
+                own_x, _ = half_and_rest(own_x, HALF, by_own)
             out = add_residual(out, own_x, D[:, None])
         tma.store_wait(0)
         out_tile.permute((1, 0)).store(out.to(dtype))
