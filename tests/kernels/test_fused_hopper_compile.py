@@ -24,6 +24,7 @@ ALONE = Segments(segment=3, long_count=1, long_segment=9, recompute=True)
 CASES: dict[str, tuple[Case, Precision, int]] = {
     "mamba2 bf16 exact": (Case(seqlen=1024, **MAMBA2, dtype=torch.bfloat16), EXACT, 40),
     "mamba2 bf16 exact, alone": (Case(seqlen=1024, **MAMBA2, dtype=torch.bfloat16), EXACT, 40),
+    "mamba2 fp16 exact": (Case(seqlen=1024, **MAMBA2, dtype=torch.float16), EXACT, 40),
     "mamba2 fp16 relaxed": (Case(seqlen=1024, **MAMBA2, dtype=torch.float16), RELAXED, 64),
     "ragged bf16 exact": (Case(seqlen=1000, **MAMBA2, dtype=torch.bfloat16), EXACT, 48),
     "packed p 80 bf16": (

@@ -65,9 +65,12 @@ def _add(a, b):
 
 
 @gluon.jit
-def first_role(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+def first_role(
+    shared, segment, rates, low, high,
+    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
     """`scores`, called: what Triton builds as a first role itself, it files under this file with that file's lines."""
-    scores(shared, segment, RELAXED, RAGGED)
+    scores(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS, RELAXED, RAGGED)
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def _fused_hopper_kernel(
         exchange = allocate_exchange(SLICE, CHUNK)
     for i in gl.static_range(RING):
         mbarrier.init(shared.full.index(i), count=2)  # gates, loads
-        mbarrier.init(shared.empty.index(i), count=3)  # scores and both lanes
+        mbarrier.init(shared.empty.index(i), count=4)  # scores, both lanes, and gates or, for them, scores
     for i in gl.static_range(SCORE_RING):
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2)
@@ -162,9 +165,10 @@ def _fused_hopper_kernel(
             out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr,
             sync_ptr + FLAGS, exchange,
         )  # fmt: skip
+        rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
         gl.warp_specialize(
             [
-                (first_role, (shared, segment, RELAXED, RAGGED)),
+                (first_role, (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED, RAGGED)),
                 (
                     unit_state,
                     (shared, segment, tensors, 0, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER, RECOMPUTE),
@@ -175,10 +179,7 @@ def _fused_hopper_kernel(
                 ),
                 (
                     gates,
-                    (
-                        shared, segment, dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides[0], dt_bias_strides[0],
-                        dt_low, dt_high, SLICES, DT_SOFTPLUS,
-                    ),
+                    (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS),
                 ),
                 (
                     loads,

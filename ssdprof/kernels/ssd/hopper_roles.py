@@ -34,6 +34,10 @@ STAGES = {
     "chunk_cumsum": "chunk_cumsum",
     "decay_exp2": "chunk_cumsum",
     "put": "chunk_cumsum",
+    "rates_of": "chunk_cumsum",
+    "release": "chunk_cumsum",
+    "first_pass_gates": "chunk_cumsum",
+    "follow_first_pass": "chunk_cumsum",
     "gates": "chunk_cumsum",
     "load_x": "loads",
     "load_rows": "loads",
@@ -104,56 +108,94 @@ def put(shared, slot, vector: gl.constexpr, v):
 
 
 @gluon.jit
-def gates(
-    shared, segment, dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_stride, dt_bias_stride, low, high,
-    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
-    lanes: gl.constexpr = gl.SliceLayout(0, layout)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
-    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    o_h = (segment.unit + gl.arange(0, 2, lanes) // shared.HALVES) // SLICES
-    A = gl.load(A_ptr + o_h * A_stride).to(gl.float32) * LOG2_E
+def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr):
+    """A log2(e) and dt_bias (lane), dt's row at the sequence's begin, and the offsets of a chunk in it (q, lane)."""
+    dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
+    o_h = (segment.unit + gl.arange(0, 2, gl.SliceLayout(0, layout)) // shared.HALVES) // SLICES
+    A = gl.load(A_ptr + o_h * A_strides[0]).to(gl.float32) * LOG2_E
     dt_bias = gl.zeros_like(A)
     if dt_bias_ptr is not None:
-        dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_stride).to(gl.float32)
-    dt_ptr += segment.begin.to(gl.int64) * dt_strides[0]
+        dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_strides[0]).to(gl.float32)
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     tile = (o_q[:, None] * dt_strides[0] + (o_h * dt_strides[1])[None, :]).to(gl.int32)
+    return A, dt_bias, dt_ptr + segment.begin.to(gl.int64) * dt_strides[0], tile, dt_strides[0]
+
+
+@gluon.jit
+def release(shared, it, pred):
+    """Let go of chunk `it` of the first pass, once it has arrived."""
+    mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=pred)
+    mbarrier.arrive(shared.empty.index(it % shared.RING), count=1, pred=pred)
+
+
+@gluon.jit
+def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many it reads.
+
+    It lets go of chunks like the others, one behind, so that it has seen every turn of the ring (`hopper_shared.py`).
+    """
+    # (q, lane): a warp for each lane, and the other two do the same again
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    seen = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
+    c = segment.seen - 1
+    p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
+    raw = gl.load(p + tile)
     it = 0
+    go = True
+    while go:
+        slot = it % shared.RING
+        c -= 1
+        p -= CHUNK * dt_stride
+        ahead = gl.load(p + tile, mask=(c >= 0) & (tile >= 0), other=0.0)
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
+        raw = ahead
+        weight = decay_exp2(a_end[None, :] - a) * gl.exp2(seen)[None, :] * dt
+        seen += a_end
+        go = (c >= 0) & (gl.max(seen, 0) > FORGOTTEN)
+        shared.goes_on.index(it % shared.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+        mbarrier.arrive(shared.told.index(it % shared.TOLD), count=1)
+        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+        put(shared, slot, WEIGHT, weight)
+        shared.decay.index(slot).store(gl.exp2(seen))
+        mbarrier.arrive(shared.full.index(slot), count=1)
+        release(shared, it - 1, it > 0)
+        it += 1
+    release(shared, it - 1, it > 0)
+    return it
 
+
+@gluon.jit
+def follow_first_pass(shared):
+    """Nothing to do in the first pass but to let go of what was loaded.  Returns how many chunks it read."""
+    it = 0
+    go = True
+    while go:
+        mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1)
+        go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+        mbarrier.arrive(shared.empty.index(it % shared.RING), count=1)
+        it += 1
+    return it
+
+
+@gluon.jit
+def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    it = 0
     if segment.goes_back:
-        seen = gl.zeros([2], gl.float32, lanes)  # log2 of the decay of all chunks that were seen
-        c = segment.seen - 1
-        p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_strides[0]
-        raw = gl.load(p + tile)
-        go = c >= 0
-        while go:
-            slot = it % shared.RING
-            dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, o_q[:, None] >= 0, DT_SOFTPLUS)
-            c -= 1
-            p -= CHUNK * dt_strides[0]
-            raw = gl.load(p + tile, mask=(c >= 0) & (o_q[:, None] >= 0), other=0.0)
-            weight = decay_exp2(a_end[None, :] - a) * gl.exp2(seen)[None, :] * dt
-            seen += a_end
-            go = (c >= 0) & (gl.max(seen, 0) > FORGOTTEN)
-            shared.goes_on.index(it % shared.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
-            mbarrier.arrive(shared.told.index(it % shared.TOLD), count=1)
-            mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-            put(shared, slot, WEIGHT, weight)
-            shared.decay.index(slot).store(gl.exp2(seen))
-            mbarrier.arrive(shared.full.index(slot), count=1)
-            it += 1
-
+        it = follow_first_pass(shared)
     t = segment.first * CHUNK
-    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_strides[0] + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
+    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
     for _ in range(segment.nchunks):
         slot = it % shared.RING
         valid = (t + o_q < segment.length)[:, None]
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
         t += CHUNK
-        raw = gl.load(
-            dt_ptr + t.to(gl.int64) * dt_strides[0] + tile, mask=(t + o_q < segment.length)[:, None], other=0.0
-        )
+        raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
         weight = decay_exp2(a_end[None, :] - a) * dt
         key = a - log2_approx(dt)
         entering = gl.exp2(a)
@@ -258,19 +300,17 @@ def bmm_chunk(shared, slot, zero):
 
 
 @gluon.jit
-def scores(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+def scores(
+    shared, segment, rates, low, high,
+    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
     it = 0
-    if segment.goes_back:  # nothing to do in the first pass but to let go of what was loaded
-        go = segment.seen > 0
-        while go:
-            mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1)
-            go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
-            mbarrier.arrive(shared.empty.index(it % shared.RING), count=1)
-            it += 1
+    if segment.goes_back:
+        it = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
     causal = gl.arange(0, CHUNK, row)[:, None] >= gl.arange(0, CHUNK, col)[None, :]
     causal = gl.where(causal, -1, 0).to(gl.int16)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
@@ -295,7 +335,7 @@ def scores(shared, segment, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
         if shared.UNITS == 2:
             shared.scores.index(stage * 2).store(m)
             m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
-        mbarrier.arrive(shared.empty.index(slot), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=2)
         it += 1
         slot = it % shared.RING
         # stage bmm_chunk: the next product, while this one's scores are stored; after the last chunk it is not used

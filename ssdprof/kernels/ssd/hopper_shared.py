@@ -3,7 +3,7 @@
 
     gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both lanes
     loads       1 warp    B, C and x of a chunk, by the copy engine
-    scores      4 warps   bmm_chunk: C B^T, times each unit's decays
+    scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
     unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
 
 The first three are in `hopper_roles.py`, the last in `hopper_unit.py`.  A unit is a head, or a slice of 64 of a head's
@@ -11,8 +11,8 @@ P.  A program has two lanes: two units of one group, or, where N is 256, the two
 parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of chunks,
 `scored`/`unscored` a ring of decayed scores, `told` the gates' word on whether the first pass goes on.
 
-A role that fills a ring never reads from it later in the same program: waits are for one of two phases, so that only a
-role that has seen every turn of a ring can tell this turn from the one before.
+Who fills a ring, and who reads it, may change between the first pass and the second only among roles that have seen
+every turn of it: waits are for one of two phases, so that who missed one could take the turn before for this one.
 
 Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
 """

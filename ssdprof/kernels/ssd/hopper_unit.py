@@ -74,7 +74,8 @@ def rounded_off(x, weight):
             .reg .b16 a, b;
             .reg .f32 lo, hi, near_lo, near_hi;
             .reg .b32 near;
-            mov.b32 {a, b}, $1;
+            neg.f16x2 near, $1;
+            mov.b32 {a, b}, near;
             cvt.f32.f16 lo, a;
             cvt.f32.f16 hi, b;
             mul.rn.f32 lo, lo, $2;
@@ -83,8 +84,8 @@ def rounded_off(x, weight):
             mov.b32 {a, b}, near;
             cvt.f32.f16 near_lo, a;
             cvt.f32.f16 near_hi, b;
-            sub.rn.f32 lo, lo, near_lo;
-            sub.rn.f32 hi, hi, near_hi;
+            sub.rn.f32 lo, near_lo, lo;
+            sub.rn.f32 hi, near_hi, hi;
             cvt.rn.f16x2.f32 $0, hi, lo;
         }"""
     return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight], dtype=x.dtype, is_pure=True, pack=2)
@@ -105,9 +106,13 @@ def add_residual(out, x, D):
         code: gl.constexpr = """{
             .reg .b16 a, b;
             .reg .f32 lo, hi;
-            mov.b32 {a, b}, $4;
+            .reg .b32 x;
+            neg.f16x2 x, $4;
+            mov.b32 {a, b}, x;
             cvt.f32.f16 lo, a;
             cvt.f32.f16 hi, b;
+            neg.f32 lo, lo;
+            neg.f32 hi, hi;
             fma.rn.f32 $0, lo, $5, $2;
             fma.rn.f32 $1, hi, $6, $3;
         }"""
