@@ -226,20 +226,19 @@ class Product:
         return self.result
 
 
-def _assembly(code: str, _constraints: str, args: list[Any], **_options: Any) -> torch.Tensor:
-    """By the instruction that only it has."""
+def _assembly(code: str, constraints: str, args: list[Any], **_options: Any) -> torch.Tensor:
+    """By what only it has."""
     values = torch.broadcast_tensors(*args)
     if "lg2.approx" in code:
         return values[0].log2()
     if code.startswith("and.b32"):
         scores, causal = values
         return (scores.contiguous().view(torch.int16) & causal).view(scores.dtype)
-    x = values[1] if "fma.rn" in code else values[0]
-    if "fma.rn" in code:
-        return torch.addcmul(values[0], x.float(), values[2])
-    assert "sub.rn" in code
-    exact = x.float() * values[1]
-    return (exact - exact.to(x.dtype).float()).to(x.dtype)
+    if constraints.startswith("=f,=f"):
+        out, x, D = values
+        return torch.addcmul(out, x.float(), D)
+    x, weight, product = values
+    return (x.float() * weight - product.float()).to(x.dtype)
 
 
 class Machine:

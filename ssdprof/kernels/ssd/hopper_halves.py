@@ -12,7 +12,7 @@ from triton.language.core import _aggregate as aggregate
 
 MAX_WIDTH = gl.constexpr(128)  # of N, in one role: 64 x 128 numbers of state fill a third of its registers
 
-STAGES = {"allocate_exchange": "setup", "half_and_rest": "caller", "whole_sum": "chunk_scan.previous"}
+STAGES = {"allocate_exchange": "setup", "half_and_rest": "caller", "give_part": "caller", "take_part": "caller"}
 WAITS = {"given": "waiting.half"}
 
 # (p, half of q) in the order of the product's fragments: a thread's four numbers, then the threads of a warp
@@ -56,11 +56,18 @@ def half_and_rest(v, HALF: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def whole_sum(exchange, part, i, HALF: gl.constexpr, layout: gl.constexpr):
-    """Half HALF's `part` (p, q) of chunk i's sum over N -> the whole sum (p, q / 2) for its own positions."""
+def give_part(exchange, part, i, HALF: gl.constexpr, layout: gl.constexpr):
+    """Half HALF's `part` (p, q) of chunk i's sum over N -> that for its own positions (p, q / 2); gives the rest."""
     own, other = half_and_rest(part, HALF, layout)
-    place = i % 2 * 2
-    exchange.parts.index(place + HALF).store(other)
-    mbarrier.arrive(exchange.given.index(place + HALF), count=1)
-    mbarrier.wait(exchange.given.index(place + 1 - HALF), (i // 2) & 1)
-    return own + exchange.parts.index(place + 1 - HALF).load(layout)
+    place = i % 2 * 2 + HALF
+    exchange.parts.index(place).store(other)
+    mbarrier.arrive(exchange.given.index(place), count=1)
+    return own
+
+
+@gluon.jit
+def take_part(exchange, i, HALF: gl.constexpr, layout: gl.constexpr):
+    """What the other half gives of chunk i for the positions of half HALF: (p, q / 2)."""
+    place = i % 2 * 2 + 1 - HALF
+    mbarrier.wait(exchange.given.index(place), (i // 2) & 1)
+    return exchange.parts.index(place).load(layout)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels.ssd.hopper_halves import half_and_rest, whole_sum
+from ssdprof.kernels.ssd.hopper_halves import give_part, half_and_rest, take_part
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
     ENTERING,
@@ -26,8 +26,6 @@ from ssdprof.kernels.ssd.hopper_shared import (
     role_barrier,
     scalar,
 )
-
-LATE = gl.constexpr(32)  # half of a chunk: positions at its end whose weighted x enters the state without being rounded
 
 STAGES = {
     "weighted": "chunk_state",
@@ -52,30 +50,28 @@ def weighted(x, weight, RELAXED: gl.constexpr):
 
 
 @gluon.jit
-def rounded_off(x, weight):
-    """What `weighted` loses by rounding.  In assembly, or x would be kept as fp32 from its first use on, and spill."""
+def rounded_off(x, weight, product):
+    """x * weight - product: what `weighted` lost by rounding.  In assembly, or x would be kept as fp32, and spill."""
     if x.dtype == gl.bfloat16:
         code: gl.constexpr = """{
-            .reg .b32 lo, hi, near;
+            .reg .b32 lo, hi, near_lo, near_hi;
             shl.b32 lo, $1, 16;
             and.b32 hi, $1, 0xffff0000;
-            mul.rn.f32 lo, lo, $2;
-            mul.rn.f32 hi, hi, $3;
-            cvt.rn.bf16x2.f32 near, hi, lo;
-            .reg .b32 near_lo, near_hi;
-            shl.b32 near_lo, near, 16;
-            and.b32 near_hi, near, 0xffff0000;
-            sub.rn.f32 lo, lo, near_lo;
-            sub.rn.f32 hi, hi, near_hi;
+            shl.b32 near_lo, $4, 16;
+            and.b32 near_hi, $4, 0xffff0000;
+            neg.f32 near_lo, near_lo;
+            neg.f32 near_hi, near_hi;
+            fma.rn.f32 lo, lo, $2, near_lo;
+            fma.rn.f32 hi, hi, $3, near_hi;
             cvt.rn.bf16x2.f32 $0, hi, lo;
         }"""
-    else:
+    else:  # from -x, and the product made again: ptxas keeps as fp32 what it has converted before, and spills
         code: gl.constexpr = """{
             .reg .b16 a, b;
+            .reg .b32 minus, near;
             .reg .f32 lo, hi, near_lo, near_hi;
-            .reg .b32 near;
-            neg.f16x2 near, $1;
-            mov.b32 {a, b}, near;
+            neg.f16x2 minus, $1;
+            mov.b32 {a, b}, minus;
             cvt.f32.f16 lo, a;
             cvt.f32.f16 hi, b;
             mul.rn.f32 lo, lo, $2;
@@ -88,7 +84,7 @@ def rounded_off(x, weight):
             sub.rn.f32 hi, near_hi, hi;
             cvt.rn.f16x2.f32 $0, hi, lo;
         }"""
-    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight], dtype=x.dtype, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(code, "=r,r,f,f,r", [x, weight, product], dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -106,9 +102,9 @@ def add_residual(out, x, D):
         code: gl.constexpr = """{
             .reg .b16 a, b;
             .reg .f32 lo, hi;
-            .reg .b32 x;
-            neg.f16x2 x, $4;
-            mov.b32 {a, b}, x;
+            .reg .b32 minus;
+            neg.f16x2 minus, $4;
+            mov.b32 {a, b}, minus;
             cvt.f32.f16 lo, a;
             cvt.f32.f16 hi, b;
             neg.f32 lo, lo;
@@ -237,23 +233,19 @@ def unit_state(
         entered = gl.convert_layout(state.to(dtype), q_operand)
         out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
         # stage chunk_state
-        operand = gl.convert_layout(weighted(x, weight, RELAXED), n_operand)
-        state_begun = warpgroup_mma(operand, shared.B.index(slot * HALVES + HALF), state * decay, is_async=True)
+        B = shared.B.index(slot * HALVES + HALF)
+        xw = weighted(x, weight, RELAXED)
+        state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
         # stage chunk_scan.previous
-        entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
-        entering = entering.load(gl.SliceLayout(0, by_own))
-        out = warpgroup_mma_wait(1, deps=[out_begun])
+        entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
+        out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
         if HALVES == 2:
-            out = whole_sum(exchange, out, i, HALF, by_own)
-        out *= entering[None, :]
+            out = give_part(exchange, out, i, HALF, by_own)
         # stage chunk_state: here, where registers are free again
         if not RELAXED:
-            late_gate = shared.gates.index(slot * 4 + WEIGHT).slice(IDX * CHUNK + CHUNK - LATE, LATE)
-            late_weight = late_gate.load(gl.SliceLayout(0, q_operand))
-            late_x, _ = half_and_rest(x, 1, q_operand)
-            lost = gl.convert_layout(rounded_off(late_x, late_weight[None, :]), n_operand)
-            late_B = shared.B.index(slot * HALVES + HALF).slice(CHUNK - LATE, LATE)
-            state_begun = warpgroup_mma(lost, late_B, state_begun, is_async=True)
+            again = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
+            lost = gl.convert_layout(rounded_off(x, again[None, :], xw), n_operand)
+            state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
         # stage chunk_scan.current: what the chunk adds
         mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
         m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
@@ -267,6 +259,10 @@ def unit_state(
             if HALVES == 2:
                 own_x, _ = half_and_rest(own_x, HALF, by_own)
             out = add_residual(out, own_x, D[:, None])
+        if HALVES == 2:  # this late, so that neither half waits for the other
+            # stage chunk_scan.previous
+            out += take_part(exchange, i, HALF, by_own)
+            # stage chunk_scan.residual
         tma.store_wait(0)
         out_tile.permute((1, 0)).store(out.to(dtype))
         if RAGGED:
