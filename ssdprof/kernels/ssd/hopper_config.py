@@ -40,7 +40,7 @@ class HopperConfig(Segments):
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-            segments = cut(nchunks, sequences * program_count(inputs), sm_count)
+            segments = cut(nchunks, sequences * program_count(inputs), half_count(inputs.B.shape[3]), sm_count)
             reason = f"least simulated time of {sequences} x {nchunks} chunks on {sm_count} SMs"
         call = Call(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
         row = first_fit(HOPPER, call)

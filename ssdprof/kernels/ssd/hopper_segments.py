@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-# In units of a chunk of the second pass (1.66 us on an H200), fitted to the times in
+# In units of a chunk of the second pass (1.9 us on an H200), fitted to the times in
 # benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
-FIRST_PASS = 0.55  # a chunk of the first pass
-START = 4.0  # a program's start and end
-HAND_OVER = 1.0  # taking a state over and handing it on
-CALL = 1.2  # launching, and zeroing the flags
+FIRST_PASS = {1: 0.48, 2: 0.4}  # a chunk of the first pass, by halves of N
+START = 3.6  # a program's start and end
+HAND_OVER = 2.1  # taking a state over and handing it on
+CALL = 0.5  # launching, and zeroing the flags
 # Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
 REACH = (61, 23, 89, 51, 167, 14, 4, 42, 116, 10, 1 << 31, 28, 73, 7, 18, 34)
 CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
@@ -46,20 +46,24 @@ class Segments:
         return len(self.lengths(nchunks))
 
 
-def cut(nchunks: int, pairs: int, sm_count: int) -> Segments:
-    """The segments with the least simulated time for `pairs` independent pairs of units of `nchunks` chunks each."""
+def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
+    """The segments with the least simulated time for `pairs` of units (or halves) of `nchunks` chunks each."""
     step = 1 << max(0, nchunks.bit_length() - CLASSES.bit_length())
-    return _cut(ceil_div(nchunks, step) * step, pairs, sm_count)
+    return _cut(ceil_div(nchunks, step) * step, pairs, halves, sm_count)
 
 
 @lru_cache(maxsize=1024)
-def _cut(nchunks: int, pairs: int, sm_count: int) -> Segments:
+def _cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
     if pairs > 2 * sm_count:  # no more parallelism is needed than the heads give
         return Segments(segment=max(1, nchunks))
-    return min(_candidates(nchunks, sm_count / pairs), key=lambda segments: _time(segments, nchunks, pairs, sm_count))
+    return min(
+        candidates(nchunks, sm_count / pairs),
+        key=lambda segments: simulated_time(segments, nchunks, pairs, halves, sm_count),
+    )
 
 
-def _candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
+def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
+    """Ways to cut a sequence of `nchunks` chunks, where the GPU has room for so many programs per pair at once."""
     yield Segments(segment=max(1, nchunks))
     at_once = max(1, int(programs_per_pair))
     for count in sorted({2, 3, 4, at_once, at_once + 1}):
@@ -74,8 +78,8 @@ def _candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
         first = max(1, round(part * nchunks))
         if nchunks > first:
             yield Segments(long_count=1, long_segment=first, segment=ceil_div(nchunks - first, at_once))
-    if nchunks <= 64:
-        for part in (0.5, 0.56, 0.62, 0.7):
+    if nchunks <= 128:
+        for part in (0.5, 0.56, 0.62, 0.66, 0.7, 0.74):
             first = max(1, round(part * nchunks))
             if nchunks > first:
                 for count in (1, 2, 3):
@@ -84,8 +88,8 @@ def _candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
                     )
 
 
-def _time(segments: Segments, nchunks: int, pairs: int, sm_count: int) -> float:
-    """Until the last program ends, if SMs take programs in order as they come free, one each."""
+def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm_count: int) -> float:
+    """Until the last program ends, in chunks' time, if SMs take programs in order as they come free, one each."""
     lengths = segments.lengths(nchunks)
     hands_over = len(lengths) > 1 and not segments.recompute
     hand_over = HAND_OVER if hands_over else 0.0
@@ -96,7 +100,7 @@ def _time(segments: Segments, nchunks: int, pairs: int, sm_count: int) -> float:
         last = index == len(lengths) - 1
         to_see = before if segments.recompute else 0 if last else length
         for pair in range(pairs):
-            time = free[0] + START + FIRST_PASS * min(to_see, REACH[pair % len(REACH)])
+            time = free[0] + START + FIRST_PASS[halves] * min(to_see, REACH[pair % len(REACH)])
             if hands_over:
                 time = max(time, ready[pair]) + hand_over
                 ready[pair] = time

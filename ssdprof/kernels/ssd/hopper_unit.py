@@ -33,6 +33,7 @@ STAGES = {
     "add_residual": "chunk_scan.residual",
     "load_transposed": "caller",
     "segment_state": "chunk_state.first_pass",
+    "store_tile": "chunk_scan.residual",
     "wait_for_state": "state_passing.wait",
     "hand_over_state": "state_passing.store",
     "unit_state": "setup",
@@ -144,6 +145,13 @@ def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, opera
 
 
 @gluon.jit
+def store_tile(desc, start, tile):
+    fence_async_shared()
+    role_barrier()  # all threads' parts can be seen by the copy engine before one thread starts it
+    async_store(desc, start, tile)
+
+
+@gluon.jit
 def wait_for_state(flag_ptr, segments):
     while gl.atomic_add(flag_ptr, 0, sem="acquire") < segments:
         pass
@@ -215,6 +223,7 @@ def unit_state(
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
     out_tile = shared.out.index(IDX).reshape([OWN, SLICE])
+    out_row = segment.begin + segment.length  # the first row of what is in out_tile: nothing yet
     for i in range(segment.nchunks):
         slot, stage = it % shared.RING, i % shared.SCORE_RING
         mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
@@ -236,6 +245,9 @@ def unit_state(
         B = shared.B.index(slot * HALVES + HALF)
         xw = weighted(x, weight, RELAXED)
         state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
+        # stage chunk_scan.residual: the chunk before's output, under these products
+        if i > 0:
+            store_tile(out_desc, [out_row, i_h, p_0], shared.out.index(IDX))
         # stage chunk_scan.previous
         entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
         out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
@@ -265,20 +277,20 @@ def unit_state(
             # stage chunk_scan.residual
         tma.store_wait(0)
         out_tile.permute((1, 0)).store(out.to(dtype))
-        if RAGGED:
-            whole = t + OWN_FIRST + OWN <= segment.length
-            if not whole:
-                rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-                o_q = OWN_FIRST + gl.arange(0, OWN, gl.SliceLayout(1, rows))[:, None]
-                o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
-                p = out_ptr + (segment.begin + t + o_q).to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
-                gl.store(p, out_tile.load(rows), mask=(t + o_q < segment.length) & (o_w < HEADDIM))
-        else:
-            whole = True
-        if whole:
-            fence_async_shared()
-            async_store(out_desc, [segment.begin + t + OWN_FIRST, i_h, p_0], shared.out.index(IDX))
+        out_row = segment.begin + t + OWN_FIRST
         it += 1
+    whole = True
+    if RAGGED:
+        end = segment.begin + segment.length
+        whole = out_row + OWN <= end
+        if not whole:
+            rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            o_q = out_row + gl.arange(0, OWN, gl.SliceLayout(1, rows))[:, None]
+            o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
+            p = out_ptr + o_q.to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
+            gl.store(p, out_tile.load(rows), mask=(o_q < end) & (o_w < HEADDIM))
+    if whole:
+        store_tile(out_desc, [out_row, i_h, p_0], shared.out.index(IDX))
     tma.store_wait(0)
     # stage state_passing.store
     if segment.last:

@@ -1,0 +1,77 @@
+"""Time the Hopper SSD kernel with sequences cut into segments in many ways, on the GPU here.
+
+    python benchmarks/record_segments.py FILE
+
+Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `hopper_segments.cut` thinks of, for
+three models' shapes and one with N = 256, bf16, exact, fp32 states.  Constants of `hopper_segments.py` are fitted to
+them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+from ssdprof.bench.grid import Cell, Tokens
+from ssdprof.bench.inputs import draw
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count
+from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper_segments import Segments, candidates, ceil_div
+from ssdprof.kernels.ssd.hopper_shared import CHUNK
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.timing import CudaBench
+
+SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b"
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
+REPEATS = 5
+
+
+def device_us(bench: CudaBench, inputs: SSDInputs, segments: Segments, sm_count: int) -> float:
+    chosen = HopperConfig.choose(inputs, sm_count, batch_invariant=False)
+    config = replace(chosen, **asdict(segments))
+    recording = bench.record(partial(ssd_fused_hopper, inputs, Precision(), config=config))
+    return float(np.median([bench.device_us(recording) for _ in range(REPEATS)]))
+
+
+def main(file: Path) -> None:
+    device = torch.device("cuda")
+    properties = torch.cuda.get_device_properties(device)
+    bench = CudaBench(device)
+    sm_count = properties.multi_processor_count
+    cells = []
+    for shape in parse_shapes(SHAPES):
+        for seqlen in LENGTHS:
+            tokens = Tokens(sequences=1, seqlen=seqlen)
+            inputs = draw(Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), device, chunk_size=256)
+            nchunks, pairs = ceil_div(seqlen, CHUNK.value), program_count(inputs)
+            cuts = {(*s.lengths(nchunks), s.recompute): s for s in candidates(nchunks, sm_count / pairs)}
+            cells.append(
+                {
+                    "shape": shape.name,
+                    "seqlen": seqlen,
+                    "nchunks": nchunks,
+                    "pairs": pairs,
+                    "halves": half_count(inputs.B.shape[3]),
+                    "cuts": [
+                        {**asdict(s), "device_us": round(device_us(bench, inputs, s, sm_count), 2)}
+                        for s in cuts.values()
+                    ],
+                }
+            )
+            print(shape.name, seqlen, len(cuts), flush=True)
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    machine = {"gpu": properties.name, "sm_count": sm_count, **versions}
+    file.write_text(json.dumps({**machine, "cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
