@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import LazyDict
 
 from ssdprof.measure.launches import describe, recorded_launches
+
+
+BLOCKS = (128, 256, 512)
 
 
 def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
@@ -32,12 +39,23 @@ def compiled(block: int, handle: int) -> Any:
     return kernel
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Filled by another process: this one cannot compile once a test has interpreted a kernel."""
+    folder = str(tmp_path_factory.mktemp("triton"))
+    environment = os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, __file__], env=environment, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.cache, "dir", folder)
+        yield
+
+
 def launch(handle: int) -> None:
     triton.knobs.runtime.launch_enter_hook(LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0}))
 
 
 def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
-    record = describe(compiled(128, 1))
+    record = describe(compiled(BLOCKS[0], 1))
     assert record.kernel == "_copy_kernel"
     assert record.config["BLOCK"] == 128
     assert record.config["DTYPE"] == "fp32"
@@ -46,7 +64,7 @@ def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
 
 
 def test_kernels_are_listed_once_in_the_order_of_their_first_launch() -> None:
-    kernels = [compiled(128, 0xA1), compiled(256, 0xA2), compiled(512, 0xA3)]
+    kernels = [compiled(block, handle) for block, handle in zip(BLOCKS, (0xA1, 0xA2, 0xA3), strict=True)]
     with recorded_launches() as launches:
         for handle in (0xA2, 0xA1, 0xA2):
             launch(handle)
@@ -73,3 +91,8 @@ def test_a_real_launch_is_recorded() -> None:
     assert (record.config["BLOCK"], record.config["DTYPE"], record.spills) == (128, "fp32", 0)
     assert record.registers is not None
     assert record.registers > 0
+
+
+if __name__ == "__main__":
+    for one in BLOCKS:
+        compiled(one, 0)
