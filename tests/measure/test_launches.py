@@ -18,7 +18,6 @@ from triton.compiler.compiler import LazyDict
 
 from ssdprof.measure.launches import describe, recorded_launches
 
-
 BLOCKS = (128, 256, 512)
 
 
