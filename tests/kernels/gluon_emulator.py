@@ -231,6 +231,8 @@ def _assembly(code: str, constraints: str, args: list[Any], **_options: Any) -> 
     values = torch.broadcast_tensors(*args)
     if "lg2.approx" in code:
         return values[0].log2()
+    if "ex2.approx" in code:
+        return values[0].exp2()
     if code.startswith("and.b32"):
         scores, causal = values
         return (scores.contiguous().view(torch.int16) & causal).view(scores.dtype)
@@ -441,7 +443,7 @@ class Machine:
         kernel = self.kernel()
 
         def make(_kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
-            constants = {name: value for name, value in options.items() if name != "num_warps"}
+            constants = {name: value for name, value in options.items() if name.isupper()}
 
             def program(number: int, tensors: tuple[Any, ...]) -> None:
                 self.turns.local.program = number

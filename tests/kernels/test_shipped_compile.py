@@ -37,6 +37,7 @@ PORTABLE: dict[str, tuple[Case, Precision]] = {
     "fp32, n 256": (replace(P64, dstate=256, dtype=FP32), EXACT),
     "bf16, p 32": (replace(P64, headdim=32), EXACT),
     "bf16": (replace(P64, seqlen=1024), EXACT),
+    "bf16, gate": (replace(P64, seqlen=1024, gate=True), EXACT),
     "fp16, p 80, packed, relaxed": (replace(P64, headdim=80, dtype=FP16, **PACKED), RELAXED),  # type: ignore[arg-type]
     "bf16, n 256": (replace(P64, dstate=256), EXACT),
     "bf16, p 128, n 256, packed": (replace(P64, headdim=128, dstate=256, **PACKED), EXACT),  # type: ignore[arg-type]

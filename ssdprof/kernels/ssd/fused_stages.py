@@ -31,6 +31,7 @@ STAGES = {
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
     "chunk_state": "chunk_state",
+    "add_outer_products": "chunk_state",
     "segment_state": "chunk_state",
     "wait_for_state": "state_passing.wait",
     "take_state": "state_passing.load",
@@ -134,20 +135,31 @@ def chunk_state(
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
     With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, what the chunk adds to a state 2^tail later.
+    Its weighted x is rounded, which only later segments see.
     """
     CHUNK: tl.constexpr = x.shape[0]
     o_q = tl.arange(0, CHUNK)
     dt = tl.load(gates_ptr + t + o_q)
     a = tl.load(gates_ptr + gates_plane + t + o_q)
     end = tl.load(gates_ptr + gates_plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
-    if tail is None:
-        state *= tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
-        exponent = end - a
-    else:
-        exponent = end - a + tail
+    exponent = end - a if tail is None else end - a + tail
     weight = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)) * dt
     weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
-    x = (x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]).to(B.dtype)
+    weighted = x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]
+    rounded = weighted.to(B.dtype)
+    if tail is None:
+        # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the output,
+        # as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing need wait
+        lost = (weighted - rounded.to(INTERMEDIATE)).to(B.dtype)
+        state *= tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        if INTERMEDIATE.primitive_bitwidth > B.dtype.primitive_bitwidth:
+            state = add_outer_products(state, lost, B, P_ROWS)
+    return add_outer_products(state, rounded, B, P_ROWS)
+
+
+@triton.jit
+def add_outer_products(state, x, B, P_ROWS: tl.constexpr):
+    """state + sum_t x_t B_t^T."""
     if P_ROWS:
         return tl.dot(tl.trans(x), B, state, input_precision=DOT_PRECISION)
     else:

@@ -29,6 +29,7 @@ FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for roundi
 
 STAGES = {
     "_add": "caller",
+    "exp2_approx": "caller",
     "log2_approx": "chunk_cumsum",
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
@@ -69,6 +70,12 @@ def _add(a, b):
 
 
 @gluon.jit
+def exp2_approx(v):
+    """The instruction that `gl.exp2` becomes once Triton has linked CUDA's library of functions, which takes long."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def log2_approx(v):
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -76,7 +83,7 @@ def log2_approx(v):
 @gluon.jit
 def softplus(v):
     """log(1 + e^v) with a relative error below 3e-6: by its series where e^v is small and 1 + e^v would round."""
-    e = gl.exp2(v * LOG2_E)
+    e = exp2_approx(v * LOG2_E)
     series = e * (1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667)))))
     return gl.where(v > 20.0, v, gl.where(e < 0.0625, series, log2_approx(1.0 + e) * LN_2))
 
@@ -98,7 +105,7 @@ def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
 @gluon.jit
 def decay_exp2(log2_decay):
     """2^log2_decay, at most 1: rounding of a difference of sums cannot push it past.  NaN stays NaN."""
-    return gl.exp2(gl.where(log2_decay > 0.0, 0.0, log2_decay))
+    return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
 
 
 @gluon.jit
@@ -151,14 +158,14 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
         ahead = gl.load(p + tile, mask=(c >= 0) & (tile >= 0), other=0.0)
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
         raw = ahead
-        weight = decay_exp2(a_end[None, :] - a) * gl.exp2(seen)[None, :] * dt
+        weight = decay_exp2(a_end[None, :] - a) * exp2_approx(seen)[None, :] * dt
         seen += a_end
         go = (c >= 0) & (gl.max(seen, 0) > FORGOTTEN)
         shared.goes_on.index(it % shared.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
         mbarrier.arrive(shared.told.index(it % shared.TOLD), count=1)
         mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
         put(shared, slot, WEIGHT, weight)
-        shared.decay.index(slot).store(gl.exp2(seen))
+        shared.decay.index(slot).store(exp2_approx(seen))
         mbarrier.arrive(shared.full.index(slot), count=1)
         release(shared, it - 1, it > 0)
         it += 1
@@ -198,8 +205,8 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
         raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
         weight = decay_exp2(a_end[None, :] - a) * dt
         key = a - log2_approx(dt)
-        entering = gl.exp2(a)
-        decay = gl.exp2(a_end)
+        entering = exp2_approx(a)
+        decay = exp2_approx(a_end)
         mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
         put(shared, slot, ROW, a)
         put(shared, slot, KEY, key)
@@ -269,7 +276,7 @@ def loads(
 @gluon.jit
 def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
     """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0; `causal` has all bits set there, and none elsewhere."""
-    decay = gl.exp2(row[:, None] - key[None, :])
+    decay = exp2_approx(row[:, None] - key[None, :])
     scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
     # two at a time, and after all that may overflow above the diagonal
     return gl.inline_asm_elementwise(
