@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.kernels.ssd.hopper_segments import Segments, cut, simulated_time
+from ssdprof.kernels.ssd.hopper_segments import UNFUSED_CHUNK, Segments, cut, rounded_twice, simulated_time
 
 H200 = 132  # multiprocessors
 MAMBA2_2_7B = 40  # pairs of heads
@@ -40,6 +40,15 @@ def test_long_segments_come_first_where_a_gpu_has_several_waves_of_work() -> Non
 def test_a_first_pass_over_all_that_went_before_is_for_short_sequences() -> None:
     assert cut(16, MAMBA2_2_7B, 1, H200).recompute
     assert not cut(256, MAMBA2_2_7B, 1, H200).recompute
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 16, MAMBA2_2_7B, 64])
+def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
+    """Slow heads of short sequences would be less exact: of 4 chunks in segments of 2, 1 and 1 by 7 %."""
+    assert rounded_twice([2, 1, 1]) > rounded_twice([4]) == 0
+    for nchunks in range(1, 200):
+        lengths = cut(nchunks, pairs, 1, H200).lengths(nchunks)
+        assert rounded_twice(lengths) <= rounded_twice(Segments(segment=UNFUSED_CHUNK).lengths(nchunks))
 
 
 def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:

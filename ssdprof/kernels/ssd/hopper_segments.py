@@ -15,6 +15,7 @@ HAND_OVER = 2.1  # taking a state over and handing it on
 CALL = 0.5  # launching, and zeroing the flags
 # Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
 REACH = (61, 23, 89, 51, 167, 14, 4, 42, 116, 10, 1 << 31, 28, 73, 7, 18, 34)
+UNFUSED_CHUNK = 4  # the longest of an unfused pipeline: 256 positions
 CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
 
 
@@ -56,10 +57,19 @@ def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
 def _cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
     if pairs > 2 * sm_count:  # no more parallelism is needed than the heads give
         return Segments(segment=max(1, nchunks))
-    return min(
-        candidates(nchunks, sm_count / pairs),
-        key=lambda segments: simulated_time(segments, nchunks, pairs, halves, sm_count),
-    )
+    allowed = rounded_twice(Segments(segment=UNFUSED_CHUNK).lengths(nchunks))
+    exact = [s for s in candidates(nchunks, sm_count / pairs) if rounded_twice(s.lengths(nchunks)) <= allowed]
+    return min(exact, key=lambda segments: simulated_time(segments, nchunks, pairs, halves, sm_count))
+
+
+def rounded_twice(lengths: list[int]) -> int:
+    """Pairs of chunks of which one is before the other's segment: what it adds to the other's output is rounded by the
+    first pass, and as a part of the state.  An unfused pipeline does that to what is before a chunk."""
+    before, pairs = 0, 0
+    for length in lengths:
+        pairs += length * before
+        before += length
+    return pairs
 
 
 def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
