@@ -26,7 +26,7 @@ import torch
 from ssdprof.kernels.ssd import hopper_launch
 
 FOLDER = Path(hopper_launch.__file__).parent
-FILES = ("hopper_shared", "hopper_halves", "hopper_roles", "hopper_unit", "fused_hopper")
+FILES = ("hopper_shared", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_unit", "fused_hopper")
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
 

@@ -209,9 +209,9 @@ def test_a_damaged_report_is_refused(unpacked: Path, tmp_path: Path, seed: int) 
 
 
 def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
-    """The committed result was written on the H200's machine, from the same two files."""
-    there = StallReport.model_validate_json(RESULT.read_text(encoding="utf-8"))
-    here = analyse([raw(unpacked / f"{name}.ncu-rep") for name in ("unfused", "fused")])
+    """`ssdprof run demo --seq 4k --stalls` wrote its JSON on the H200's machine, from the same two files."""
+    there = StallReport.model_validate_json((DATA / "demo" / "stalls.json").read_text(encoding="utf-8"))
+    here = analyse([raw(unpacked / "demo" / f"{name}.ncu-rep") for name in ("unfused", "fused")])
     assert here.sources == there.sources
     words = {"hints": (), "checks": ()}  # which may be put better
     assert [kernel.model_copy(update=words) for kernel in here.kernels] == [

@@ -176,7 +176,7 @@ def test_every_mark_is_inside_a_kernel() -> None:
 
 
 def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
-    for name in ("hopper_roles", "hopper_unit", "hopper_halves"):
+    for name in ("hopper_gates", "hopper_roles", "hopper_unit", "hopper_halves"):
         text = (KERNELS / "ssd" / f"{name}.py").read_text()
         waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
         assert waits
@@ -184,7 +184,8 @@ def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
 
 
 def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
-    texts = {name: (KERNELS / "ssd" / f"{name}.py").read_text() for name in ("hopper_roles", "hopper_unit")}
+    names = ("hopper_gates", "hopper_roles", "hopper_unit")
+    texts = {name: (KERNELS / "ssd" / f"{name}.py").read_text() for name in names}
     fillers = Sources(texts).fillers()
     assert set(fillers) == {stage for text in texts.values() for stage in parse(text).waits.values()}
     assert set(fillers["waiting.scores"]) == {"scores"}
@@ -193,7 +194,7 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
 
 
 def test_the_fused_kernels_have_every_stage() -> None:
-    for names in (("fused_portable", "fused_stages"), ("fused_hopper", "hopper_roles", "hopper_unit")):
+    for names in (("fused_portable", "fused_stages"), ("fused_hopper", "hopper_gates", "hopper_roles", "hopper_unit")):
         found: set[str] = set()
         for name in names:
             for function in parse((KERNELS / "ssd" / f"{name}.py").read_text()).functions:

@@ -26,8 +26,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
-from ssdprof.kernels.ssd.hopper_roles import gates, loads, scores
+from ssdprof.kernels.ssd.hopper_roles import loads, scores
 from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, Segment, Shared, role_barrier
 from ssdprof.kernels.ssd.hopper_unit import unit_state
 

@@ -6,10 +6,10 @@
     scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
     unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
 
-The first three are in `hopper_roles.py`, the last in `hopper_unit.py`.  A unit is a head, or a slice of 64 of a head's
-P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one unit, which exchange
-parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of chunks,
-`scored`/`unscored` a ring of decayed scores, `told` the gates' word on whether the first pass goes on.
+They are in `hopper_gates.py`, `hopper_roles.py` (loads, scores) and `hopper_unit.py`.  A unit is a head, or a slice of
+64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one unit,
+which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of
+chunks, `scored`/`unscored` a ring of decayed scores, `told` the gates' word on whether the first pass goes on.
 
 Who fills a ring, and who reads it, may change between the first pass and the second only among roles that have seen
 every turn of it: waits are for one of two phases, so that who missed one could take the turn before for this one.

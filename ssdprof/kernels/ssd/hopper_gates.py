@@ -1,0 +1,190 @@
+# mypy: ignore-errors
+"""The role that makes a chunk's gates, dt and the decays; in the first pass `scores` does.  What roles share:
+`hopper_shared.py`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ssdprof.kernels.ssd.hopper_shared import (
+    CHUNK,
+    ENTERING,
+    KEY,
+    ROW,
+    WEIGHT,
+    scalar,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
+
+STAGES = {
+    "_add": "caller",
+    "exp2_approx": "caller",
+    "log2_approx": "chunk_cumsum",
+    "softplus": "chunk_cumsum",
+    "chunk_cumsum": "chunk_cumsum",
+    "decay_exp2": "chunk_cumsum",
+    "put": "chunk_cumsum",
+    "rates_of": "chunk_cumsum",
+    "release": "chunk_cumsum",
+    "first_pass_gates": "chunk_cumsum",
+    "follow_first_pass": "chunk_cumsum",
+    "gates": "chunk_cumsum",
+}
+# What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
+WAITS = {"full": "waiting.chunk", "told": "waiting.gates", "empty": "ahead"}
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def exp2_approx(v):
+    """The instruction that `gl.exp2` becomes once Triton has linked CUDA's library of functions, which takes long."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def log2_approx(v):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def softplus(v):
+    """log(1 + e^v) with a relative error below 3e-6: by its series where e^v is small and 1 + e^v would round."""
+    e = exp2_approx(v * LOG2_E)
+    series = e * (1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667)))))
+    return gl.where(v > 20.0, v, gl.where(e < 0.0625, series, log2_approx(1.0 + e) * LN_2))
+
+
+@gluon.jit
+def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
+    """dt (q, lane), a (q, lane) and a_end (lane).  NaN stays NaN."""
+    v = raw.to(gl.float32) + dt_bias[None, :]
+    if DT_SOFTPLUS:
+        v = softplus(v)
+    dt = gl.where(v == v, gl.minimum(gl.maximum(v, low), high), v)
+    dt = gl.where(valid, dt, 0.0)
+    dA = dt * A[None, :]
+    # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+    dA = gl.where(dA == dA, gl.maximum(gl.minimum(dA, 0.0), FORGOTTEN), dA)
+    return dt, gl.associative_scan(dA, 0, _add), gl.sum(dA, 0)
+
+
+@gluon.jit
+def decay_exp2(log2_decay):
+    """2^log2_decay, at most 1: rounding of a difference of sums cannot push it past.  NaN stays NaN."""
+    return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
+
+
+@gluon.jit
+def put(shared, slot, vector: gl.constexpr, v):
+    """v (q, lane) into a vector of the ring."""
+    shared.gates.index(slot * 4 + vector).store(gl.permute(v, (1, 0)).reshape([2 * CHUNK]))
+
+
+@gluon.jit
+def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr):
+    """A log2(e) and dt_bias (lane), dt's row at the sequence's begin, and the offsets of a chunk in it (q, lane)."""
+    dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
+    o_h = (segment.unit + gl.arange(0, 2, gl.SliceLayout(0, layout)) // shared.HALVES) // SLICES
+    A = gl.load(A_ptr + o_h * A_strides[0]).to(gl.float32) * LOG2_E
+    dt_bias = gl.zeros_like(A)
+    if dt_bias_ptr is not None:
+        dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_strides[0]).to(gl.float32)
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    tile = (o_q[:, None] * dt_strides[0] + (o_h * dt_strides[1])[None, :]).to(gl.int32)
+    return A, dt_bias, dt_ptr + segment.begin.to(gl.int64) * dt_strides[0], tile, dt_strides[0]
+
+
+@gluon.jit
+def release(shared, it, pred):
+    """Let go of chunk `it` of the first pass, once it has arrived."""
+    mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=pred)
+    mbarrier.arrive(shared.empty.index(it % shared.RING), count=1, pred=pred)
+
+
+@gluon.jit
+def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many it reads.
+
+    It lets go of chunks like the others, one behind, so that it has seen every turn of the ring (`hopper_shared.py`).
+    """
+    # (q, lane): a warp for each lane, and the other two do the same again
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    seen = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
+    c = segment.seen - 1
+    p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
+    raw = gl.load(p + tile)
+    it = 0
+    go = True
+    while go:
+        slot = it % shared.RING
+        c -= 1
+        p -= CHUNK * dt_stride
+        ahead = gl.load(p + tile, mask=(c >= 0) & (tile >= 0), other=0.0)
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
+        raw = ahead
+        weight = decay_exp2(a_end[None, :] - a) * exp2_approx(seen)[None, :] * dt
+        seen += a_end
+        go = (c >= 0) & (gl.max(seen, 0) > FORGOTTEN)
+        shared.goes_on.index(it % shared.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+        mbarrier.arrive(shared.told.index(it % shared.TOLD), count=1)
+        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+        put(shared, slot, WEIGHT, weight)
+        shared.decay.index(slot).store(exp2_approx(seen))
+        mbarrier.arrive(shared.full.index(slot), count=1)
+        release(shared, it - 1, it > 0)
+        it += 1
+    release(shared, it - 1, it > 0)
+    return it
+
+
+@gluon.jit
+def follow_first_pass(shared):
+    """Nothing to do in the first pass but to let go of what was loaded.  Returns how many chunks it read."""
+    it = 0
+    go = True
+    while go:
+        mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1)
+        go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+        mbarrier.arrive(shared.empty.index(it % shared.RING), count=1)
+        it += 1
+    return it
+
+
+@gluon.jit
+def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    it = 0
+    if segment.goes_back:
+        it = follow_first_pass(shared)
+    t = segment.first * CHUNK
+    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
+    for _ in range(segment.nchunks):
+        slot = it % shared.RING
+        valid = (t + o_q < segment.length)[:, None]
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
+        t += CHUNK
+        raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
+        weight = decay_exp2(a_end[None, :] - a) * dt
+        key = a - log2_approx(dt)
+        entering = exp2_approx(a)
+        decay = exp2_approx(a_end)
+        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
+        put(shared, slot, ROW, a)
+        put(shared, slot, KEY, key)
+        put(shared, slot, WEIGHT, weight)
+        put(shared, slot, ENTERING, entering)
+        shared.decay.index(slot).store(decay)
+        mbarrier.arrive(shared.full.index(slot), count=1)
+        it += 1
