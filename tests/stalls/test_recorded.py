@@ -1,6 +1,7 @@
 """Reports of our own kernels, recorded on an H200 with ncu 2025.3.1.
 
-unfused, fused            a layer of granite-4.0-h-1b, 131,072 tokens: those of benchmarks/results/*-stalls
+unfused, fused            a layer of granite-4.0-h-1b, 131,072 tokens, with the Hopper kernel as it was before
+demo/                     what `ssdprof run demo --seq 4k --stalls` kept: two reports, and the JSON that it wrote there
 fused_portable            a layer of the same sizes with a gate, 16,384 tokens: see benchmarks/record_stalls.py
 fused_portable_before     the kernel as it was before two hints were followed that this report gives
 no_source                 fused_portable without what the section SourceCounters adds: cut out of the file
