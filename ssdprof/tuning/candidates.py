@@ -11,7 +11,7 @@ import triton
 
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, shared_bytes
-from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div
+from ssdprof.kernels.ssd.hopper_segments import LONGEST_RECOMPUTED, Segments, as_exact_as_unfused, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.tuned import nchunks
 
@@ -19,7 +19,6 @@ Config = HopperConfig | FusedConfig
 Axis = Callable[[Config, SSDInputs], Iterable[Config]]
 
 _CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
-_LONGEST_RECOMPUTED = 64  # chunks
 _HOPPER_SHARED_BYTES = 227 << 10  # that one program may have
 _LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
 
@@ -43,10 +42,10 @@ def difference(config: Config, committed: Config) -> str:
     )
 
 
-def _on_hopper(axis: Callable[[HopperConfig, SSDInputs], Iterable[Config]]) -> Axis:
+def _on_hopper(axis: Callable[[HopperConfig, SSDInputs], Iterable[HopperConfig]]) -> Axis:
     def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
         assert isinstance(config, HopperConfig)
-        return axis(config, inputs)
+        return (one for one in axis(config, inputs) if as_exact_as_unfused(one, nchunks(inputs)))
 
     return checked
 
@@ -79,7 +78,7 @@ def _long_segments_first(config: HopperConfig, inputs: SSDInputs) -> Iterator[Ho
 
 def _recomputed(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
     """Nothing is handed over; the first pass of a segment goes over all that is before it."""
-    if nchunks(inputs) > _LONGEST_RECOMPUTED:
+    if nchunks(inputs) > LONGEST_RECOMPUTED:
         return
     for cuts in (2, 3, 4):
         yield _cut(config, Segments(segment=ceil_div(nchunks(inputs), cuts), recompute=True))

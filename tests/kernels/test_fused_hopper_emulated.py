@@ -82,9 +82,9 @@ def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int) ->
 
 
 def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding x times its weight to bf16 costs 1.6e-3; what it takes from late positions is added again."""
+    """Rounding x times its weight to bf16 costs 1.6e-3; what it takes is added again."""
     emulate(monkeypatch, seed=4)
     inputs = CASES["whole chunks"].inputs()
-    states = ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["even"])).final_states.double()
+    states = ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["one segment"])).final_states.double()
     exact = ssd_chunked(inputs, torch.float64).final_states
-    assert (states - exact).norm() / exact.norm() < 2**-10
+    assert (states - exact).norm() / exact.norm() < 2**-14

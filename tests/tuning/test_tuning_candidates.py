@@ -4,6 +4,7 @@ from tuning_fakes import hopper_problem, inputs_of, portable_problem
 
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper_segments import LONGEST_RECOMPUTED, as_exact_as_unfused
 from ssdprof.tuning.candidates import Config, axes, difference
 from ssdprof.tuning.search import Problem, _for_check
 
@@ -16,6 +17,11 @@ def test_segments_from_the_whole_sequence_to_single_chunks() -> None:
     segments = {config.segment for config in tried(hopper_problem()) if isinstance(config, HopperConfig)}
     assert {20, 10, 7, 5, 4, 3, 2, 1} <= segments
     assert max(segments) == 20
+
+
+def test_no_cut_is_less_exact_than_unfused() -> None:
+    configs = [config for config in tried(hopper_problem()) if isinstance(config, HopperConfig)]
+    assert all(as_exact_as_unfused(config, 20) for config in configs)
 
 
 def test_every_cut_is_of_the_whole_sequence() -> None:
@@ -34,8 +40,8 @@ def test_every_cut_is_of_the_whole_sequence() -> None:
 
 
 def test_long_sequences_are_not_gone_over_from_their_beginning() -> None:
-    inputs = inputs_of(65 * 64)
-    committed = HopperConfig(segment=65)
+    inputs = inputs_of((LONGEST_RECOMPUTED + 1) * 64)
+    committed = HopperConfig(segment=LONGEST_RECOMPUTED + 1)
     configs = [option for axis in axes(committed) for option in axis(committed, inputs)]
     assert not any(config.recompute for config in configs if isinstance(config, HopperConfig))
 

@@ -23,8 +23,8 @@ def trials(outcome: Outcome, verdict: str) -> list[Trial]:
 
 
 def by_segment(config: HopperConfig, _tokens: int) -> float:
-    """4 chunks are best, and rings of two."""
-    return 100 + abs(config.segment - 4) + 2 * config.ring + config.score_ring
+    """Equal segments of 4 chunks are best, and rings of two."""
+    return 100 + abs(config.segment - 4) + config.long_count + 2 * config.ring + config.score_ring
 
 
 def test_it_goes_to_the_fastest_axis_by_axis() -> None:

@@ -29,12 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper_roles import loads, scores
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, Segment, Shared, role_barrier
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, Segment, Shared, add, role_barrier
 from ssdprof.kernels.ssd.hopper_unit import unit_state
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
-STAGES = {"find_segment": "ticket", "_add": "caller", "first_role": "bmm_chunk", "_fused_hopper_kernel": "setup"}
+STAGES = {"find_segment": "ticket", "first_role": "bmm_chunk", "_fused_hopper_kernel": "setup"}
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
         # an empty sequence has one segment of no chunks, which makes its initial state its final one
         segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
         segments = gl.where(inside, segments, 0)
-        after = before + gl.associative_scan(segments, 0, _add)
+        after = before + gl.associative_scan(segments, 0, add)
         mine = (after - segments <= rank) & (rank < after)
         sequence += gl.sum(gl.where(mine, o_s, 0), 0)
         segment += gl.sum(gl.where(mine, rank - (after - segments), 0), 0)
@@ -58,11 +58,6 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
         length += gl.sum(gl.where(mine, stop - start, 0), 0)
         before += gl.sum(segments, 0)
     return sequence, segment, begin, length, rank < before
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     KEY,
     ROW,
     WEIGHT,
+    add,
     scalar,
 )
 
@@ -20,7 +21,6 @@ LN_2 = gl.constexpr(0.6931471805599453)
 FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
 
 STAGES = {
-    "_add": "caller",
     "exp2_approx": "caller",
     "log2_approx": "chunk_cumsum",
     "softplus": "chunk_cumsum",
@@ -35,11 +35,6 @@ STAGES = {
 }
 # What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
 WAITS = {"full": "waiting.chunk", "told": "waiting.gates", "empty": "ahead"}
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -72,7 +67,7 @@ def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
     dA = dt * A[None, :]
     # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
     dA = gl.where(dA == dA, gl.maximum(gl.minimum(dA, 0.0), FORGOTTEN), dA)
-    return dt, gl.associative_scan(dA, 0, _add), gl.sum(dA, 0)
+    return dt, gl.associative_scan(dA, 0, add), gl.sum(dA, 0)
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ HAND_OVER = 2.1  # taking a state over and handing it on
 CALL = 0.5  # launching, and zeroing the flags
 # Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
 REACH = (61, 23, 89, 51, 167, 14, 4, 42, 116, 10, 1 << 31, 28, 73, 7, 18, 34)
+LONGEST_RECOMPUTED = 128  # chunks of a sequence whose first passes may go over all that is before
 UNFUSED_CHUNK = 4  # the longest of an unfused pipeline: 256 positions
 CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
 
@@ -57,9 +58,14 @@ def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
 def _cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
     if pairs > 2 * sm_count:  # no more parallelism is needed than the heads give
         return Segments(segment=max(1, nchunks))
-    allowed = rounded_twice(Segments(segment=UNFUSED_CHUNK).lengths(nchunks))
-    exact = [s for s in candidates(nchunks, sm_count / pairs) if rounded_twice(s.lengths(nchunks)) <= allowed]
+    exact = (s for s in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(s, nchunks))
     return min(exact, key=lambda segments: simulated_time(segments, nchunks, pairs, halves, sm_count))
+
+
+def as_exact_as_unfused(segments: Segments, nchunks: int) -> bool:
+    """Whether no more is rounded twice than by an unfused pipeline with its longest chunks."""
+    unfused = Segments(segment=UNFUSED_CHUNK)
+    return rounded_twice(segments.lengths(nchunks)) <= rounded_twice(unfused.lengths(nchunks))
 
 
 def rounded_twice(lengths: list[int]) -> int:
@@ -88,7 +94,7 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
         first = max(1, round(part * nchunks))
         if nchunks > first:
             yield Segments(long_count=1, long_segment=first, segment=ceil_div(nchunks - first, at_once))
-    if nchunks <= 128:
+    if nchunks <= LONGEST_RECOMPUTED:
         for part in (0.5, 0.56, 0.62, 0.66, 0.7, 0.74):
             first = max(1, round(part * nchunks))
             if nchunks > first:

@@ -26,7 +26,7 @@ CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
-STAGES = {"scalar": "caller", "load_gate": "caller"}
+STAGES = {"add": "caller", "scalar": "caller", "load_gate": "caller"}
 
 
 @aggregate
@@ -90,6 +90,11 @@ class Segment:
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
 
 
 @gluon.jit
