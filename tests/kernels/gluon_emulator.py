@@ -234,13 +234,27 @@ def _assembly(code: str, constraints: str, args: list[Any], **_options: Any) -> 
     if "ex2.approx" in code:
         return values[0].exp2()
     if code.startswith("and.b32"):
-        scores, causal = values
-        return (scores.contiguous().view(torch.int16) & causal).view(scores.dtype)
+        v, bits = values
+        return (v.contiguous().view(torch.int16) & bits).view(v.dtype)
     if constraints.startswith("=f,=f"):
         out, x, D = values
         return torch.addcmul(out, x.float(), D)
-    x, weight, product = values
-    return (x.float() * weight - product.float()).to(x.dtype)
+    if "cvt.rn" in code:
+        near = values[0].to(_dtype_of(code))
+        rest = (values[0] - near.float()).to(near.dtype)
+        return torch.stack((near, rest), -1).view(torch.float32).squeeze(-1)
+    x, weight, *product = values
+    near, rest = (part.float() for part in weight.contiguous()[..., None].view(x.dtype).unbind(-1))
+    if product:
+        lost = (x.float() * near - product[0].float()).to(x.dtype)
+        return (x.float() * rest + lost.float()).to(x.dtype)
+    if "fma.rn" in code:
+        return (x.float() * near + (x.float() * rest).to(x.dtype).float()).to(x.dtype)
+    return (x.float() * near).to(x.dtype)
+
+
+def _dtype_of(code: str) -> torch.dtype:
+    return torch.bfloat16 if "bf16" in code else torch.float16
 
 
 class Machine:
@@ -312,7 +326,7 @@ class Machine:
             sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
             associative_scan=lambda value, axis, _function: value.cumsum(axis),
             permute=lambda value, order: value.permute(order),
-            split=lambda value: (value[..., 0], value[..., 1]),
+            split=lambda value: (value[..., 0], value[..., 1]), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda value, _layout: value,
             inline_asm_elementwise=_assembly,
             static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),

@@ -4,7 +4,7 @@ import torch
 from compile_target import compiled
 from ssd_cases import Case
 
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, row_stride, shared_bytes, unsupported
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)
@@ -57,3 +57,10 @@ def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
         inputs = Case(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
         assert program_count(inputs) == programs
         assert HopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
+
+
+def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride() -> None:
+    wide = torch.empty(9, 1, 100)[:, :, :64].unflatten(2, (4, 16))
+    assert row_stride(wide) == 100
+    assert row_stride(wide.expand(9, 3, 4, 16)) == 0
+    assert row_stride(torch.empty(9, 3, 100)[:, :, :64]) == 100

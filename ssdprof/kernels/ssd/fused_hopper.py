@@ -28,8 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
-from ssdprof.kernels.ssd.hopper_roles import loads, scores
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, Segment, Shared, add, role_barrier
+from ssdprof.kernels.ssd.hopper_roles import loads, scores, stores
+from ssdprof.kernels.ssd.hopper_shared import (
+    CHUNK,
+    SLICE,
+    FirstPass,
+    Segment,
+    Shared,
+    add,
+    role_barrier,
+)
 from ssdprof.kernels.ssd.hopper_unit import unit_state
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
@@ -86,7 +94,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, out_ptr, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr,
     cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr,
-    out_strides, dt_strides, A_strides, dt_bias_strides, D_strides, initial_strides,
+    out_strides, dt_strides, A_strides, dt_bias_strides, D_strides, INITIAL_STRIDES: gl.constexpr,
     cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K, LONG_COUNT, K_LONG,
     HEADS: gl.constexpr, HEADS_PER_GROUP: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
     DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
@@ -100,33 +108,49 @@ def _fused_hopper_kernel(
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
+    FIRST_RING: gl.constexpr = RING * HALVES  # without C and with half the gates there is room for as many halves
+    first_pass = FirstPass(
+        gl.allocate_shared_memory(gl.float32, [FIRST_RING, 2 * CHUNK], vector),
+        gl.allocate_shared_memory(gl.float32, [FIRST_RING, 2], vector),
+        gl.allocate_shared_memory(gl.int32, [FIRST_RING + 2, 1], vector),
+        gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [FIRST_RING + 2, 1], barrier),
+        FIRST_RING,
+    )
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [RING * HALVES, CHUNK, WIDTH], B_desc.layout),
-        gl.allocate_shared_memory(dtype, [RING * HALVES, CHUNK, WIDTH], C_desc.layout),
-        gl.allocate_shared_memory(dtype, [RING * UNITS, CHUNK, 1, SLICE], x_desc.layout),
+        first_pass,
+        gl.allocate_shared_memory(dtype, [2 * RING * HALVES, CHUNK, WIDTH], B_desc.layout),
+        gl.allocate_shared_memory(dtype, [FIRST_RING * UNITS, CHUNK, 1, SLICE], x_desc.layout),
         gl.allocate_shared_memory(dtype, [SCORE_RING * UNITS, CHUNK, CHUNK], square),
         gl.allocate_shared_memory(dtype, [2, CHUNK // HALVES, 1, SLICE], out_desc.layout),
         gl.allocate_shared_memory(gl.float32, [RING * 4, 2 * CHUNK], vector),
         gl.allocate_shared_memory(gl.float32, [RING, 2], vector),
-        gl.allocate_shared_memory(gl.int32, [RING + 2, 1], vector),
         gl.allocate_shared_memory(gl.int64, [RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [SCORE_RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [SCORE_RING, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [RING + 2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         RING, SCORE_RING, HALVES,
     )  # fmt: skip
+    for i in gl.static_range(2):
+        mbarrier.init(shared.written.index(i), count=1)
+        mbarrier.init(shared.unwritten.index(i), count=1)
     exchange = ()
     if HALVES == 2:
         exchange = allocate_exchange(SLICE, CHUNK)
     for i in gl.static_range(RING):
         mbarrier.init(shared.full.index(i), count=2)  # gates, loads
-        mbarrier.init(shared.empty.index(i), count=4)  # scores, both lanes, and gates or, for them, scores
+        mbarrier.init(shared.empty.index(i), count=3)  # scores, both lanes
     for i in gl.static_range(SCORE_RING):
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2)
-    for i in gl.static_range(RING + 2):
-        mbarrier.init(shared.told.index(i), count=1)
+    for i in gl.static_range(FIRST_RING):
+        mbarrier.init(first_pass.full.index(i), count=2)  # scores, loads
+        mbarrier.init(first_pass.empty.index(i), count=2)  # both lanes
+    for i in gl.static_range(FIRST_RING + 2):
+        mbarrier.init(first_pass.told.index(i), count=1)
 
     # stage ticket: which segment of which units is mine
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
@@ -158,7 +182,7 @@ def _fused_hopper_kernel(
     # stage setup
     if exists:
         tensors = (
-            out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr,
+            out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr,
             sync_ptr + FLAGS, exchange,
         )  # fmt: skip
         rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
@@ -167,11 +191,17 @@ def _fused_hopper_kernel(
                 (first_role, (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED, RAGGED)),
                 (
                     unit_state,
-                    (shared, segment, tensors, 0, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER, RECOMPUTE),
+                    (
+                        shared, segment, tensors, INITIAL_STRIDES, 0, HEADS, HEADDIM, DSTATE, SLICES,
+                        RELAXED, RAGGED, HANDOVER, RECOMPUTE,
+                    ),
                 ),
                 (
                     unit_state,
-                    (shared, segment, tensors, 1, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, RAGGED, HANDOVER, RECOMPUTE),
+                    (
+                        shared, segment, tensors, INITIAL_STRIDES, 1, HEADS, HEADDIM, DSTATE, SLICES,
+                        RELAXED, RAGGED, HANDOVER, RECOMPUTE,
+                    ),
                 ),
                 (
                     gates,
@@ -181,7 +211,8 @@ def _fused_hopper_kernel(
                     loads,
                     (shared, segment, x_desc, B_desc, C_desc, DSTATE, SLICES, HEADS_PER_GROUP),
                 ),
+                (stores, (shared, segment, out_desc, SLICES)),
             ],
-            [4, 4, 2, 1],
-            [UNIT_REGISTERS, UNIT_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [4, 4, 2, 1, 1],
+            [UNIT_REGISTERS, UNIT_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip

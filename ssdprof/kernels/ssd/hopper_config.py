@@ -67,9 +67,16 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     halves = half_count(dstate)
     tiles = 2 // halves * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
     rows = 2 * CHUNK.value * dstate  # bytes of B, or C
-    chunk = 2 * rows + tiles + 4 * 4 * 2 * CHUNK.value + 8  # B and C, x, gates, decays
+    vector = 4 * 2 * CHUNK.value
+    chunk = 2 * rows + 4 * vector + 8  # B and C, gates, decays
+    first_chunk = tiles + vector + 8  # x, for both passes, weights, decays
     exchange = 4 * (4 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
-    return int(ring * chunk + score_ring * tiles + tiles + exchange)
+    return int(ring * chunk + ring * halves * first_chunk + score_ring * tiles + tiles + exchange)
+
+
+def row_stride(tensor: torch.Tensor) -> int:
+    """From one position to the next, of (b, l, ...).  Of sequences of one position PyTorch's own may be anything."""
+    return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 
 def unsupported(inputs: SSDInputs) -> str:
@@ -90,7 +97,7 @@ def unsupported(inputs: SSDInputs) -> str:
     if x.shape[0] * x.shape[1] >= 2**31:
         return "2^31 positions"
     for name, tensor in (("x", x), ("B", B), ("C", C)):
-        row = tensor.stride(1)
+        row = row_stride(tensor)
         if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
             return f"strides or alignment of {name}, which the copy engine cannot read"
         if tensor.shape[0] > 1 and tensor.stride(0) != tensor.shape[1] * row:
@@ -98,8 +105,8 @@ def unsupported(inputs: SSDInputs) -> str:
     for name, tensor in (("B", B), ("C", C)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
             return f"group stride of {name}"
-    if CHUNK.value * inputs.dt.stride(1) >= 2**31:
+    if CHUNK.value * row_stride(inputs.dt) >= 2**31:
         return "2^25 elements from one row of dt to the next"
-    if inputs.dt.shape[0] > 1 and inputs.dt.stride(0) != inputs.dt.shape[1] * inputs.dt.stride(1):
+    if inputs.dt.shape[0] > 1 and inputs.dt.stride(0) != inputs.dt.shape[1] * row_stride(inputs.dt):
         return "batch stride of dt, which is not that of its rows"
     return ""

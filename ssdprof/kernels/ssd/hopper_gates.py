@@ -13,7 +13,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     ROW,
     WEIGHT,
     add,
-    scalar,
+    for_dtype,
 )
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -26,11 +26,11 @@ STAGES = {
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
     "decay_exp2": "chunk_cumsum",
+    "two_parts": "chunk_cumsum",
     "put": "chunk_cumsum",
     "rates_of": "chunk_cumsum",
-    "release": "chunk_cumsum",
+    "tell": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum",
-    "follow_first_pass": "chunk_cumsum",
     "gates": "chunk_cumsum",
 }
 # What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
@@ -77,9 +77,27 @@ def decay_exp2(log2_decay):
 
 
 @gluon.jit
-def put(shared, slot, vector: gl.constexpr, v):
-    """v (q, lane) into a vector of the ring."""
-    shared.gates.index(slot * 4 + vector).store(gl.permute(v, (1, 0)).reshape([2 * CHUNK]))
+def two_parts(v, dtype: gl.constexpr):
+    """v as a sum of two numbers of `dtype`, in the low and the high half of a word: the nearest, and the rest."""
+    code: gl.constexpr = for_dtype(
+        """{
+            .reg .b16 near, rest;
+            .reg .f32 wide;
+            cvt.rn.DTYPE.f32 near, $1;
+            cvt.f32.DTYPE wide, near;
+            sub.rn.f32 wide, $1, wide;
+            cvt.rn.DTYPE.f32 rest, wide;
+            mov.b32 $0, {near, rest};
+        }""",
+        dtype,
+    )
+    return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def put(vector, v):
+    """v (q, lane) into a vector of a ring."""
+    vector.store(gl.permute(v, (1, 0)).reshape([2 * CHUNK]))
 
 
 @gluon.jit
@@ -97,60 +115,57 @@ def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def release(shared, it, pred):
-    """Let go of chunk `it` of the first pass, once it has arrived."""
-    mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=pred)
-    mbarrier.arrive(shared.empty.index(it % shared.RING), count=1, pred=pred)
+def tell(shared, it, go, weight, seen):
+    """Gates of chunk `it` of the first pass, and whether another one follows."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = shared.first
+    slot = it % first.RING
+    first.goes_on.index(it % first.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+    mbarrier.arrive(first.told.index(it % first.TOLD), count=1)
+    mbarrier.wait(first.empty.index(slot), ((it // first.RING) & 1) ^ 1)
+    put(first.weights.index(slot), two_parts(weight, shared.x.dtype))
+    first.decay.index(slot).store(exp2_approx(seen))
+    mbarrier.arrive(first.full.index(slot), count=1)
+    # no further ahead of the copies: with more of them on their way all are slower
+    mbarrier.wait(first.full.index((it - 1) % first.RING), ((it - 1) // first.RING) & 1, pred=it > 0)
 
 
 @gluon.jit
 def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
-    """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many it reads.
+    """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many these are.
 
-    It lets go of chunks like the others, one behind, so that it has seen every turn of the ring (`hopper_shared.py`).
+    Two chunks at once: what takes long is each one's chain of dependent instructions.
     """
     # (q, lane): a warp for each lane, and the other two do the same again
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     seen = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
     c = segment.seen - 1
     p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
-    raw = gl.load(p + tile)
+    raw, raw_2 = gl.load(p + tile), gl.load(p - CHUNK * dt_stride + tile, mask=(c > 0) & (tile >= 0), other=0.0)
     it = 0
     go = True
     while go:
-        slot = it % shared.RING
-        c -= 1
-        p -= CHUNK * dt_stride
-        ahead = gl.load(p + tile, mask=(c >= 0) & (tile >= 0), other=0.0)
+        p -= 2 * CHUNK * dt_stride
+        ahead = gl.load(p + tile, mask=(c > 1) & (tile >= 0), other=0.0)
+        ahead_2 = gl.load(p - CHUNK * dt_stride + tile, mask=(c > 2) & (tile >= 0), other=0.0)
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
-        raw = ahead
+        dt_2, a_2, a_end_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
+        raw, raw_2 = ahead, ahead_2
         weight = decay_exp2(a_end[None, :] - a) * exp2_approx(seen)[None, :] * dt
         seen += a_end
-        go = (c >= 0) & (gl.max(seen, 0) > FORGOTTEN)
-        shared.goes_on.index(it % shared.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
-        mbarrier.arrive(shared.told.index(it % shared.TOLD), count=1)
-        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-        put(shared, slot, WEIGHT, weight)
-        shared.decay.index(slot).store(exp2_approx(seen))
-        mbarrier.arrive(shared.full.index(slot), count=1)
-        release(shared, it - 1, it > 0)
+        weight_2 = decay_exp2(a_end_2[None, :] - a_2) * exp2_approx(seen)[None, :] * dt_2
+        seen_2 = seen + a_end_2
+        least, least_2 = gl.split(gl.max(gl.join(seen, seen_2), 0))
+        go = (c > 0) & (least > FORGOTTEN)
+        tell(shared, it, go, weight, seen)
         it += 1
-    release(shared, it - 1, it > 0)
-    return it
-
-
-@gluon.jit
-def follow_first_pass(shared):
-    """Nothing to do in the first pass but to let go of what was loaded.  Returns how many chunks it read."""
-    it = 0
-    go = True
-    while go:
-        mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1)
-        go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
-        mbarrier.arrive(shared.empty.index(it % shared.RING), count=1)
-        it += 1
+        if go:
+            go = (c > 1) & (least_2 > FORGOTTEN)
+            tell(shared, it, go, weight_2, seen_2)
+            it += 1
+        seen = seen_2
+        c -= 2
     return it
 
 
@@ -160,13 +175,10 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    it = 0
-    if segment.goes_back:
-        it = follow_first_pass(shared)
     t = segment.first * CHUNK
     raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
-    for _ in range(segment.nchunks):
-        slot = it % shared.RING
+    for i in range(segment.nchunks):
+        slot = i % shared.RING
         valid = (t + o_q < segment.length)[:, None]
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
         t += CHUNK
@@ -175,11 +187,10 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
         key = a - log2_approx(dt)
         entering = exp2_approx(a)
         decay = exp2_approx(a_end)
-        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-        put(shared, slot, ROW, a)
-        put(shared, slot, KEY, key)
-        put(shared, slot, WEIGHT, weight)
-        put(shared, slot, ENTERING, entering)
+        mbarrier.wait(shared.empty.index(slot), ((i // shared.RING) & 1) ^ 1)
+        put(shared.gates.index(slot * 4 + ROW), a)
+        put(shared.gates.index(slot * 4 + KEY), key)
+        put(shared.gates.index(slot * 4 + WEIGHT), two_parts(weight, shared.x.dtype))
+        put(shared.gates.index(slot * 4 + ENTERING), entering)
         shared.decay.index(slot).store(decay)
         mbarrier.arrive(shared.full.index(slot), count=1)
-        it += 1

@@ -13,7 +13,7 @@ from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, unit_count
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, row_stride, unit_count
 from ssdprof.kernels.ssd.hopper_segments import ceil_div
 from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -47,8 +47,8 @@ class HopperLaunch:
         self._sizes = buffer_sizes(inputs, precision, config)
         self._index = inputs.x.get_device()
         halves = half_count(inputs.B.shape[3])
-        self._x = _units(inputs.x.stride(), inputs.x, CHUNK.value)
-        self._out = _units(_contiguous(inputs.x.shape), inputs.x, CHUNK.value // halves)
+        self._x = _units(_strides(inputs.x), inputs.x, CHUNK.value)
+        self._out = _units(_contiguous(inputs.x.shape)[1:], inputs.x, CHUNK.value // halves)
         self._B, self._C = _rows(inputs.B, halves), _rows(inputs.C, halves)
         self._programs = segment_count(inputs, config) * program_count(inputs)
         self._launcher = Launcher(
@@ -76,7 +76,7 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
     """Strides (out, dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
     D = inputs.D
     return (
-        _contiguous(inputs.x.shape)[1:3], inputs.dt.stride()[1:], inputs.A.stride(),
+        _contiguous(inputs.x.shape)[1:3], _strides(inputs.dt), inputs.A.stride(),
         (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
         (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
         (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
@@ -107,17 +107,22 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, hand
     }
 
 
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of positions, then of what each has."""
+    return (row_stride(tensor), *tensor.stride()[2:])
+
+
 def _units(stride: tuple[int, ...], x: torch.Tensor, positions: int) -> TensorDescriptor:
     """Tiles of (positions, one head, slice); past a head's P the copy engine reads zeros and writes nothing."""
     batch, seqlen, nheads, headdim = x.shape
-    return _descriptor((batch * seqlen, nheads, headdim), stride[1:], (positions, 1, SLICE.value), x.dtype)
+    return _descriptor((batch * seqlen, nheads, headdim), stride, (positions, 1, SLICE.value), x.dtype)
 
 
 def _rows(tensor: torch.Tensor, halves: int) -> TensorDescriptor:
     """Tiles of (chunk, one group's N, or half of it)."""
     batch, seqlen, ngroups, dstate = tensor.shape
     shape = (batch * seqlen, ngroups * dstate)
-    return _descriptor(shape, (tensor.stride(1), 1), (CHUNK.value, dstate // halves), tensor.dtype)
+    return _descriptor(shape, (row_stride(tensor), 1), (CHUNK.value, dstate // halves), tensor.dtype)
 
 
 def _descriptor(

@@ -1,11 +1,13 @@
 # mypy: ignore-errors
-"""The roles that load a chunk's B, C and x and make its scores.  What roles share: `hopper_shared.py`."""
+"""The roles that load a chunk's B, C and x, make its scores, and store its output.  What roles share:
+`hopper_shared.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -16,7 +18,10 @@ from ssdprof.kernels.ssd.hopper_shared import (
     KEY,
     ROW,
     SLICE,
+    B_of,
+    C_of,
     async_load,
+    async_store,
     load_gate,
     role_barrier,
     scalar,
@@ -26,6 +31,8 @@ STAGES = {
     "load_x": "loads",
     "load_rows": "loads",
     "loads": "loads",
+    "stores": "chunk_scan.residual",
+    "masked": "caller",
     "decayed": "chunk_scan.current",
     "clear_rows": "bmm_chunk",
     "bmm_chunk": "bmm_chunk",
@@ -36,8 +43,10 @@ WAITS = {
     "full": "waiting.chunk",
     "scored": "waiting.scores",
     "told": "waiting.gates",
+    "unwritten": "chunk_scan.residual",
     "empty": "ahead",
     "unscored": "ahead",
+    "written": "ahead",
 }
 
 
@@ -45,20 +54,19 @@ WAITS = {
 
 
 @gluon.jit
-def load_x(shared, segment, slot, t, x_desc, SLICES: gl.constexpr):
+def load_x(shared, segment, place, t, x_desc, full, SLICES: gl.constexpr):
     for k in gl.static_range(shared.UNITS):
         unit = segment.unit + k
-        x = shared.x.index(slot * shared.UNITS + k)
-        async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], shared.full.index(slot), x)
+        x = shared.x.index(place * shared.UNITS + k)
+        async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, x)
 
 
 @gluon.jit
-def load_rows(shared, slot, t, desc, first_column, ring):
+def load_rows(shared, place, t, desc, first_column, full):
     """B or C, in tiles of (q, half of N)."""
-    WIDTH: gl.constexpr = ring.shape[2]
+    WIDTH: gl.constexpr = shared.rows.shape[2]
     for k in gl.static_range(shared.HALVES):
-        tile = ring.index(slot * shared.HALVES + k)
-        async_load(desc, [t, first_column + k * WIDTH], shared.full.index(slot), tile)
+        async_load(desc, [t, first_column + k * WIDTH], full, shared.rows.index(place * shared.HALVES + k))
 
 
 @gluon.jit
@@ -69,32 +77,65 @@ def loads(
     B_BYTES: gl.constexpr = CHUNK * DSTATE * 2
     X_BYTES: gl.constexpr = shared.UNITS * CHUNK * SLICE * 2
     first_column = segment.unit // SLICES // HEADS_PER_GROUP * DSTATE
+    first = shared.first
     it = 0
     if segment.goes_back:
         t = segment.begin + (segment.seen_first + segment.seen - 1) * CHUNK
         go = segment.seen > 0
         while go:
-            slot = it % shared.RING
-            mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-            mbarrier.expect(shared.full.index(slot), B_BYTES + X_BYTES)
-            load_rows(shared, slot, t, B_desc, first_column, shared.B)
-            load_x(shared, segment, slot, t, x_desc, SLICES)
-            mbarrier.wait(shared.told.index(it % shared.TOLD), (it // shared.TOLD) & 1)
-            go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
+            slot = it % first.RING
+            full = first.full.index(slot)
+            mbarrier.wait(first.empty.index(slot), ((it // first.RING) & 1) ^ 1)
+            mbarrier.expect(full, B_BYTES + X_BYTES)
+            load_rows(shared, slot, t, B_desc, first_column, full)
+            load_x(shared, segment, slot, t, x_desc, full, SLICES)
+            mbarrier.wait(first.told.index(it % first.TOLD), (it // first.TOLD) & 1)
+            go = scalar(first.goes_on.index(it % first.TOLD)) != 0
             t -= CHUNK
             it += 1
-    for c in range(segment.nchunks):
-        slot = it % shared.RING
-        t = segment.begin + (segment.first + c) * CHUNK
-        mbarrier.wait(shared.empty.index(slot), ((it // shared.RING) & 1) ^ 1)
-        mbarrier.expect(shared.full.index(slot), 2 * B_BYTES + X_BYTES)
-        load_rows(shared, slot, t, B_desc, first_column, shared.B)
-        load_x(shared, segment, slot, t, x_desc, SLICES)
-        load_rows(shared, slot, t, C_desc, first_column, shared.C)
-        it += 1
+    for i in range(segment.nchunks):
+        slot, place = i % shared.RING, (it + i) % shared.RING
+        full = shared.full.index(slot)
+        t = segment.begin + (segment.first + i) * CHUNK
+        # the last chunk of the first pass that was in this place, or in that of C
+        before = gl.maximum(it + i - shared.RING, 0)
+        here = (i < shared.RING) & (it + i >= shared.RING)
+        mbarrier.wait(first.empty.index(before % first.RING), (before // first.RING) & 1, pred=here)
+        mbarrier.wait(shared.empty.index(slot), ((i // shared.RING) & 1) ^ 1)
+        mbarrier.expect(full, 2 * B_BYTES + X_BYTES)
+        load_rows(shared, place, t, B_desc, first_column, full)
+        load_x(shared, segment, place, t, x_desc, full, SLICES)
+        load_rows(shared, shared.RING + place, t, C_desc, first_column, full)
+
+
+# --- stores
+
+
+@gluon.jit
+def stores(shared, segment, out_desc, SLICES: gl.constexpr):
+    """Outputs of whole chunks.  What ends within one is stored by who made it."""
+    OWN: gl.constexpr = shared.out.shape[1]
+    end = segment.begin + segment.length
+    for i in range(segment.nchunks):
+        t = segment.begin + (segment.first + i) * CHUNK
+        for k in gl.static_range(2):
+            unit, row = segment.unit + k // shared.HALVES, t + k % shared.HALVES * OWN
+            if row + OWN <= end:
+                mbarrier.wait(shared.written.index(k), i & 1)
+                async_store(out_desc, [row, unit // SLICES, unit % SLICES * SLICE], shared.out.index(k))
+        tma.store_wait(0)
+        if t + CHUNK <= end:  # or it is the last one
+            for k in gl.static_range(2):
+                mbarrier.arrive(shared.unwritten.index(k), count=1)
 
 
 # --- scores
+
+
+@gluon.jit
+def masked(v, bits):
+    """v where all of `bits` are set, 0 where none is; two at a time."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -102,31 +143,26 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
     """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0; `causal` has all bits set there, and none elsewhere."""
     decay = exp2_approx(row[:, None] - key[None, :])
     scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
-    # two at a time, and after all that may overflow above the diagonal
-    return gl.inline_asm_elementwise(
-        "and.b32 $0, $1, $2;", "=r,r,r", [scores, causal], dtype=scores.dtype, is_pure=True, pack=2
-    )
+    return masked(scores, causal)  # after all that may overflow above the diagonal
 
 
 @gluon.jit
 def clear_rows(buffer, valid, WIDTH: gl.constexpr):
     """Zero the rows from `valid` on: they are another sequence's, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    tile = buffer.load(layout)
-    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None]
-    buffer.store(gl.where(o_q < valid, tile, gl.zeros_like(tile)))
+    inside = gl.where(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)) < valid, -1, 0).to(gl.int16)
+    buffer.store(masked(buffer.load(layout), inside[:, None]))
     fence_async_shared()
     role_barrier()
 
 
 @gluon.jit
-def bmm_chunk(shared, slot, zero):
-    """C B^T of the chunk in `slot`, begun."""
-    HALVES: gl.constexpr = shared.HALVES
+def bmm_chunk(shared, place, zero):
+    """C B^T of the chunk in `place`, begun."""
     CB = zero
-    for k in gl.static_range(HALVES):
-        C, B = shared.C.index(slot * HALVES + k), shared.B.index(slot * HALVES + k)
-        CB = warpgroup_mma(C, B.permute((1, 0)), CB, use_acc=k > 0, is_async=True)
+    for k in gl.static_range(shared.HALVES):
+        B = B_of(shared, place, k).permute((1, 0))
+        CB = warpgroup_mma(C_of(shared, place, k), B, CB, use_acc=k > 0, is_async=True)
     return CB
 
 
@@ -145,19 +181,21 @@ def scores(
     causal = gl.arange(0, CHUNK, row)[:, None] >= gl.arange(0, CHUNK, col)[None, :]
     causal = gl.where(causal, -1, 0).to(gl.int16)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
-    mbarrier.wait(shared.full.index(it % shared.RING), (it // shared.RING) & 1, pred=segment.nchunks > 0)
+    mbarrier.wait(shared.full.index(0), 0, pred=segment.nchunks > 0)
     CB_begun = bmm_chunk(shared, it % shared.RING, zero)
     for i in range(segment.nchunks):
-        slot, stage = it % shared.RING, i % shared.SCORE_RING
+        slot, place, stage = i % shared.RING, (it + i) % shared.RING, i % shared.SCORE_RING
         row_0, key_0 = load_gate(shared, slot, ROW, 0, row), load_gate(shared, slot, KEY, 0, col)
         if shared.UNITS == 2:
             row_1 = load_gate(shared, slot, ROW, 1, row)
         CB = warpgroup_mma_wait(0, deps=[CB_begun])
-        if RAGGED:  # scores with what follows the sequence are above the diagonal; its B would reach the state
+        if RAGGED:  # scores with what follows the sequence are above the diagonal; its B and x would not be
             valid = segment.length - (segment.first + i) * CHUNK
             if valid < CHUNK:
                 for k in gl.static_range(shared.HALVES):
-                    clear_rows(shared.B.index(slot * shared.HALVES + k), valid, shared.B.shape[2])
+                    clear_rows(B_of(shared, place, k), valid, shared.rows.shape[2])
+                for k in gl.static_range(shared.UNITS):
+                    clear_rows(shared.x.index(place * shared.UNITS + k).reshape([CHUNK, SLICE]), valid, SLICE)
         # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
         if shared.UNITS == 2:
@@ -166,15 +204,14 @@ def scores(
         if shared.UNITS == 2:
             shared.scores.index(stage * 2).store(m)
             m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
-        mbarrier.arrive(shared.empty.index(slot), count=2)
-        it += 1
-        slot = it % shared.RING
-        # stage bmm_chunk: the next product, while this one's scores are stored; after the last chunk it is not used
-        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1, pred=i + 1 < segment.nchunks)
-        CB_begun = bmm_chunk(shared, slot, zero)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
         # stage chunk_scan.current
         shared.scores.index(stage * shared.UNITS + shared.UNITS - 1).store(m)
         fence_async_shared()
         mbarrier.arrive(shared.scored.index(stage), count=1)
+        # stage bmm_chunk: the next product; after the last chunk it is not used
+        n = i + 1
+        mbarrier.wait(shared.full.index(n % shared.RING), (n // shared.RING) & 1, pred=n < segment.nchunks)
+        CB_begun = bmm_chunk(shared, (it + n) % shared.RING, zero)
     # stage bmm_chunk
     warpgroup_mma_wait(0, deps=[CB_begun])

@@ -3,16 +3,20 @@
 
     gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both lanes
     loads       1 warp    B, C and x of a chunk, by the copy engine
+    stores      1 warp    the outputs of a chunk, likewise
     scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
     unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
 
-They are in `hopper_gates.py`, `hopper_roles.py` (loads, scores) and `hopper_unit.py`.  A unit is a head, or a slice of
-64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one unit,
-which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of
-chunks, `scored`/`unscored` a ring of decayed scores, `told` the gates' word on whether the first pass goes on.
+They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`.  A unit is a head, or a
+slice of 64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of
+one unit, which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring
+of chunks, `scored`/`unscored` a ring of decayed scores, `written`/`unwritten` each lane's output, `told` the word on
+whether the first pass goes on.
 
-Who fills a ring, and who reads it, may change between the first pass and the second only among roles that have seen
-every turn of it: waits are for one of two phases, so that who missed one could take the turn before for this one.
+The first pass has a ring and barriers of its own, for other roles take part in it.  Waits are for one of two phases:
+who missed a turn of a ring would take the one before for it.  The second pass begins in the place of the oldest chunk
+of the first.  So chunk i of the second has the barriers of i % RING, but its rows and x in place (n + i) % RING, where
+n is the number of chunks of the first.
 
 Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
 """
@@ -26,40 +30,68 @@ CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
-STAGES = {"add": "caller", "scalar": "caller", "load_gate": "caller"}
+STAGES = {
+    "B_of": "caller",
+    "C_of": "caller",
+    "add": "caller",
+    "scalar": "caller",
+    "load_gate": "caller",
+    "load_lane": "caller",
+}
+
+
+@aggregate
+class FirstPass:
+    """Its ring, of RING chunks: B and x of chunk i are where the second pass has some.  Vectors as in `Shared`."""
+
+    weights: gl.shared_memory_descriptor  # (ring, 2 q)
+    decay: gl.shared_memory_descriptor  # (ring, 2): of all that was seen of the segment
+    goes_on: gl.shared_memory_descriptor  # (told ring, 1): whether there is another chunk after this one
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    told: gl.shared_memory_descriptor
+    RING: gl.constexpr
+    TOLD: gl.constexpr  # two more, so that all have read a word before it is overwritten
+
+    @gluon.constexpr_function
+    def __init__(self, weights, decay, goes_on, full, empty, told, RING):
+        self.weights, self.decay, self.goes_on = weights, decay, goes_on
+        self.full, self.empty, self.told = full, empty, told
+        self.RING, self.TOLD = gl.constexpr(RING), gl.constexpr(RING + 2)
 
 
 @aggregate
 class Shared:
     """Rings in shared memory.  Vectors hold the 64 numbers of lane 0, then those of lane 1."""
 
-    B: gl.shared_memory_descriptor  # (ring * halves, q, n)
-    C: gl.shared_memory_descriptor  # (ring * halves, q, n)
-    x: gl.shared_memory_descriptor  # (ring * units, q, 1, p)
+    first: FirstPass
+    rows: gl.shared_memory_descriptor  # (2 * ring * halves, q, n): B of each chunk, then C; all for B in the first pass
+    x: gl.shared_memory_descriptor  # (first ring * units, q, 1, p)
     scores: gl.shared_memory_descriptor  # (score ring * units, q, s)
     out: gl.shared_memory_descriptor  # (2, q / halves, 1, p)
-    gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT, ENTERING 2^a
-    decay: gl.shared_memory_descriptor  # (ring, 2): 2^a_end; in the first pass, of all that was seen of the segment
-    goes_on: gl.shared_memory_descriptor  # (told ring, 1): whether the first pass goes on after a chunk
+    gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
+    decay: gl.shared_memory_descriptor  # (ring, 2): 2^a_end
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     scored: gl.shared_memory_descriptor
     unscored: gl.shared_memory_descriptor
-    told: gl.shared_memory_descriptor
+    written: gl.shared_memory_descriptor
+    unwritten: gl.shared_memory_descriptor
     RING: gl.constexpr
     SCORE_RING: gl.constexpr
-    TOLD: gl.constexpr  # told ring: ring + 2, so that all have read a word before it is overwritten
     HALVES: gl.constexpr  # of N
     UNITS: gl.constexpr  # of this program
 
     @gluon.constexpr_function
     def __init__(
-        self, B, C, x, scores, out, gates, decay, goes_on, full, empty, scored, unscored, told, RING, SCORE_RING, HALVES
-    ):
-        self.B, self.C, self.x, self.scores, self.out = B, C, x, scores, out
-        self.gates, self.decay, self.goes_on = gates, decay, goes_on
-        self.full, self.empty, self.scored, self.unscored, self.told = full, empty, scored, unscored, told
-        self.RING, self.SCORE_RING, self.TOLD = gl.constexpr(RING), gl.constexpr(SCORE_RING), gl.constexpr(RING + 2)
+        self, first, rows, x, scores, out, gates, decay, full, empty, scored, unscored, written, unwritten,
+        RING, SCORE_RING, HALVES,
+    ):  # fmt: skip
+        self.first, self.rows, self.x, self.scores, self.out = first, rows, x, scores, out
+        self.gates, self.decay = gates, decay
+        self.full, self.empty, self.scored, self.unscored = full, empty, scored, unscored
+        self.written, self.unwritten = written, unwritten
+        self.RING, self.SCORE_RING = gl.constexpr(RING), gl.constexpr(SCORE_RING)
         self.HALVES, self.UNITS = gl.constexpr(HALVES), gl.constexpr(2 // HALVES)
 
 
@@ -92,9 +124,26 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
+@gluon.constexpr_function
+def for_dtype(code, dtype):
+    """Assembly with DTYPE as PTX calls it."""
+    return code.replace("DTYPE", "bf16" if dtype == gl.bfloat16 else "f16")
+
+
 @gluon.jit
 def add(a, b):
     return a + b
+
+
+@gluon.jit
+def B_of(shared, place, half):
+    """B (q, n) of a chunk, or a half of its n."""
+    return shared.rows.index(place * shared.HALVES + half)
+
+
+@gluon.jit
+def C_of(shared, place, half):
+    return shared.rows.index((shared.RING + place) * shared.HALVES + half)
 
 
 @gluon.jit
@@ -105,4 +154,10 @@ def scalar(buffer):
 
 @gluon.jit
 def load_gate(shared, slot, vector: gl.constexpr, IDX: gl.constexpr, layout: gl.constexpr):
-    return shared.gates.index(slot * 4 + vector).slice(IDX * CHUNK, CHUNK).load(layout)
+    return load_lane(shared.gates.index(slot * 4 + vector), IDX, layout)
+
+
+@gluon.jit
+def load_lane(vector, IDX: gl.constexpr, layout: gl.constexpr):
+    """A lane's 64 numbers of a vector."""
+    return vector.slice(IDX * CHUNK, CHUNK).load(layout)

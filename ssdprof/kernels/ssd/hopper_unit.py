@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -21,8 +20,11 @@ from ssdprof.kernels.ssd.hopper_shared import (
     ENTERING,
     SLICE,
     WEIGHT,
-    async_store,
+    B_of,
+    C_of,
+    for_dtype,
     load_gate,
+    load_lane,
     role_barrier,
     scalar,
 )
@@ -33,59 +35,66 @@ STAGES = {
     "add_residual": "chunk_scan.residual",
     "load_transposed": "caller",
     "segment_state": "chunk_state.first_pass",
-    "store_tile": "chunk_scan.residual",
+    "hand_out": "chunk_scan.residual",
     "wait_for_state": "state_passing.wait",
     "hand_over_state": "state_passing.store",
     "unit_state": "setup",
 }
-WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead", "unscored": "ahead"}
+WAITS = {
+    "full": "waiting.chunk",
+    "scored": "waiting.scores",
+    "unwritten": "chunk_scan.residual",
+    "empty": "ahead",
+    "unscored": "ahead",
+    "written": "ahead",
+}
 
 
 @gluon.jit
-def weighted(x, weight, RELAXED: gl.constexpr):
-    """x^T (p, q) times a weight per position, as a matrix operand."""
-    if RELAXED:
-        return x * weight.to(x.dtype)[None, :]
+def weighted(x, weight, WHOLE: gl.constexpr):
+    """x^T (p, q) times a weight per position, as a matrix operand: times the first part of the weight, or the WHOLE."""
+    if WHOLE:
+        code: gl.constexpr = for_dtype(
+            """{
+                .reg .b32 near, rest;
+                prmt.b32 near, $2, $3, 0x5410;
+                prmt.b32 rest, $2, $3, 0x7632;
+                mul.rn.DTYPEx2 rest, $1, rest;
+                fma.rn.DTYPEx2 $0, $1, near, rest;
+            }""",
+            x.dtype,
+        )
     else:
-        return (x.to(gl.float32) * weight[None, :]).to(x.dtype)
+        code: gl.constexpr = for_dtype(
+            """{
+                .reg .b32 near;
+                prmt.b32 near, $2, $3, 0x5410;
+                mul.rn.DTYPEx2 $0, $1, near;
+            }""",
+            x.dtype,
+        )
+    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight[None, :]], dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
 def rounded_off(x, weight, product):
-    """x * weight - product: what `weighted` lost by rounding.  In assembly, or x would be kept as fp32, and spill."""
-    if x.dtype == gl.bfloat16:
-        code: gl.constexpr = """{
-            .reg .b32 lo, hi, near_lo, near_hi;
-            shl.b32 lo, $1, 16;
-            and.b32 hi, $1, 0xffff0000;
-            shl.b32 near_lo, $4, 16;
-            and.b32 near_hi, $4, 0xffff0000;
-            neg.f32 near_lo, near_lo;
-            neg.f32 near_hi, near_hi;
-            fma.rn.f32 lo, lo, $2, near_lo;
-            fma.rn.f32 hi, hi, $3, near_hi;
-            cvt.rn.bf16x2.f32 $0, hi, lo;
-        }"""
-    else:  # from -x, and the product made again: ptxas keeps as fp32 what it has converted before, and spills
-        code: gl.constexpr = """{
-            .reg .b16 a, b;
-            .reg .b32 minus, near;
-            .reg .f32 lo, hi, near_lo, near_hi;
-            neg.f16x2 minus, $1;
-            mov.b32 {a, b}, minus;
-            cvt.f32.f16 lo, a;
-            cvt.f32.f16 hi, b;
-            mul.rn.f32 lo, lo, $2;
-            mul.rn.f32 hi, hi, $3;
-            cvt.rn.f16x2.f32 near, hi, lo;
-            mov.b32 {a, b}, near;
-            cvt.f32.f16 near_lo, a;
-            cvt.f32.f16 near_hi, b;
-            sub.rn.f32 lo, near_lo, lo;
-            sub.rn.f32 hi, near_hi, hi;
-            cvt.rn.f16x2.f32 $0, hi, lo;
-        }"""
-    return gl.inline_asm_elementwise(code, "=r,r,f,f,r", [x, weight, product], dtype=x.dtype, is_pure=True, pack=2)
+    """x * weight - product, where the product is of x and the first part: what that lost.
+
+    x * near - product has no more digits than x, so that only the sum with x * rest is rounded.
+    """
+    code: gl.constexpr = for_dtype(
+        """{
+            .reg .b32 near, rest, lost;
+            prmt.b32 near, $2, $3, 0x5410;
+            prmt.b32 rest, $2, $3, 0x7632;
+            neg.DTYPEx2 lost, $4;
+            fma.rn.DTYPEx2 lost, $1, near, lost;
+            fma.rn.DTYPEx2 $0, $1, rest, lost;
+        }""",
+        x.dtype,
+    )
+    args = [x, weight[None, :], product]
+    return gl.inline_asm_elementwise(code, "=r,r,f,f,r", args, dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -117,38 +126,45 @@ def add_residual(out, x, D):
 
 
 @gluon.jit
-def load_transposed(shared, slot, IDX: gl.constexpr, layout: gl.constexpr):
+def load_transposed(shared, place, IDX: gl.constexpr, layout: gl.constexpr):
     """x^T (p, q) of a lane's unit."""
-    x = shared.x.index(slot * shared.UNITS + IDX // shared.HALVES)
+    x = shared.x.index(place * shared.UNITS + IDX // shared.HALVES)
     return x.reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
 
 
 @gluon.jit
 def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, operand: gl.constexpr):
-    """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards."""
+    """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
+    chunks it read."""
+    weights: gl.constexpr = gl.SliceLayout(0, operand)
+    first = shared.first
+    mbarrier.wait(first.full.index(0), 0)
+    x, weight = load_transposed(shared, 0, IDX, operand), load_lane(first.weights.index(0), IDX, weights)
     decay = 1.0
     it = 0
     go = True
     while go:
-        slot = it % shared.RING
-        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
-        go = scalar(shared.goes_on.index(it % shared.TOLD)) != 0
-        decay = scalar(shared.decay.index(slot).slice(IDX, 1))
-        x = load_transposed(shared, slot, IDX, operand)
-        xw = weighted(x, load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, operand)), RELAXED)
-        B = shared.B.index(slot * shared.HALVES + IDX % shared.HALVES)
-        begun = warpgroup_mma(xw, B, state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=[begun])
-        mbarrier.arrive(shared.empty.index(slot), count=1)
+        slot = it % first.RING
+        xw = weighted(x, weight, not RELAXED)
+        begun = warpgroup_mma(xw, B_of(shared, slot, IDX % shared.HALVES), state, is_async=True)
+        go = scalar(first.goes_on.index(it % first.TOLD)) != 0
+        decay = scalar(first.decay.index(slot).slice(IDX, 1))
+        # the next chunk's operands, under this one's product; after the last chunk they are not used
         it += 1
+        following = it % first.RING
+        mbarrier.wait(first.full.index(following), (it // first.RING) & 1, pred=go)
+        x = load_transposed(shared, following, IDX, operand)
+        weight = load_lane(first.weights.index(following), IDX, weights)
+        state = warpgroup_mma_wait(0, deps=[begun])
+        mbarrier.arrive(first.empty.index(slot), count=1)
     return state, decay, it
 
 
 @gluon.jit
-def store_tile(desc, start, tile):
+def hand_out(shared, IDX: gl.constexpr):
+    """The output of a chunk to `stores`."""
     fence_async_shared()
-    role_barrier()  # all threads' parts can be seen by the copy engine before one thread starts it
-    async_store(desc, start, tile)
+    mbarrier.arrive(shared.written.index(IDX), count=1)
 
 
 @gluon.jit
@@ -166,12 +182,12 @@ def hand_over_state(states_ptr, tile, mask, flag_ptr, state):
 
 @gluon.jit
 def unit_state(
-    shared, segment, tensors,
+    shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
     IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
     RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     (
-        out_desc, out_ptr, out_strides, D_ptr, D_strides, initial_ptr, initial_strides, states_ptr, final_ptr, sync_ptr,
+        out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr,
         exchange,
     ) = tensors  # fmt: skip
     dtype: gl.constexpr = shared.x.dtype
@@ -207,8 +223,8 @@ def unit_state(
             state = gl.load(states_ptr + lane + tile, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
     if initial_ptr is not None:
         if (segment.index == 0) | RECOMPUTE:
-            p = initial_ptr + segment.sequence.to(gl.int64) * initial_strides[0] + i_h * initial_strides[1]
-            initial_tile = o_p[:, None] * initial_strides[2] + o_n[None, :] * initial_strides[3]
+            p = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
+            initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
             state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
     if RECOMPUTE:
         state = decay * state + added
@@ -225,39 +241,38 @@ def unit_state(
     out_tile = shared.out.index(IDX).reshape([OWN, SLICE])
     out_row = segment.begin + segment.length  # the first row of what is in out_tile: nothing yet
     for i in range(segment.nchunks):
-        slot, stage = it % shared.RING, i % shared.SCORE_RING
-        mbarrier.wait(shared.full.index(slot), (it // shared.RING) & 1)
+        slot, place, stage = i % shared.RING, (it + i) % shared.RING, i % shared.SCORE_RING
+        mbarrier.wait(shared.full.index(slot), (i // shared.RING) & 1)
         # stage chunk_state: its operands
-        x = load_transposed(shared, slot, IDX, q_operand)
         t = (segment.first + i) * CHUNK
         if RAGGED:
-            if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B
-                o_q = gl.arange(0, CHUNK, gl.SliceLayout(0, q_operand))
-                x = gl.where((t + o_q < segment.length)[None, :], x, gl.zeros_like(x))
+            if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
                 mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+        x = load_transposed(shared, place, IDX, q_operand)
         weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
         decay = scalar(shared.decay.index(slot).slice(IDX, 1))
         # stage chunk_scan.previous: what entered the chunk
-        C = shared.C.index(slot * HALVES + HALF).permute((1, 0))
+        C = C_of(shared, place, HALF).permute((1, 0))
         entered = gl.convert_layout(state.to(dtype), q_operand)
         out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
         # stage chunk_state
-        B = shared.B.index(slot * HALVES + HALF)
-        xw = weighted(x, weight, RELAXED)
+        B = B_of(shared, place, HALF)
+        xw = weighted(x, weight, False)
         state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
         # stage chunk_scan.residual: the chunk before's output, under these products
         if i > 0:
-            store_tile(out_desc, [out_row, i_h, p_0], shared.out.index(IDX))
+            hand_out(shared, IDX)
         # stage chunk_scan.previous
-        entering = load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))
-        out = warpgroup_mma_wait(1, deps=[out_begun]) * entering[None, :]
-        if HALVES == 2:
-            out = give_part(exchange, out, i, HALF, by_own)
+        out = warpgroup_mma_wait(1, deps=[out_begun])
         # stage chunk_state: here, where registers are free again
         if not RELAXED:
             again = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
-            lost = gl.convert_layout(rounded_off(x, again[None, :], xw), n_operand)
+            lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
             state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
+        # stage chunk_scan.previous
+        out = out * load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))[None, :]
+        if HALVES == 2:
+            out = give_part(exchange, out, i, HALF, by_own)
         # stage chunk_scan.current: what the chunk adds
         mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
         m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
@@ -275,10 +290,9 @@ def unit_state(
             # stage chunk_scan.previous
             out += take_part(exchange, i, HALF, by_own)
             # stage chunk_scan.residual
-        tma.store_wait(0)
+        mbarrier.wait(shared.unwritten.index(IDX), (i & 1) ^ 1)
         out_tile.permute((1, 0)).store(out.to(dtype))
         out_row = segment.begin + t + OWN_FIRST
-        it += 1
     whole = True
     if RAGGED:
         end = segment.begin + segment.length
@@ -289,9 +303,8 @@ def unit_state(
             o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
             p = out_ptr + o_q.to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
             gl.store(p, out_tile.load(rows), mask=(o_q < end) & (o_w < HEADDIM))
-    if whole:
-        store_tile(out_desc, [out_row, i_h, p_0], shared.out.index(IDX))
-    tma.store_wait(0)
+    if whole & (segment.nchunks > 0):
+        hand_out(shared, IDX)
     # stage state_passing.store
     if segment.last:
         gl.store(final_ptr + lane + tile, state, mask=inside)
