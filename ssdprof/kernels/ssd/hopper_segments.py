@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-# In units of a chunk of the second pass (1.9 us on an H200), fitted to the times in
+# In units of a chunk of the second pass (1.8 us on an H200), fitted to the times in
 # benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
-FIRST_PASS = {1: 0.48, 2: 0.4}  # a chunk of the first pass, by halves of N
-START = 3.6  # a program's start and end
-HAND_OVER = 2.1  # taking a state over and handing it on
-CALL = 0.5  # launching, and zeroing the flags
+FIRST_PASS = {1: 0.44, 2: 0.42}  # a chunk of the first pass, by halves of N
+START = 3.5  # a program's start and end
+HAND_OVER = 1.5  # taking a state over and handing it on
+CALL = 0.7  # launching, and zeroing the flags
 # Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
 REACH = (61, 23, 89, 51, 167, 14, 4, 42, 116, 10, 1 << 31, 28, 73, 7, 18, 34)
 LONGEST_RECOMPUTED = 128  # chunks of a sequence whose first passes may go over all that is before
