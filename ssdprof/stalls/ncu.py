@@ -98,7 +98,9 @@ def find() -> Program:
     try:
         answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise MissingCapabilityError(f"ncu does not run: {error}.", "Reinstall Nsight Compute.") from error
+        raise MissingCapabilityError(
+            f"ncu does not run: {str(error).rstrip('.')}.", "Reinstall Nsight Compute."
+        ) from error
     return Program(Path(found), check_version(answer))
 
 

@@ -5,6 +5,7 @@ demo/                     what `ssdprof run demo --seq 4k --stalls` kept: two re
 fused_portable            a layer of the same sizes with a gate, 16,384 tokens: see benchmarks/record_stalls.py
 fused_portable_before     the kernel as it was before two hints were followed that this report gives
 no_source                 fused_portable without what the section SourceCounters adds: cut out of the file
+no_counters               the Hopper kernel on those sizes, recorded with three sections that have no counters of warps
 small/                    4,096 tokens and 8 heads, without the sections about bytes, and before callers' lines were
                           named; and ncu's raw page of it
 """
@@ -149,6 +150,18 @@ def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: P
     titles = {section.title for section in compose(analyse([raw(unpacked / "no_source.ncu-rep")])).sections}
     assert {"Kernels", "Stall reasons"} <= titles
     assert "Stages and stall reasons" not in titles
+
+
+def test_a_report_recorded_without_source_counters_shows_what_it_has(unpacked: Path) -> None:
+    (kernel,) = kernels(unpacked, "no_counters")
+    assert {"source lines", "stall reasons", "issue_pct", "l2_hit_pct", "dram_read_bytes"} <= set(kernel.not_collected)
+    assert (kernel.sample_count, kernel.samples, kernel.average, kernel.stages, kernel.lines) == (None, {}, {}, (), ())
+    assert (kernel.resources.registers, kernel.resources.limited_by) == (128, ("registers", "shared memory"))
+    assert kernel.throughput.duration_us == pytest.approx(162, abs=1)
+    assert {check.status for check in kernel.checks} == {"not checked"}
+    titles = {section.title for section in compose(analyse([raw(unpacked / "no_counters.ncu-rep")])).sections}
+    assert "Kernels" in titles
+    assert not titles & {"Stages and stall reasons", "Stall reasons"}
 
 
 def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
