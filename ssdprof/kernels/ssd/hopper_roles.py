@@ -205,13 +205,13 @@ def scores(
             shared.scores.index(stage * 2).store(m)
             m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
         mbarrier.arrive(shared.empty.index(slot), count=1)
-        # stage chunk_scan.current
         shared.scores.index(stage * shared.UNITS + shared.UNITS - 1).store(m)
         fence_async_shared()
         mbarrier.arrive(shared.scored.index(stage), count=1)
         # stage bmm_chunk: the next product; after the last chunk it is not used
-        n = i + 1
-        mbarrier.wait(shared.full.index(n % shared.RING), (n // shared.RING) & 1, pred=n < segment.nchunks)
-        CB_begun = bmm_chunk(shared, (it + n) % shared.RING, zero)
+        following = i + 1
+        more = following < segment.nchunks
+        mbarrier.wait(shared.full.index(following % shared.RING), (following // shared.RING) & 1, pred=more)
+        CB_begun = bmm_chunk(shared, (it + following) % shared.RING, zero)
     # stage bmm_chunk
     warpgroup_mma_wait(0, deps=[CB_begun])

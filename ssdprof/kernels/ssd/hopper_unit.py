@@ -186,10 +186,7 @@ def unit_state(
     IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
     RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
-    (
-        out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr,
-        exchange,
-    ) = tensors  # fmt: skip
+    out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     dtype: gl.constexpr = shared.x.dtype
     HALVES: gl.constexpr = shared.HALVES
     UNIT: gl.constexpr = IDX // HALVES  # of the program's
