@@ -60,7 +60,7 @@ def test_races(kernel: str) -> None:
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
 
-ROLE_ENDS = (128, 256, 384, 448, 512)  # threads of scores, of each unit's state, of gates, of loads and idle ones
+ROLE_ENDS = (128, 256, 384, 448, 512)  # threads of scores, of each unit's state, of gates, of loads and stores
 
 
 def role(thread: int) -> int:

@@ -29,15 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper_roles import loads, scores, stores
-from ssdprof.kernels.ssd.hopper_shared import (
-    CHUNK,
-    SLICE,
-    FirstPass,
-    Segment,
-    Shared,
-    add,
-    role_barrier,
-)
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, FirstPass, Segment, Shared, add, role_barrier
 from ssdprof.kernels.ssd.hopper_unit import unit_state
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
@@ -181,10 +173,8 @@ def _fused_hopper_kernel(
     segment = Segment(sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen)
     # stage setup
     if exists:
-        tensors = (
-            out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr,
-            sync_ptr + FLAGS, exchange,
-        )  # fmt: skip
+        sync = sync_ptr + FLAGS
+        tensors = (out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
         rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
         gl.warp_specialize(
             [

@@ -6,15 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper_shared import (
-    CHUNK,
-    ENTERING,
-    KEY,
-    ROW,
-    WEIGHT,
-    add,
-    for_dtype,
-)
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, ENTERING, KEY, ROW, WEIGHT, add, for_dtype
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
