@@ -30,7 +30,7 @@ from ssdprof.kernels.ssd.hopper_shared import CHUNK
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import CudaBench
 
-SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b"
+SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b,10x64x128x1,4x64x128x1"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 REPEATS = 5
 

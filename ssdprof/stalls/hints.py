@@ -100,7 +100,7 @@ def _advice(kernel: KernelStalls, stage: Stage, reason: str, line: Line | None, 
             else "the roles that fill the barrier"
         )
     if stage.name == "state_passing.wait":
-        return "The segment before has not handed over yet: shorter segments, or more heads and sequences at once."
+        return "What the segments before leave is not there yet: shorter segments, or more heads and sequences at once."
     if reason == "barrier" and "mma_wait" in text:
         return _PRODUCT
     if reason == "long_scoreboard":

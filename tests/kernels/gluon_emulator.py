@@ -26,7 +26,9 @@ import torch
 from ssdprof.kernels.ssd import hopper_launch
 
 FOLDER = Path(hopper_launch.__file__).parent
-FILES = ("hopper_shared", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_unit", "fused_hopper")
+FILES = (
+    "hopper_shared", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit", "fused_hopper",
+)  # fmt: skip
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
 
@@ -226,7 +228,7 @@ class Product:
         return self.result
 
 
-def _assembly(code: str, constraints: str, args: list[Any], **_options: Any) -> torch.Tensor:
+def _assembly(code: str, constraints: str, args: list[Any]) -> torch.Tensor:
     """By what only it has."""
     values = torch.broadcast_tensors(*args)
     if "lg2.approx" in code:
@@ -251,6 +253,11 @@ def _assembly(code: str, constraints: str, args: list[Any], **_options: Any) -> 
     if "fma.rn" in code:
         return (x.float() * near + (x.float() * rest).to(x.dtype).float()).to(x.dtype)
     return (x.float() * near).to(x.dtype)
+
+
+def _bitcast(value: torch.Tensor | int, dtype: torch.dtype, *, bitcast: bool) -> torch.Tensor:
+    assert bitcast
+    return (torch.tensor(value, dtype=torch.int32) if isinstance(value, int) else value).view(dtype)
 
 
 def _dtype_of(code: str) -> torch.dtype:
@@ -316,7 +323,7 @@ class Machine:
             **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
             tensor=object, shared_memory_descriptor=object,
             BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
-            SwizzledSharedLayout=layout, SharedLinearLayout=layout,
+            SwizzledSharedLayout=layout, SharedLinearLayout=layout, DistributedLinearLayout=layout,
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             arange=lambda start, end, _layout: torch.arange(start, end),
             zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
@@ -328,10 +335,11 @@ class Machine:
             permute=lambda value, order: value.permute(order),
             split=lambda value: (value[..., 0], value[..., 1]), join=lambda a, b: torch.stack((a, b), -1),
             convert_layout=lambda value, _layout: value,
-            inline_asm_elementwise=_assembly,
+            inline_asm_elementwise=self.assembly,
             static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),
             barrier=lambda: None,
-            load=self.load, store=self.store, atomic_add=self.atomic_add,
+            cast=_bitcast, to_tensor=torch.as_tensor,
+            load=self.load, store=self.store, atomic_add=self.atomic_add, atomic_xchg=self.atomic_xchg,
             allocate_shared_memory=self.allocate, warp_specialize=specialize,
         )  # fmt: skip
 
@@ -347,6 +355,11 @@ class Machine:
         places, mask = pointer.places(mask)
         pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
 
+    def assembly(self, code: str, constraints: str, args: list[Any], **_options: Any) -> torch.Tensor:
+        if code.startswith("ld.acquire"):
+            return self.atomic_add(args[0], 0, "acquire")
+        return _assembly(code, constraints, args)
+
     def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
         del sem
         self.turns.wait()
@@ -354,6 +367,11 @@ class Machine:
         old = pointer.memory[place].clone()
         pointer.memory[place] += value
         return old
+
+    def atomic_xchg(self, pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+        del sem
+        pointer.memory[int(pointer.offset)] = value
+        self.turns.wait()
 
     @staticmethod
     def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:

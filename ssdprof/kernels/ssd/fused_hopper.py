@@ -2,17 +2,17 @@
 """SSD, all five stages in one launch, for Hopper: warp roles, the copy engine, states in registers.  In Gluon.
 
 The algorithm is that of `fused_portable.py`: a program goes over its segment backwards for the state that the segment
-adds, takes over the state of the segment before, hands its own over, and goes forwards for the output.  Here a program
-owns two units (heads, or slices of 64 of a head's P) that share B and C, or one where N is 256, and its warps have
-roles (`hopper_shared.py`).
+adds, and forwards for the output.  In between it publishes what it adds, and sums what those before it have published,
+so that no segment waits for more than the first passes of others.  Here a program owns two units (heads, or slices of
+64 of a head's P) that share B and C, or one where N is 256, and its warps have roles (`hopper_shared.py`).
 States and outputs are held transposed, so that the state is a matrix operand straight from registers and x, loaded
 once, serves all three products.  Why so, and what was tried: docs/ssd-performance.md.
 
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: states (sequences, h, p, n) state_dtype, the one that is being handed over; final_states itself if fp32
-      sync int32, zeroed: the ticket counter, and per sequence and lane the number of segments handed over
+Work: states (slots, lanes, 64 * n) state_dtype: what each segment but a sequence's last adds to a state
+      sync int32, zeroed: the ticket counter, and for each slot and lane the segment's decay, once the state is there
 Grid: (segments * lanes / 2), units fastest, then sequences, segments; an upper bound if packed.  A program waits only
       for lower tickets, which have started, so that progress needs no two programs at once.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
@@ -90,7 +90,7 @@ def _fused_hopper_kernel(
     cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K, LONG_COUNT, K_LONG,
     HEADS: gl.constexpr, HEADS_PER_GROUP: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
     DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
-    HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr, RING: gl.constexpr, SCORE_RING: gl.constexpr,
+    LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr, RING: gl.constexpr, SCORE_RING: gl.constexpr,
     UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
@@ -148,7 +148,7 @@ def _fused_hopper_kernel(
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
     PROGRAMS: gl.constexpr = HEADS * SLICES // UNITS  # of a segment
     ticket = gl.program_id(0)
-    if HANDOVER:
+    if LOOKS_BACK:
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
         role_barrier()  # the ticket reaches its threads through memory that warp_specialize writes next
     rank = ticket // PROGRAMS
@@ -157,8 +157,10 @@ def _fused_hopper_kernel(
     if cu_seqlens_ptr is None:
         sequence, index = rank % sequences, rank // sequences
         begin, length = sequence * seqlen, seqlen
+        slot, slot_step = rank, sequences
     else:
         sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, K)
+        slot, slot_step = rank - sequence, gl.to_tensor(1)  # the last segment of each sequence needs none
     first = index * K
     size = K
     if cu_seqlens_ptr is None:
@@ -170,7 +172,9 @@ def _fused_hopper_kernel(
     goes_back, seen_first, seen = not last, first, nchunks
     if RECOMPUTE:
         goes_back, seen_first, seen = index > 0, 0, first
-    segment = Segment(sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen)
+    segment = Segment(
+        sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen, slot, slot_step
+    )
     # stage setup
     if exists:
         sync = sync_ptr + FLAGS
@@ -183,14 +187,14 @@ def _fused_hopper_kernel(
                     unit_state,
                     (
                         shared, segment, tensors, INITIAL_STRIDES, 0, HEADS, HEADDIM, DSTATE, SLICES,
-                        RELAXED, RAGGED, HANDOVER, RECOMPUTE,
+                        RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (
                     unit_state,
                     (
                         shared, segment, tensors, INITIAL_STRIDES, 1, HEADS, HEADDIM, DSTATE, SLICES,
-                        RELAXED, RAGGED, HANDOVER, RECOMPUTE,
+                        RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (

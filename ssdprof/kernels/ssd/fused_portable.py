@@ -28,6 +28,7 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -191,10 +192,13 @@ def _fused_kernel(
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> BufferSizes:
     lanes = config.lanes(inputs)
     flags = FLAGS.value + inputs.sequences * lanes * FLAG_STRIDE.value
+    handover = config.handover(inputs)
+    states = (inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3])
     return BufferSizes.of(
         inputs,
         precision,
-        sync=flags if config.handover(inputs) else 0,
+        states=prod(states) if handover and precision.state_dtype != torch.float32 else 0,
+        sync=flags if handover else 0,
         gates=lanes * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
     )
 

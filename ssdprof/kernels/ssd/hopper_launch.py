@@ -15,10 +15,9 @@ from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, row_stride, unit_count
 from ssdprof.kernels.ssd.hopper_segments import ceil_div
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-FLAG_STRIDE = 8  # int32 per flag: a 32-byte sector each
 GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -30,14 +29,22 @@ def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
     return int(inputs.sequences + seqlen // (config.segment * CHUNK.value))
 
 
-def handover(inputs: SSDInputs, config: HopperConfig) -> bool:
-    """Whether a state may be handed over."""
-    return not config.recompute and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) > 1
+def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
+    """Segments that leave something for others: all but the last of each sequence.  An upper bound if packed."""
+    seqlen = inputs.x.shape[1]
+    if config.recompute:
+        return 0
+    if inputs.cu_seqlens is not None:
+        return int(seqlen // (config.segment * CHUNK.value))
+    return inputs.sequences * (config.count(ceil_div(seqlen, CHUNK.value)) - 1)
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
-    flags = inputs.sequences * unit_count(inputs) * half_count(inputs.B.shape[3]) * FLAG_STRIDE
-    return BufferSizes.of(inputs, precision, sync=FLAGS.value + flags if handover(inputs, config) else 0)
+    dstate = inputs.B.shape[3]
+    slots, units = slot_count(inputs, config), unit_count(inputs)
+    states = slots * units * SLICE.value * dstate
+    flags = slots * units * half_count(dstate) * FLAG_STRIDE.value
+    return BufferSizes.of(inputs, precision, states=states, sync=FLAGS.value + flags if slots else 0)
 
 
 class HopperLaunch:
@@ -52,7 +59,9 @@ class HopperLaunch:
         self._B, self._C = _rows(inputs.B, halves), _rows(inputs.C, halves)
         self._programs = segment_count(inputs, config) * program_count(inputs)
         self._launcher = Launcher(
-            _fused_hopper_kernel, _scalars(inputs, config), _options(inputs, precision, config, self._sizes.sync > 0)
+            _fused_hopper_kernel,
+            _scalars(inputs, config),
+            _options(inputs, precision, config, looks_back=self._sizes.sync > 0),
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
@@ -86,7 +95,7 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, handover: bool) -> dict[str, Any]:
+def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, looks_back: bool) -> dict[str, Any]:
     _, seqlen, nheads, headdim = inputs.x.shape
     return {
         "HEADS": nheads,
@@ -96,7 +105,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, hand
         "DT_SOFTPLUS": inputs.dt_softplus,
         "RELAXED": not precision.exact,
         "RAGGED": inputs.cu_seqlens is not None or seqlen % CHUNK.value != 0,
-        "HANDOVER": handover,
+        "LOOKS_BACK": looks_back,
         "RECOMPUTE": config.recompute,
         "RING": config.ring,
         "SCORE_RING": config.score_ring,

@@ -9,12 +9,13 @@ from functools import lru_cache
 
 # In units of a chunk of the second pass (1.8 us on an H200), fitted to the times in
 # benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
-FIRST_PASS = {1: 0.44, 2: 0.42}  # a chunk of the first pass, by halves of N
-START = 3.5  # a program's start and end
-HAND_OVER = 1.5  # taking a state over and handing it on
-CALL = 0.7  # launching, and zeroing the flags
+FIRST_PASS = {1: 0.44, 2: 0.36}  # a chunk of the first pass, by halves of N
+START = 3.0  # a program's start and end
+PUBLISH = 1.0  # until what a segment adds is seen by others
+PART = 0.45  # for a segment to sum what one before it has published
+CALL = 0.6  # launching, and zeroing the flags
 # Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
-REACH = (61, 23, 89, 51, 167, 14, 4, 42, 116, 10, 1 << 31, 28, 73, 7, 18, 34)
+REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
 LONGEST_RECOMPUTED = 128  # chunks of a sequence whose first passes may go over all that is before
 UNFUSED_CHUNK = 4  # the longest of an unfused pipeline: 256 positions
 CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
@@ -82,18 +83,15 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
     """Ways to cut a sequence of `nchunks` chunks, where the GPU has room for so many programs per pair at once."""
     yield Segments(segment=max(1, nchunks))
     at_once = max(1, int(programs_per_pair))
-    for count in sorted({2, 3, 4, at_once, at_once + 1}):
-        yield Segments(segment=ceil_div(nchunks, count))
+    for count in sorted({2, 3, 4, 6, 8, 11, 16, 22, 32, at_once, at_once + 1}):
+        if count <= min(nchunks, at_once + 1):
+            yield Segments(segment=ceil_div(nchunks, count))
     for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # of a sequence, in long segments
         long = max(1, round(part * nchunks / at_once))
         left = nchunks - at_once * long
         if left > 0:
-            for count in (1, 2, 8):
+            for count in (1, 2, 4, 8):
                 yield Segments(long_count=at_once, long_segment=long, segment=ceil_div(left, count))
-    for part in (0.1, 0.15):  # a short one first, which hands over early
-        first = max(1, round(part * nchunks))
-        if nchunks > first:
-            yield Segments(long_count=1, long_segment=first, segment=ceil_div(nchunks - first, at_once))
     if nchunks <= LONGEST_RECOMPUTED:
         for part in (0.5, 0.56, 0.62, 0.66, 0.7, 0.74):
             first = max(1, round(part * nchunks))
@@ -107,24 +105,39 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
 def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm_count: int) -> float:
     """Until the last program ends, in chunks' time, if SMs take programs in order as they come free, one each."""
     lengths = segments.lengths(nchunks)
-    hands_over = len(lengths) > 1 and not segments.recompute
-    hand_over = HAND_OVER if hands_over else 0.0
+    looks_back = len(lengths) > 1 and not segments.recompute
     free = [0.0] * sm_count
-    ready = [0.0] * pairs  # when a pair's state can be taken over
+    published: list[list[float]] = [[] for _ in range(pairs)]  # when, by segments
     end, before = 0.0, 0
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
         to_see = before if segments.recompute else 0 if last else length
         for pair in range(pairs):
-            time = free[0] + START + FIRST_PASS[halves] * min(to_see, REACH[pair % len(REACH)])
-            if hands_over:
-                time = max(time, ready[pair]) + hand_over
-                ready[pair] = time
+            reach = REACH[pair % len(REACH)]
+            time = free[0] + START + FIRST_PASS[halves] * min(to_see, reach)
+            if looks_back:
+                if not last:
+                    time += PUBLISH
+                    published[pair].append(time)
+                parts = _parts(lengths[:index], reach)
+                if parts:
+                    time = max(time, *published[pair][index - parts : index]) + PART * parts
             time += length
             heapq.heapreplace(free, time)
             end = max(end, time)
         before += length
-    return end + (CALL if hands_over else CALL / 2)
+    return end + (CALL if looks_back else CALL / 2)
+
+
+def _parts(before: list[int], reach: int) -> int:
+    """Of the segments before one, how many it reads: until it has gone so far back that nothing is left."""
+    parts = 0
+    for length in reversed(before):
+        parts += 1
+        reach -= length
+        if reach <= 0:
+            break
+    return parts
 
 
 def ceil_div(a: int, b: int) -> int:

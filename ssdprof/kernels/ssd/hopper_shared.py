@@ -7,11 +7,11 @@
     scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
     unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
 
-They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`.  A unit is a head, or a
-slice of 64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of
-one unit, which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring
-of chunks, `scored`/`unscored` a ring of decayed scores, `written`/`unwritten` each lane's output, `told` the word on
-whether the first pass goes on.
+They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`; what segments leave for
+others is in `hopper_passing.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has two lanes: two units
+of one group, or, where N is 256, the two halves of N of one unit, which exchange parts of the output
+(`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of
+decayed scores, `written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
 
 The first pass has a ring and barriers of its own, for other roles take part in it.  Waits are for one of two phases:
 who missed a turn of a ring would take the one before for it.  The second pass begins in the place of the oldest chunk
@@ -28,6 +28,7 @@ from triton.language.core import _aggregate as aggregate
 
 CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
+FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
 STAGES = {
@@ -110,12 +111,17 @@ class Segment:
     goes_back: gl.tensor  # there is a first pass
     seen_first: gl.tensor  # chunk at which it ends, for it goes backwards
     seen: gl.tensor  # chunks that it has at most
+    slot: gl.tensor  # where it leaves what it adds to a state, for the segments after it
+    slot_step: gl.tensor  # from the slot of the segment before
 
     @gluon.constexpr_function
-    def __init__(self, sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen):
+    def __init__(
+        self, sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen, slot, slot_step
+    ):  # fmt: skip
         self.sequence, self.index, self.begin, self.length = sequence, index, begin, length
         self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
         self.goes_back, self.seen_first, self.seen = goes_back, seen_first, seen
+        self.slot, self.slot_step = slot, slot_step
 
 
 # what Triton 3.7 and 3.9 renamed: the barrier of a role's threads, and copies by the copy engine

@@ -15,9 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels.ssd.hopper_halves import give_part, half_and_rest, take_part
+from ssdprof.kernels.ssd.hopper_passing import entering_state, publish
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
     ENTERING,
+    FLAG_STRIDE,
     SLICE,
     WEIGHT,
     B_of,
@@ -25,7 +27,6 @@ from ssdprof.kernels.ssd.hopper_shared import (
     for_dtype,
     load_gate,
     load_lane,
-    role_barrier,
     scalar,
 )
 
@@ -36,8 +37,6 @@ STAGES = {
     "load_transposed": "caller",
     "segment_state": "chunk_state.first_pass",
     "hand_out": "chunk_scan.residual",
-    "wait_for_state": "state_passing.wait",
-    "hand_over_state": "state_passing.store",
     "unit_state": "setup",
 }
 WAITS = {
@@ -168,23 +167,10 @@ def hand_out(shared, IDX: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_state(flag_ptr, segments):
-    while gl.atomic_add(flag_ptr, 0, sem="acquire") < segments:
-        pass
-
-
-@gluon.jit
-def hand_over_state(states_ptr, tile, mask, flag_ptr, state):
-    gl.store(states_ptr + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
-    role_barrier()  # every thread's part is stored before the flag says so
-    gl.atomic_add(flag_ptr, 1, sem="release")
-
-
-@gluon.jit
 def unit_state(
     shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
     IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
-    RELAXED: gl.constexpr, RAGGED: gl.constexpr, HANDOVER: gl.constexpr, RECOMPUTE: gl.constexpr,
+    RELAXED: gl.constexpr, RAGGED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     dtype: gl.constexpr = shared.x.dtype
@@ -213,11 +199,6 @@ def unit_state(
     added, decay = state, 1.0
     if segment.goes_back:
         added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
-    if HANDOVER:
-        flag_ptr = sync_ptr + ((segment.sequence * (HEADS * SLICES) + unit) * HALVES + HALF) * 8
-        if segment.index > 0:
-            wait_for_state(flag_ptr, segment.index)
-            state = gl.load(states_ptr + lane + tile, mask=inside, other=0.0, cache_modifier=".cg").to(gl.float32)
     if initial_ptr is not None:
         if (segment.index == 0) | RECOMPUTE:
             p = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
@@ -225,10 +206,16 @@ def unit_state(
             state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
     if RECOMPUTE:
         state = decay * state + added
-    if HANDOVER:
+    if LOOKS_BACK:
+        LANES: gl.constexpr = HEADS * SLICES * HALVES
+        lane_of_all = unit * HALVES + HALF
+        parts_ptr = states_ptr + lane_of_all.to(gl.int64) * (SLICE * WIDTH)
+        flags_ptr = sync_ptr + lane_of_all * FLAG_STRIDE
         if not segment.last:
-            hand_over_state(states_ptr + lane, tile, inside, flag_ptr, decay * state + added)
-
+            part_ptr = parts_ptr + segment.slot.to(gl.int64) * (LANES * SLICE * WIDTH)
+            flag_ptr = flags_ptr + segment.slot * (LANES * FLAG_STRIDE)
+            publish(part_ptr, flag_ptr, decay * state + added, decay)
+        state = entering_state(state, segment, parts_ptr, flags_ptr, LANES, by_n)
     # stage setup: the output, chunk after chunk
     D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_own))
     if D_ptr is not None:
@@ -267,9 +254,11 @@ def unit_state(
             lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
             state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
         # stage chunk_scan.previous
-        out = out * load_gate(shared, slot, ENTERING, IDX, gl.SliceLayout(0, by_q))[None, :]
         if HALVES == 2:
             out = give_part(exchange, out, i, HALF, by_own)
+        entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
+        entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
+        out *= entering
         # stage chunk_scan.current: what the chunk adds
         mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
         m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
@@ -285,7 +274,7 @@ def unit_state(
             out = add_residual(out, own_x, D[:, None])
         if HALVES == 2:  # this late, so that neither half waits for the other
             # stage chunk_scan.previous
-            out += take_part(exchange, i, HALF, by_own)
+            out += entering * take_part(exchange, i, HALF, by_own)
             # stage chunk_scan.residual
         mbarrier.wait(shared.unwritten.index(IDX), (i & 1) ^ 1)
         out_tile.permute((1, 0)).store(out.to(dtype))
