@@ -77,7 +77,7 @@ def _long_segments_first(config: HopperConfig, inputs: SSDInputs) -> Iterator[Ho
 
 
 def _recomputed(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
-    """Nothing is handed over; the first pass of a segment goes over all that is before it."""
+    """No segment waits for another; the first pass of each goes over all that is before it."""
     if nchunks(inputs) > LONGEST_RECOMPUTED:
         return
     for cuts in (2, 3, 4):

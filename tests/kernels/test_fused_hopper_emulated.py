@@ -22,7 +22,7 @@ CUTS = {
     "even": Segments(segment=2),
     "a chunk each": Segments(segment=1),
     "long ones first": Segments(long_count=2, long_segment=3, segment=1),
-    "nothing handed over": Segments(long_count=1, long_segment=3, segment=2, recompute=True),
+    "none waits": Segments(long_count=1, long_segment=3, segment=2, recompute=True),
 }
 CASES = {
     "whole chunks": Case(**SMALL, seqlen=384),
@@ -54,7 +54,7 @@ def test_every_cut(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("cut", ["even", "nothing handed over"])
+@pytest.mark.parametrize("cut", ["even", "none waits"])
 def test_every_kind_of_input(monkeypatch: pytest.MonkeyPatch, name: str, cut: str) -> None:
     emulate(monkeypatch, seed=1)
     run(CASES[name], CUTS[cut])

@@ -68,7 +68,7 @@ CUTS = {
     "even": Segments(segment=16),
     "long ones first": Segments(long_count=3, long_segment=73, segment=19),
     "a short one first": Segments(long_count=1, long_segment=26, segment=77),
-    "nothing handed over": Segments(long_count=1, long_segment=144, segment=56, recompute=True),
+    "none waits": Segments(long_count=1, long_segment=144, segment=56, recompute=True),
 }
 
 

@@ -1,10 +1,15 @@
 """How the Hopper kernel cuts a call, which needs no GPU to be decided."""
 
+from dataclasses import asdict, replace
+
 import torch
 from compile_target import compiled
 from ssd_cases import Case
 
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, row_stride, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper_launch import buffer_sizes
+from ssdprof.kernels.ssd.hopper_segments import Segments
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)
@@ -15,7 +20,7 @@ def chosen(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> Hopper
     return HopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
 
 
-def test_a_short_sequence_is_one_wave_of_programs_that_hand_nothing_over() -> None:
+def test_a_short_sequence_is_one_wave_of_programs_of_which_none_waits_for_another() -> None:
     """40 pairs of heads: three segments are 120 programs."""
     config = chosen(1024)
     assert config.recompute
@@ -34,6 +39,13 @@ def test_batch_invariant_ignores_the_batch() -> None:
 def test_packed_sequences_are_cut_by_one_rule() -> None:
     inputs = Case(lengths=(100, 900), **MAMBA2).inputs()
     assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
+
+
+def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
+    """One shard of a model on eight GPUs; whatever the sequences' number and lengths, which neighbours would change."""
+    for lengths in ((100, 900), (4096,), (64,) * 9):
+        inputs = Case(lengths=lengths, **MAMBA2 | {"heads": 10}).inputs()
+        assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 16
 
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
@@ -64,3 +76,14 @@ def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stri
     assert row_stride(wide) == 100
     assert row_stride(wide.expand(9, 3, 4, 16)) == 0
     assert row_stride(torch.empty(9, 3, 100)[:, :, :64]) == 100
+
+
+def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> None:
+    inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    config = replace(HopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Segments(segment=16)))
+    for state_dtype in (torch.float32, torch.float16):
+        sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
+        of_a_slot = 4 * (64 * 128 * state_dtype.itemsize + 32)
+        assert sizes.workspace_bytes == 2 * 3 * of_a_slot + 32  # and the ticket
+    whole = replace(config, segment=64)
+    assert buffer_sizes(inputs, Precision(), whole).workspace_bytes == 0

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
-PACKED_SEGMENT = 64  # chunks, in the Hopper kernel: packed sequences of any length are cut by one rule
 
 Settings = TypeVar("Settings")
 

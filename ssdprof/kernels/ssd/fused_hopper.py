@@ -157,7 +157,7 @@ def _fused_hopper_kernel(
     if cu_seqlens_ptr is None:
         sequence, index = rank % sequences, rank // sequences
         begin, length = sequence * seqlen, seqlen
-        slot, slot_step = rank, sequences
+        slot, slot_step = rank, gl.to_tensor(sequences)
     else:
         sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, K)
         slot, slot_step = rank - sequence, gl.to_tensor(1)  # the last segment of each sequence needs none

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ssdprof.kernels._gpu import capability
-from ssdprof.kernels.ssd.config_table import HOPPER, PACKED_SEGMENT, Call, first_fit
+from ssdprof.kernels.ssd.config_table import HOPPER, Call, first_fit
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH
-from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut
+from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut, packed_segment
 from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
@@ -36,7 +36,8 @@ class HopperConfig(Segments):
         batch, and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
         """
         if inputs.cu_seqlens is not None:
-            segments, reason = Segments(segment=PACKED_SEGMENT), "packed: one rule for sequences of any length"
+            segments = Segments(segment=packed_segment(program_count(inputs)))
+            reason = "packed: one rule for sequences of any length, by the number of heads"
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)

@@ -15,8 +15,7 @@ from ssdprof.kernels.ssd.hopper_shared import FLAG_STRIDE, SLICE, role_barrier
 SIGN = gl.constexpr(-(1 << 31))  # set in a flag that holds a decay, which is not negative
 
 STAGES = {
-    "in_fragments": "caller",
-    "from_fragments": "caller",
+    "part_tile": "caller",
     "published": "state_passing.wait",
     "load_acquire": "caller",
     "publish": "state_passing.store",
@@ -24,33 +23,18 @@ STAGES = {
 }
 
 
-@gluon.constexpr_function
-def fragments(rows, width):
-    """A state (p, n) in the order of the product's fragments: a thread's four numbers, all threads, then n by 8."""
-    blocks = [[512 * (1 << bit)] for bit in range((width // 8).bit_length() - 1)]
-    lanes, warps = [[4], [8], [16], [32], [64]], [[128], [256]]
-    return gl.DistributedLinearLayout([[1], [2], *blocks], lanes, warps, [], [rows * width])
+@gluon.jit
+def part_tile(WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Offsets of a part (p, n): tiles of 8 x 8, which a warp has at once in the layout of a product."""
+    o_p = gl.arange(0, SLICE, gl.SliceLayout(1, layout))
+    o_n = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    return (o_p // 8 * 64 + o_p % 8 * 8)[:, None] + (o_n // 8 * (8 * SLICE) + o_n % 8)[None, :]
 
 
 @gluon.jit
-def in_fragments(state):
-    """So that each thread stores 16 bytes, beside those of the next.  As (p, n) it would take four times as long."""
-    WIDTH: gl.constexpr = state.shape[1]
-    parts = state.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return gl.convert_layout(parts.reshape([SLICE * WIDTH]), fragments(SLICE, WIDTH))
-
-
-@gluon.jit
-def from_fragments(part, WIDTH: gl.constexpr, layout: gl.constexpr):
-    parts = part.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-    return gl.convert_layout(parts.reshape([SLICE, WIDTH]), layout)
-
-
-@gluon.jit
-def publish(part_ptr, flag_ptr, part, decay):
+def publish(part_ptr, flag_ptr, part, decay, layout: gl.constexpr):
     """What a segment adds to a state, and its decay."""
-    o = gl.arange(0, SLICE * part.shape[1], fragments(SLICE, part.shape[1]))
-    gl.store(part_ptr + o, in_fragments(part).to(part_ptr.dtype.element_ty))
+    gl.store(part_ptr + part_tile(part.shape[1], layout), part.to(part_ptr.dtype.element_ty))
     role_barrier()  # every thread's numbers are stored before the flag says so
     gl.atomic_xchg(flag_ptr, gl.cast(decay, gl.int32, bitcast=True) | SIGN, sem="release")
 
@@ -75,16 +59,18 @@ def entering_state(state, segment, parts_ptr, flags_ptr, LANES: gl.constexpr, la
     """`state`, which is zero, plus the parts of all segments before, decayed.  LANES: parts, and flags, of a slot."""
     WIDTH: gl.constexpr = state.shape[1]
     PART: gl.constexpr = SLICE * WIDTH
-    o = gl.arange(0, PART, fragments(SLICE, WIDTH))
-    slot, left = segment.slot - segment.slot_step, segment.index
+    tile = part_tile(WIDTH, layout)
+    step = segment.slot_step.to(gl.int64) * LANES
+    lane = segment.slot.to(gl.int64) * LANES - step  # of the segment before
+    left = segment.index
     passed = 1.0
     go = left > 0
-    decay = published(flags_ptr + slot * (LANES * FLAG_STRIDE), go)
+    decay = published(flags_ptr + lane * FLAG_STRIDE, go)
     while go:
-        part = gl.load(parts_ptr + slot.to(gl.int64) * (LANES * PART) + o, cache_modifier=".cg")
+        part = gl.load(parts_ptr + lane * PART + tile, cache_modifier=".cg")
         weight, passed = passed, passed * decay
-        slot, left = slot - segment.slot_step, left - 1
+        lane, left = lane - step, left - 1
         go = (left > 0) & (passed != 0.0)
-        decay = published(flags_ptr + slot * (LANES * FLAG_STRIDE), go)  # while the part is on its way
-        state += weight * from_fragments(part.to(gl.float32), WIDTH, layout)
+        decay = published(flags_ptr + lane * FLAG_STRIDE, go)  # while the part is on its way
+        state = gl.fma(part.to(gl.float32), weight, state)
     return state

@@ -192,9 +192,9 @@ def scores(
         if RAGGED:  # scores with what follows the sequence are above the diagonal; its B and x would not be
             valid = segment.length - (segment.first + i) * CHUNK
             if valid < CHUNK:
-                for k in gl.static_range(shared.HALVES):
+                for k in range(shared.HALVES):
                     clear_rows(B_of(shared, place, k), valid, shared.rows.shape[2])
-                for k in gl.static_range(shared.UNITS):
+                for k in range(shared.UNITS):
                     clear_rows(shared.x.index(place * shared.UNITS + k).reshape([CHUNK, SLICE]), valid, SLICE)
         # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)

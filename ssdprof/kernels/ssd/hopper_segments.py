@@ -27,7 +27,7 @@ class Segments:
 
     A schedule is good when long segments fill the GPU first (their first pass stops early, so they read less twice) and
     short ones even out the end.
-    recompute: a segment's first pass goes over all that is before it, and nothing is handed over; for short sequences
+    recompute: a segment's first pass goes over all that is before it, and none waits for another; for short sequences
     """
 
     segment: int
@@ -47,6 +47,14 @@ class Segments:
     def count(self, nchunks: int) -> int:
         """Segments of a sequence of `nchunks` chunks."""
         return len(self.lengths(nchunks))
+
+
+def packed_segment(pairs: int) -> int:
+    """Chunks of a segment of packed sequences, whose lengths are on the device: as many as there are pairs of units.
+
+    Fewer pairs leave more of the GPU to segments.  Of fewer than 16 chunks, long sequences would have too many to sum.
+    """
+    return min(64, max(16, 1 << (pairs - 1).bit_length()))
 
 
 def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:

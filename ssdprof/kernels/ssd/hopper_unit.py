@@ -204,17 +204,17 @@ def unit_state(
             p = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
             initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
             state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
+            added = gl.fma(state, decay, added)
     if RECOMPUTE:
-        state = decay * state + added
+        state = added
     if LOOKS_BACK:
         LANES: gl.constexpr = HEADS * SLICES * HALVES
         lane_of_all = unit * HALVES + HALF
         parts_ptr = states_ptr + lane_of_all.to(gl.int64) * (SLICE * WIDTH)
         flags_ptr = sync_ptr + lane_of_all * FLAG_STRIDE
         if not segment.last:
-            part_ptr = parts_ptr + segment.slot.to(gl.int64) * (LANES * SLICE * WIDTH)
-            flag_ptr = flags_ptr + segment.slot * (LANES * FLAG_STRIDE)
-            publish(part_ptr, flag_ptr, decay * state + added, decay)
+            mine = segment.slot.to(gl.int64) * LANES
+            publish(parts_ptr + mine * (SLICE * WIDTH), flags_ptr + mine * FLAG_STRIDE, added, decay, by_n)
         state = entering_state(state, segment, parts_ptr, flags_ptr, LANES, by_n)
     # stage setup: the output, chunk after chunk
     D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_own))
