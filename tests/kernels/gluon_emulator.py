@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import ptx
 import pytest
 import torch
 
@@ -228,40 +229,9 @@ class Product:
         return self.result
 
 
-def _assembly(code: str, constraints: str, args: list[Any]) -> torch.Tensor:
-    """By what only it has."""
-    values = torch.broadcast_tensors(*args)
-    if "lg2.approx" in code:
-        return values[0].log2()
-    if "ex2.approx" in code:
-        return values[0].exp2()
-    if code.startswith("and.b32"):
-        v, bits = values
-        return (v.contiguous().view(torch.int16) & bits).view(v.dtype)
-    if constraints.startswith("=f,=f"):
-        out, x, D = values
-        return torch.addcmul(out, x.float(), D)
-    if "cvt.rn" in code:
-        near = values[0].to(_dtype_of(code))
-        rest = (values[0] - near.float()).to(near.dtype)
-        return torch.stack((near, rest), -1).view(torch.float32).squeeze(-1)
-    x, weight, *product = values
-    near, rest = (part.float() for part in weight.contiguous()[..., None].view(x.dtype).unbind(-1))
-    if product:
-        lost = (x.float() * near - product[0].float()).to(x.dtype)
-        return (x.float() * rest + lost.float()).to(x.dtype)
-    if "fma.rn" in code:
-        return (x.float() * near + (x.float() * rest).to(x.dtype).float()).to(x.dtype)
-    return (x.float() * near).to(x.dtype)
-
-
 def _bitcast(value: torch.Tensor | int, dtype: torch.dtype, *, bitcast: bool) -> torch.Tensor:
     assert bitcast
     return (torch.tensor(value, dtype=torch.int32) if isinstance(value, int) else value).view(dtype)
-
-
-def _dtype_of(code: str) -> torch.dtype:
-    return torch.bfloat16 if "bf16" in code else torch.float16
 
 
 class Machine:
@@ -355,10 +325,13 @@ class Machine:
         places, mask = pointer.places(mask)
         pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
 
-    def assembly(self, code: str, constraints: str, args: list[Any], **_options: Any) -> torch.Tensor:
-        if code.startswith("ld.acquire"):
+    def assembly(
+        self, code: str, constraints: str, args: list[Any], *, dtype: torch.dtype, is_pure: bool, pack: int
+    ) -> torch.Tensor:
+        if not is_pure:
+            assert code == "ld.acquire.gpu.global.b32 $0, [$1];"
             return self.atomic_add(args[0], 0, "acquire")
-        return _assembly(code, constraints, args)
+        return ptx.run(code, constraints, args, dtype, pack)
 
     def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
         del sem
