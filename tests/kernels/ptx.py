@@ -1,4 +1,4 @@
-"""The few PTX instructions that the kernels' inline assembly has, run in torch: what the text says, not what it is for."""
+"""The few PTX instructions that the kernels' inline assembly has, run in torch: what it says, not what it is for."""
 
 from __future__ import annotations
 
