@@ -3,8 +3,8 @@
     python benchmarks/record_segments.py FILE
 
 Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `hopper_segments.cut` thinks of, for
-three models' shapes and one with N = 256, bf16, exact, fp32 states.  Constants of `hopper_segments.py` are fitted to
-them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
+three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  Constants of
+`hopper_segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
 """
 
 from __future__ import annotations

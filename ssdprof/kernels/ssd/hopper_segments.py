@@ -14,7 +14,8 @@ START = 3.0  # a program's start and end
 PUBLISH = 1.0  # until what a segment adds is seen by others
 PART = 0.45  # for a segment to sum what one before it has published
 CALL = 0.6  # launching, and zeroing the flags
-# Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them; one never stops.
+# Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them.  One never stops:
+# the first, so that it counts where there are few.
 REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
 LONGEST_RECOMPUTED = 128  # chunks of a sequence whose first passes may go over all that is before
 UNFUSED_CHUNK = 4  # the longest of an unfused pipeline: 256 positions
