@@ -88,3 +88,13 @@ def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch
     states = ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["one segment"])).final_states.double()
     exact = ssd_chunked(inputs, torch.float64).final_states
     assert (states - exact).norm() / exact.norm() < 2**-14
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_nan_in_an_initial_state_reaches_every_segment(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
+    """Also of heads whose decays multiply to zero on the way."""
+    emulate(monkeypatch, seed=5)
+    inputs = Case(**SMALL, heads=4, seqlen=300, initial_states=True, dt_limit=(0.0, 0.1)).inputs()
+    assert inputs.initial_states is not None
+    inputs.initial_states.fill_(torch.nan)
+    assert ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS[cut])).out.isnan().all()

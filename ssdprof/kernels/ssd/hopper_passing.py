@@ -3,8 +3,9 @@
 
 A segment leaves its part: the state that it adds to a zero state.  With it goes a flag, which is zero until the part is
 there, and then holds the segment's decay.  The state that enters segment k is the sum over the segments j before it of
-part_j times the decays of j + 1 .. k - 1.  It is summed from the nearest on, always in that order, and no further than
-where the decays have multiplied to zero.
+part_j times the decays of j + 1 .. k - 1, and the initial state times all decays.  Parts are summed from the nearest
+on, always in that order, and no further than where the decays have multiplied to zero: what is not finite there is
+not seen.
 """
 
 from triton.experimental import gluon
@@ -56,7 +57,10 @@ def published(flag_ptr, wanted):
 
 @gluon.jit
 def entering_state(state, segment, parts_ptr, flags_ptr, LANES: gl.constexpr, layout: gl.constexpr):
-    """`state`, which is zero, plus the parts of all segments before, decayed.  LANES: parts, and flags, of a slot."""
+    """`state`, which is zero, plus the parts of all segments before, decayed; and the decay of all of them.
+
+    LANES: parts, and flags, of a slot.
+    """
     WIDTH: gl.constexpr = state.shape[1]
     PART: gl.constexpr = SLICE * WIDTH
     tile = part_tile(WIDTH, layout)
@@ -73,4 +77,4 @@ def entering_state(state, segment, parts_ptr, flags_ptr, LANES: gl.constexpr, la
         go = (left > 0) & (passed != 0.0)
         decay = published(flags_ptr + lane * FLAG_STRIDE, go)  # while the part is on its way
         state = gl.fma(part.to(gl.float32), weight, state)
-    return state
+    return state, passed

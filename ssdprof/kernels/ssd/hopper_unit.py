@@ -199,12 +199,6 @@ def unit_state(
     added, decay = state, 1.0
     if segment.goes_back:
         added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
-    if initial_ptr is not None:
-        if (segment.index == 0) | RECOMPUTE:
-            p = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
-            initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
-            state = gl.load(p + initial_tile, mask=inside, other=0.0).to(gl.float32)
-            added = gl.fma(state, decay, added)
     if RECOMPUTE:
         state = added
     if LOOKS_BACK:
@@ -215,7 +209,12 @@ def unit_state(
         if not segment.last:
             mine = segment.slot.to(gl.int64) * LANES
             publish(parts_ptr + mine * (SLICE * WIDTH), flags_ptr + mine * FLAG_STRIDE, added, decay, by_n)
-        state = entering_state(state, segment, parts_ptr, flags_ptr, LANES, by_n)
+        state, decay = entering_state(state, segment, parts_ptr, flags_ptr, LANES, by_n)
+    if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
+        own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
+        initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
+        initial = gl.load(own_ptr + initial_tile, mask=inside, other=0.0).to(gl.float32)
+        state = gl.fma(initial, decay, state)
     # stage setup: the output, chunk after chunk
     D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_own))
     if D_ptr is not None:
