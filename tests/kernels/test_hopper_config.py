@@ -45,7 +45,7 @@ def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
     """One shard of a model on eight GPUs; whatever the sequences' number and lengths, which neighbours would change."""
     for lengths in ((100, 900), (4096,), (64,) * 9):
         inputs = Case(lengths=lengths, **MAMBA2 | {"heads": 10}).inputs()
-        assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 16
+        assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
 
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:

@@ -53,9 +53,9 @@ class Segments:
 def packed_segment(pairs: int) -> int:
     """Chunks of a segment of packed sequences, whose lengths are on the device: as many as there are pairs of units.
 
-    Fewer pairs leave more of the GPU to segments.  Of fewer than 16 chunks, long sequences would have too many to sum.
+    Fewer pairs leave more of the GPU to segments.  Of fewer than 8 chunks, long sequences would have too many to sum.
     """
-    return min(64, max(16, 1 << (pairs - 1).bit_length()))
+    return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
 
 def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
