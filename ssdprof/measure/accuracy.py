@@ -226,10 +226,9 @@ def _comparison(*tensors: schema.TensorAccuracy) -> Comparison:
 
 def check_output(output: SSDOutput, inputs: SSDInputs) -> None:
     """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for these inputs."""
-    states_shape = (inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3])
     for name, tensor, shape, dtype in (
         ("out", output.out, tuple(inputs.x.shape), inputs.x.dtype),
-        ("final_states", output.final_states, states_shape, torch.float32),
+        ("final_states", output.final_states, inputs.states_shape, torch.float32),
     ):
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != inputs.x.device:
             raise ValueError(

@@ -50,7 +50,7 @@ def hopper_uneven(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
 
 
 def hopper_alone(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    """Nothing is handed over: a program goes over all that is before its segment.  Not for packed sequences."""
+    """No program waits for another: each goes over all that is before its segment.  Not for packed sequences."""
     assert unsupported(inputs) == ""
     fine = HopperConfig(long_count=1, long_segment=3, segment=1, recompute=True)
     return ssd_fused_hopper(inputs, precision, config=fine if inputs.cu_seqlens is None else HopperConfig(segment=1))

@@ -36,8 +36,13 @@ class BufferSizes:
 
     @classmethod
     def of(cls, inputs: SSDInputs, precision: Precision, *, states: int, sync: int, gates: int = 0) -> BufferSizes:
-        shape = (inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3])
-        return cls(final_states=shape, states=states, state_dtype=precision.state_dtype, sync=sync, gates=gates)
+        return cls(
+            final_states=inputs.states_shape,
+            states=states,
+            state_dtype=precision.state_dtype,
+            sync=sync,
+            gates=gates,
+        )
 
     def allocate(self, x: torch.Tensor) -> Buffers:
         """On the current stream.  The flags come first: the GPU zeroes them while the host prepares the launch."""

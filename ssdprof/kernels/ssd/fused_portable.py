@@ -193,11 +193,10 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -
     lanes = config.lanes(inputs)
     flags = FLAGS.value + inputs.sequences * lanes * FLAG_STRIDE.value
     handover = config.handover(inputs)
-    states = (inputs.sequences, *inputs.x.shape[2:], inputs.B.shape[3])
     return BufferSizes.of(
         inputs,
         precision,
-        states=prod(states) if handover and precision.state_dtype != torch.float32 else 0,
+        states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
         sync=flags if handover else 0,
         gates=lanes * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
     )

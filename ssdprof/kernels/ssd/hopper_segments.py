@@ -121,16 +121,15 @@ def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
         to_see = before if segments.recompute else 0 if last else length
+        parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
         for pair in range(pairs):
-            reach = REACH[pair % len(REACH)]
-            time = free[0] + START + FIRST_PASS[halves] * min(to_see, reach)
+            time = free[0] + START + FIRST_PASS[halves] * min(to_see, REACH[pair % len(REACH)])
             if looks_back:
                 if not last:
                     time += PUBLISH
                     published[pair].append(time)
-                parts = _parts(lengths[:index], reach)
-                if parts:
-                    time = max(time, *published[pair][index - parts : index]) + PART * parts
+                read = parts[pair % len(REACH)]
+                time = max([time, *published[pair][index - read : index]]) + PART * read
             time += length
             heapq.heapreplace(free, time)
             end = max(end, time)

@@ -130,6 +130,11 @@ class SSDInputs:
         return self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
+    def states_shape(self) -> tuple[int, int, int, int]:
+        """Of initial and final states: (sequences, h, p, n)."""
+        return (self.sequences, self.x.shape[2], self.x.shape[3], self.B.shape[3])
+
+    @property
     def heads_per_group(self) -> int:
         return self.x.shape[2] // self.B.shape[2]
 
