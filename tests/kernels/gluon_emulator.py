@@ -157,6 +157,12 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.content.view(shape))
 
+    def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+        """Of an operand's 16-bit rows: they lie in blocks of 64 columns, and there in groups of eight rows."""
+        groups = [rows for block in self.content.split(64, 1) for rows in block.split(8)]
+        assert shape == [len(groups), 8, 64]
+        return Shared(groups)
+
     def load(self, _layout: Any) -> torch.Tensor:
         return self.content.clone()
 

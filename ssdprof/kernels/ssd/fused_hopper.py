@@ -39,25 +39,26 @@ STAGES = {"find_segment": "ticket", "first_role": "bmm_chunk", "_fused_hopper_ke
 
 @gluon.jit
 def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
-    """(sequence, segment, begin, length) of the `rank`-th segment of packed sequences; no chunks past the last one."""
+    """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    sequence, segment, begin, length, before = 0, 0, 0, 0, 0
+    sequence = 0  # how many end before the segment
+    segments_before = 0  # of those
+    counted = 0  # segments of all sequences that were looked at
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
-        inside = o_s < sequences
-        start = gl.load(cu_seqlens_ptr + o_s * cu_seqlens_stride, mask=inside, other=0).to(gl.int32)
-        stop = gl.load(cu_seqlens_ptr + (o_s + 1) * cu_seqlens_stride, mask=inside, other=0).to(gl.int32)
+        # past the last sequence all are empty, and so after it
+        start = gl.load(cu_seqlens_ptr + gl.minimum(o_s, sequences) * cu_seqlens_stride).to(gl.int32)
+        stop = gl.load(cu_seqlens_ptr + gl.minimum(o_s + 1, sequences) * cu_seqlens_stride).to(gl.int32)
         # an empty sequence has one segment of no chunks, which makes its initial state its final one
         segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
-        segments = gl.where(inside, segments, 0)
-        after = before + gl.associative_scan(segments, 0, add)
-        mine = (after - segments <= rank) & (rank < after)
-        sequence += gl.sum(gl.where(mine, o_s, 0), 0)
-        segment += gl.sum(gl.where(mine, rank - (after - segments), 0), 0)
-        begin += gl.sum(gl.where(mine, start, 0), 0)
-        length += gl.sum(gl.where(mine, stop - start, 0), 0)
-        before += gl.sum(segments, 0)
-    return sequence, segment, begin, length, rank < before
+        ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
+        sequence += gl.sum(ends_before.to(gl.int32), 0)
+        segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
+        counted += gl.sum(segments, 0)
+    exists = sequence < sequences
+    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1) * cu_seqlens_stride
+    begin = gl.load(p).to(gl.int32)
+    return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
 
 
 @gluon.jit

@@ -13,10 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels.ssd.hopper_shared import FLAG_STRIDE, SLICE, role_barrier
 
+in_fours = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 SIGN = gl.constexpr(-(1 << 31))  # set in a flag that holds a decay, which is not negative
 
 STAGES = {
-    "part_tile": "caller",
+    "part_of": "caller",
+    "state_of": "caller",
     "published": "state_passing.wait",
     "load_acquire": "caller",
     "publish": "state_passing.store",
@@ -25,17 +27,25 @@ STAGES = {
 
 
 @gluon.jit
-def part_tile(WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Offsets of a part (p, n): tiles of 8 x 8, which a warp has at once in the layout of a product."""
-    o_p = gl.arange(0, SLICE, gl.SliceLayout(1, layout))
-    o_n = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    return (o_p // 8 * 64 + o_p % 8 * 8)[:, None] + (o_n // 8 * (8 * SLICE) + o_n % 8)[None, :]
+def part_of(state):
+    """A state (p, n) as a row of numbers, in an order in which each thread has four at once, and a warp 128."""
+    N: gl.constexpr = state.shape[1]
+    fragments = state.reshape([4, 2, 8, N // 8, 4, 2])  # p: warp, 8 rows, row; n: 8 columns, pair, column
+    return gl.convert_layout(fragments.permute((3, 0, 2, 4, 1, 5)).reshape([SLICE * N]), in_fours)
 
 
 @gluon.jit
-def publish(part_ptr, flag_ptr, part, decay, layout: gl.constexpr):
+def state_of(part, N: gl.constexpr, layout: gl.constexpr):
+    """What `part_of` made a row."""
+    fragments = part.reshape([N // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(fragments.reshape([SLICE, N]), layout)
+
+
+@gluon.jit
+def publish(part_ptr, flag_ptr, added, decay):
     """What a segment adds to a state, and its decay."""
-    gl.store(part_ptr + part_tile(part.shape[1], layout), part.to(part_ptr.dtype.element_ty))
+    part = part_of(added).to(part_ptr.dtype.element_ty)
+    gl.store(part_ptr + gl.arange(0, part.shape[0], in_fours), part)
     role_barrier()  # every thread's numbers are stored before the flag says so
     gl.atomic_xchg(flag_ptr, gl.cast(decay, gl.int32, bitcast=True) | SIGN, sem="release")
 
@@ -56,14 +66,14 @@ def published(flag_ptr, wanted):
 
 
 @gluon.jit
-def entering_state(state, segment, parts_ptr, flags_ptr, LANES: gl.constexpr, layout: gl.constexpr):
-    """`state`, which is zero, plus the parts of all segments before, decayed; and the decay of all of them.
+def entering_state(segment, parts_ptr, flags_ptr, LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """The sum (p, n) of the parts of all segments before, decayed; and the decay of all of them.
 
     LANES: parts, and flags, of a slot.
     """
-    WIDTH: gl.constexpr = state.shape[1]
-    PART: gl.constexpr = SLICE * WIDTH
-    tile = part_tile(WIDTH, layout)
+    PART: gl.constexpr = SLICE * N
+    row = gl.arange(0, PART, in_fours)
+    sum_of_parts = gl.zeros([PART], gl.float32, in_fours)
     step = segment.slot_step.to(gl.int64) * LANES
     lane = segment.slot.to(gl.int64) * LANES - step  # of the segment before
     left = segment.index
@@ -71,10 +81,10 @@ def entering_state(state, segment, parts_ptr, flags_ptr, LANES: gl.constexpr, la
     go = left > 0
     decay = published(flags_ptr + lane * FLAG_STRIDE, go)
     while go:
-        part = gl.load(parts_ptr + lane * PART + tile, cache_modifier=".cg")
+        part = gl.load(parts_ptr + lane * PART + row, cache_modifier=".cg")
         weight, passed = passed, passed * decay
         lane, left = lane - step, left - 1
         go = (left > 0) & (passed != 0.0)
         decay = published(flags_ptr + lane * FLAG_STRIDE, go)  # while the part is on its way
-        state = gl.fma(part.to(gl.float32), weight, state)
-    return state, passed
+        sum_of_parts = gl.fma(part.to(gl.float32), weight, sum_of_parts)
+    return state_of(sum_of_parts, N, layout), passed

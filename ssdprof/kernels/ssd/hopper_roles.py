@@ -23,6 +23,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     async_load,
     async_store,
     load_gate,
+    product_layout,
     role_barrier,
     scalar,
 )
@@ -147,13 +148,20 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def clear_rows(buffer, valid, WIDTH: gl.constexpr):
-    """Zero the rows from `valid` on: they are another sequence's, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    inside = gl.where(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)) < valid, -1, 0).to(gl.int16)
-    buffer.store(masked(buffer.load(layout), inside[:, None]))
-    fence_async_shared()
-    role_barrier()
+def clear_rows(buffer, valid):
+    """Zero the rows (q, columns) from `valid` on: they are another sequence's, and 0 * NaN is NaN.
+
+    Eight rows of 64 columns at a time: these lie together, those of the first 64 columns before the others.
+    """
+    AT_ONCE: gl.constexpr = 8
+    BLOCKS: gl.constexpr = buffer.shape[1] // 64
+    together: gl.constexpr = gl.NVMMASharedLayout.get_default_for([AT_ONCE, 64], buffer.dtype)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    rows = buffer._reinterpret(buffer.dtype, [BLOCKS * CHUNK // AT_ONCE, AT_ONCE, 64], together)
+    o_q = gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
+    for k in range(BLOCKS * CHUNK // AT_ONCE):
+        inside = gl.where(k * AT_ONCE % CHUNK + o_q < valid, -1, 0).to(gl.int16)
+        rows.index(k).store(masked(rows.index(k).load(layout), inside[:, None]))
 
 
 @gluon.jit
@@ -171,7 +179,7 @@ def scores(
     shared, segment, rates, low, high,
     SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    layout: gl.constexpr = product_layout(CHUNK)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
@@ -193,9 +201,11 @@ def scores(
             valid = segment.length - (segment.first + i) * CHUNK
             if valid < CHUNK:
                 for k in range(shared.HALVES):
-                    clear_rows(B_of(shared, place, k), valid, shared.rows.shape[2])
+                    clear_rows(B_of(shared, place, k), valid)
                 for k in range(shared.UNITS):
-                    clear_rows(shared.x.index(place * shared.UNITS + k).reshape([CHUNK, SLICE]), valid, SLICE)
+                    clear_rows(shared.x.index(place * shared.UNITS + k).reshape([CHUNK, SLICE]), valid)
+                fence_async_shared()
+                role_barrier()
         # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
         if shared.UNITS == 2:

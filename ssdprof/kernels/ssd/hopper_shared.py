@@ -136,6 +136,12 @@ def for_dtype(code, dtype):
     return code.replace("DTYPE", "bf16" if dtype == gl.bfloat16 else "f16")
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """How a product (64, columns) lies in the registers of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
 def add(a, b):
     return a + b

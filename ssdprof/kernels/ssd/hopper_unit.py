@@ -27,6 +27,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     for_dtype,
     load_gate,
     load_lane,
+    product_layout,
     scalar,
 )
 
@@ -36,7 +37,10 @@ STAGES = {
     "add_residual": "chunk_scan.residual",
     "load_transposed": "caller",
     "segment_state": "chunk_state.first_pass",
+    "out_tile_of": "caller",
+    "store_rows": "chunk_scan.residual",
     "hand_out": "chunk_scan.residual",
+    "scan_chunk": "setup",
     "unit_state": "setup",
 }
 WAITS = {
@@ -132,9 +136,10 @@ def load_transposed(shared, place, IDX: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, operand: gl.constexpr):
+def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr):
     """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
     chunks it read."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
     first = shared.first
     mbarrier.wait(first.full.index(0), 0)
@@ -160,10 +165,101 @@ def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr, opera
 
 
 @gluon.jit
+def out_tile_of(shared, IDX: gl.constexpr):
+    """Where a lane leaves its output (q, p) for `stores`."""
+    out = shared.out.index(IDX)
+    return out.reshape([out.shape[0], SLICE])
+
+
+@gluon.jit
+def store_rows(shared, out_ptr, stride, row, end, p_0, HEADDIM: gl.constexpr, IDX: gl.constexpr):
+    """The rows of a chunk's output that are the sequence's."""
+    tile = out_tile_of(shared, IDX)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_q = row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
+    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, layout))[None, :]
+    p = out_ptr + o_q.to(gl.int64) * stride + o_p
+    gl.store(p, tile.load(layout), mask=(o_q < end) & (o_p < HEADDIM))
+
+
+@gluon.jit
 def hand_out(shared, IDX: gl.constexpr):
     """The output of a chunk to `stores`."""
     fence_async_shared()
     mbarrier.arrive(shared.written.index(IDX), count=1)
+
+
+@gluon.jit
+def scan_chunk(
+    shared, segment, exchange, state, D, i, it,
+    IDX: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Output of chunk i of the segment, and the state after it.  it: chunks that the first pass read."""
+    dtype: gl.constexpr = shared.x.dtype
+    HALVES: gl.constexpr = shared.HALVES
+    UNIT: gl.constexpr = IDX // HALVES  # of the program's
+    HALF: gl.constexpr = IDX % HALVES  # of N
+    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
+    OWN_FIRST: gl.constexpr = HALF * OWN
+    by_q: gl.constexpr = product_layout(CHUNK)  # (p, q)
+    by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
+    q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
+    n_operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
+    slot, place, stage = i % shared.RING, (it + i) % shared.RING, i % shared.SCORE_RING
+    mbarrier.wait(shared.full.index(slot), (i // shared.RING) & 1)
+    # stage chunk_state: its operands
+    t = (segment.first + i) * CHUNK
+    if RAGGED:
+        if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
+            mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+    x = load_transposed(shared, place, IDX, q_operand)
+    weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
+    decay = scalar(shared.decay.index(slot).slice(IDX, 1))
+    # stage chunk_scan.previous: what entered the chunk
+    C = C_of(shared, place, HALF).permute((1, 0))
+    zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
+    entered = gl.convert_layout(state.to(dtype), q_operand)
+    out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
+    # stage chunk_state
+    B = B_of(shared, place, HALF)
+    xw = weighted(x, weight, False)
+    state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
+    # stage chunk_scan.residual: the chunk before's output, under these products
+    if i > 0:
+        hand_out(shared, IDX)
+    # stage chunk_scan.previous
+    out = warpgroup_mma_wait(1, deps=[out_begun])
+    # stage chunk_state: here, where registers are free again
+    if not RELAXED:
+        again = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
+        lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
+        state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
+    # stage chunk_scan.previous
+    if HALVES == 2:
+        out = give_part(exchange, out, i, HALF, by_own)
+    entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
+    entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
+    out *= entering
+    # stage chunk_scan.current: what the chunk adds
+    mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+    m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
+    out_begun = warpgroup_mma(x, m, out, is_async=True)
+    state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
+    mbarrier.arrive(shared.unscored.index(stage), count=1)
+    mbarrier.arrive(shared.empty.index(slot), count=1)
+    # stage chunk_scan.residual
+    if D is not None:
+        own_x = gl.convert_layout(x, by_q)
+        if HALVES == 2:
+            own_x, _ = half_and_rest(own_x, HALF, by_own)
+        out = add_residual(out, own_x, D[:, None])
+    if HALVES == 2:  # this late, so that neither half waits for the other
+        # stage chunk_scan.previous
+        out += entering * take_part(exchange, i, HALF, by_own)
+        # stage chunk_scan.residual
+    mbarrier.wait(shared.unwritten.index(IDX), (i & 1) ^ 1)
+    out_tile_of(shared, IDX).permute((1, 0)).store(out.to(dtype))
+    return state
 
 
 @gluon.jit
@@ -173,24 +269,20 @@ def unit_state(
     RELAXED: gl.constexpr, RAGGED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
-    dtype: gl.constexpr = shared.x.dtype
     HALVES: gl.constexpr = shared.HALVES
-    UNIT: gl.constexpr = IDX // HALVES  # of the program's
     HALF: gl.constexpr = IDX % HALVES  # of N
     WIDTH: gl.constexpr = DSTATE // HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
-    OWN_FIRST: gl.constexpr = HALF * OWN
-    by_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])  # (p, q)
-    by_own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])  # (p, own q)
-    by_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # (p, n)
-    q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
-    n_operand: gl.constexpr = gl.DotOperandLayout(0, by_n, 2)
-    unit = segment.unit + UNIT
+    by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
+    by_n: gl.constexpr = product_layout(WIDTH)  # (p, n)
+    unit = segment.unit + IDX // HALVES
     i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
     state = gl.zeros([SLICE, WIDTH], gl.float32, by_n)
     o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
     o_n = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
-    inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
+    inside = None  # all are
+    if HEADDIM % SLICE != 0:
+        inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
     tile = o_p[:, None] * DSTATE + o_n[None, :]
     lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
 
@@ -198,7 +290,7 @@ def unit_state(
     it = 0
     added, decay = state, 1.0
     if segment.goes_back:
-        added, decay, it = segment_state(shared, state, IDX, RELAXED, n_operand)
+        added, decay, it = segment_state(shared, state, IDX, RELAXED)
     if RECOMPUTE:
         state = added
     if LOOKS_BACK:
@@ -208,86 +300,26 @@ def unit_state(
         flags_ptr = sync_ptr + lane_of_all * FLAG_STRIDE
         if not segment.last:
             mine = segment.slot.to(gl.int64) * LANES
-            publish(parts_ptr + mine * (SLICE * WIDTH), flags_ptr + mine * FLAG_STRIDE, added, decay, by_n)
-        state, decay = entering_state(state, segment, parts_ptr, flags_ptr, LANES, by_n)
+            publish(parts_ptr + mine * (SLICE * WIDTH), flags_ptr + mine * FLAG_STRIDE, added, decay)
+        state, decay = entering_state(segment, parts_ptr, flags_ptr, LANES, WIDTH, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
         initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
-        initial = gl.load(own_ptr + initial_tile, mask=inside, other=0.0).to(gl.float32)
+        initial = gl.load(own_ptr + initial_tile, mask=inside).to(gl.float32)
         state = gl.fma(initial, decay, state)
     # stage setup: the output, chunk after chunk
-    D = gl.zeros([SLICE], gl.float32, gl.SliceLayout(1, by_own))
+    D = None
     if D_ptr is not None:
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
-    zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
-    out_tile = shared.out.index(IDX).reshape([OWN, SLICE])
-    out_row = segment.begin + segment.length  # the first row of what is in out_tile: nothing yet
     for i in range(segment.nchunks):
-        slot, place, stage = i % shared.RING, (it + i) % shared.RING, i % shared.SCORE_RING
-        mbarrier.wait(shared.full.index(slot), (i // shared.RING) & 1)
-        # stage chunk_state: its operands
-        t = (segment.first + i) * CHUNK
-        if RAGGED:
-            if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
-                mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
-        x = load_transposed(shared, place, IDX, q_operand)
-        weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
-        decay = scalar(shared.decay.index(slot).slice(IDX, 1))
-        # stage chunk_scan.previous: what entered the chunk
-        C = C_of(shared, place, HALF).permute((1, 0))
-        entered = gl.convert_layout(state.to(dtype), q_operand)
-        out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
-        # stage chunk_state
-        B = B_of(shared, place, HALF)
-        xw = weighted(x, weight, False)
-        state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
-        # stage chunk_scan.residual: the chunk before's output, under these products
-        if i > 0:
-            hand_out(shared, IDX)
-        # stage chunk_scan.previous
-        out = warpgroup_mma_wait(1, deps=[out_begun])
-        # stage chunk_state: here, where registers are free again
-        if not RELAXED:
-            again = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
-            lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
-            state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
-        # stage chunk_scan.previous
-        if HALVES == 2:
-            out = give_part(exchange, out, i, HALF, by_own)
-        entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
-        entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
-        out *= entering
-        # stage chunk_scan.current: what the chunk adds
-        mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
-        m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
-        out_begun = warpgroup_mma(x, m, out, is_async=True)
-        state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
-        mbarrier.arrive(shared.unscored.index(stage), count=1)
-        mbarrier.arrive(shared.empty.index(slot), count=1)
-        # stage chunk_scan.residual
-        if D_ptr is not None:
-            own_x = gl.convert_layout(x, by_q)
-            if HALVES == 2:
-                own_x, _ = half_and_rest(own_x, HALF, by_own)
-            out = add_residual(out, own_x, D[:, None])
-        if HALVES == 2:  # this late, so that neither half waits for the other
-            # stage chunk_scan.previous
-            out += entering * take_part(exchange, i, HALF, by_own)
-            # stage chunk_scan.residual
-        mbarrier.wait(shared.unwritten.index(IDX), (i & 1) ^ 1)
-        out_tile.permute((1, 0)).store(out.to(dtype))
-        out_row = segment.begin + t + OWN_FIRST
-    whole = True
+        state = scan_chunk(shared, segment, exchange, state, D, i, it, IDX, RELAXED, RAGGED)
+    row = segment.begin + (segment.first + segment.nchunks - 1) * CHUNK + HALF * OWN  # of the last chunk's output
+    end = segment.begin + segment.length
+    whole = (row + OWN <= end) if RAGGED else True
     if RAGGED:
-        end = segment.begin + segment.length
-        whole = out_row + OWN <= end
         if not whole:
-            rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            o_q = out_row + gl.arange(0, OWN, gl.SliceLayout(1, rows))[:, None]
-            o_w = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, rows))[None, :]
-            p = out_ptr + o_q.to(gl.int64) * out_strides[0] + i_h * out_strides[1] + o_w
-            gl.store(p, out_tile.load(rows), mask=(o_q < end) & (o_w < HEADDIM))
+            store_rows(shared, out_ptr + i_h * out_strides[1], out_strides[0], row, end, p_0, HEADDIM, IDX)
     if whole & (segment.nchunks > 0):
         hand_out(shared, IDX)
     # stage state_passing.store
