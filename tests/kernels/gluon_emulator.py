@@ -198,7 +198,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What the copy engine reads and writes by: tiles of a tensor, zeros past its end."""
+    """What the copy engine reads and writes by: tiles of a tensor, zeros outside of it."""
 
     def __init__(self, host: Any) -> None:
         base = host.base
@@ -208,12 +208,13 @@ class Descriptor:
     def tile(self, start: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Where the tile is in the tensor, and where that part is in the tile."""
         starts = [int(one) for one in start]
-        assert all(0 <= one <= size for one, size in zip(starts, self.tensor.shape, strict=True))
+        inside_or_none = zip(starts, self.block, self.tensor.shape, strict=True)
+        assert all(one == -block or 0 <= one <= size for one, block, size in inside_or_none)
         sizes = [
-            max(0, min(block, whole - one))
+            max(0, min(block, whole - one)) if one >= 0 else 0
             for one, block, whole in zip(starts, self.block, self.tensor.shape, strict=True)
         ]
-        outside = tuple(slice(one, one + size) for one, size in zip(starts, sizes, strict=True))
+        outside = tuple(slice(max(one, 0), max(one, 0) + size) for one, size in zip(starts, sizes, strict=True))
         return outside, tuple(slice(0, size) for size in sizes)
 
 
@@ -284,9 +285,7 @@ class Machine:
 
     def language(self) -> SimpleNamespace:
         def either(of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-            return lambda a, b: of(
-                *(torch.as_tensor(v) for v in torch.broadcast_tensors(*map(torch.as_tensor, (a, b))))
-            )
+            return lambda *values: of(*torch.broadcast_tensors(*map(torch.as_tensor, values)))
 
         def layout(*_args: Any, **_kwargs: Any) -> None:
             return None
@@ -297,6 +296,7 @@ class Machine:
         return SimpleNamespace(
             constexpr=lambda value: value,
             **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
+            uint32=torch.int64,
             tensor=object, shared_memory_descriptor=object,
             BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
             SwizzledSharedLayout=layout, SharedLinearLayout=layout,
@@ -304,7 +304,7 @@ class Machine:
             arange=lambda start, end, _layout: torch.arange(start, end),
             zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, _layout: torch.full(shape, int(value), dtype=dtype),
-            fma=lambda a, b, c: a * b + c, zeros_like=torch.zeros_like, where=torch.where, exp2=torch.exp2,
+            fma=lambda a, b, c: a * b + c, zeros_like=torch.zeros_like, where=either(torch.where), exp2=torch.exp2,
             maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
             sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
             associative_scan=lambda value, axis, _function: value.cumsum(axis),
@@ -384,11 +384,17 @@ class Machine:
 
         def product(a: Any, b: Shared, accumulator: Any, *, use_acc: bool = True, is_async: bool) -> Product:
             assert is_async
-            return Product(a, b, accumulator if use_acc else None)
+            begun = Product(a, b, accumulator if use_acc else None)
+            self.turns.local.begun = [*getattr(self.turns.local, "begun", []), begun]
+            return begun
 
-        def product_wait(_left: int, deps: list[Product]) -> Any:
+        def product_wait(left: int, deps: list[Product]) -> Any:
             self.turns.wait()
-            values = [dep.value() for dep in deps]
+            begun = self.turns.local.begun
+            for one in begun[: len(begun) - left]:
+                one.value()
+            self.turns.local.begun = begun[len(begun) - left :]
+            values = [dep if dep.result is None else dep.result for dep in deps]
             return values[0] if len(values) == 1 else tuple(values)
 
         return {

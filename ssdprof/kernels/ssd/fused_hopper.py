@@ -101,16 +101,17 @@ def _fused_hopper_kernel(
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
-    FIRST_RING: gl.constexpr = RING * HALVES  # without C and with half the gates there is room for as many halves
+    FIRST_RING: gl.constexpr = RING * HALVES  # without C there is room for as many halves
+    WORDS: gl.constexpr = RING + 2
     first_pass = FirstPass(
         gl.allocate_shared_memory(gl.float32, [FIRST_RING, 2 * CHUNK], vector),
-        gl.allocate_shared_memory(gl.float32, [FIRST_RING, 2], vector),
-        gl.allocate_shared_memory(gl.int32, [FIRST_RING + 2, 1], vector),
+        gl.allocate_shared_memory(gl.float32, [RING, 2], vector),
+        gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector),
         gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [FIRST_RING + 2, 1], barrier),
-        FIRST_RING,
-    )
+        gl.allocate_shared_memory(gl.int64, [WORDS, 1], barrier),
+        FIRST_RING, HALVES,
+    )  # fmt: skip
     shared = Shared(
         first_pass,
         gl.allocate_shared_memory(dtype, [2 * RING * HALVES, CHUNK, WIDTH], B_desc.layout),
@@ -140,9 +141,9 @@ def _fused_hopper_kernel(
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2)
     for i in gl.static_range(FIRST_RING):
-        mbarrier.init(first_pass.full.index(i), count=2)  # scores, loads
+        mbarrier.init(first_pass.full.index(i), count=1 if i % HALVES > 0 else 2)  # loads, and of a turn's first scores
         mbarrier.init(first_pass.empty.index(i), count=2)  # both lanes
-    for i in gl.static_range(FIRST_RING + 2):
+    for i in gl.static_range(WORDS):
         mbarrier.init(first_pass.told.index(i), count=1)
 
     # stage ticket: which segment of which units is mine

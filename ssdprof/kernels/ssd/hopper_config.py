@@ -70,9 +70,10 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     rows = 2 * CHUNK.value * dstate  # bytes of B, or C
     vector = 4 * 2 * CHUNK.value
     chunk = 2 * rows + 4 * vector + 8  # B and C, gates, decays
-    first_chunk = tiles + vector + 8  # x, for both passes, weights, decays
+    first_chunk = tiles + vector  # x, for both passes, weights
+    words = 8 * ring + 4 * (ring + 2)  # of the first pass, decays and whether it goes on
     exchange = 4 * (4 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
-    return int(ring * chunk + ring * halves * first_chunk + score_ring * tiles + tiles + exchange)
+    return int(ring * chunk + ring * halves * first_chunk + words + score_ring * tiles + tiles + exchange)
 
 
 def row_stride(tensor: torch.Tensor) -> int:

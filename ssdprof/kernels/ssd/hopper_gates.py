@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, ENTERING, KEY, ROW, WEIGHT, add, for_dtype
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, ENTERING, KEY, ROW, WEIGHT, add, for_dtype, phase, place_in
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -22,6 +22,9 @@ STAGES = {
     "put": "chunk_cumsum",
     "rates_of": "chunk_cumsum",
     "tell": "chunk_cumsum",
+    "wait_for_place": "chunk_cumsum",
+    "put_weight": "chunk_cumsum",
+    "hand_over": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum",
     "gates": "chunk_cumsum",
 }
@@ -107,58 +110,92 @@ def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
-def tell(shared, it, go, weight, seen):
-    """Gates of chunk `it` of the first pass, and whether another one follows."""
+def tell(first, seen, go):
+    """Whether another turn of the first pass follows the one after `seen` chunks."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    first = shared.first
-    slot = it % first.RING
-    first.goes_on.index(it % first.TOLD).store(gl.full([1], go.to(gl.int32), gl.int32, one))
-    mbarrier.arrive(first.told.index(it % first.TOLD), count=1)
-    mbarrier.wait(first.empty.index(slot), ((it // first.RING) & 1) ^ 1)
-    put(first.weights.index(slot), two_parts(weight, shared.x.dtype))
-    first.decay.index(slot).store(exp2_approx(seen))
+    word = place_in(seen // first.TURN, first.WORDS)
+    first.goes_on.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+    mbarrier.arrive(first.told.index(word), count=1)
+
+
+@gluon.jit
+def wait_for_place(first, chunk):
+    mbarrier.wait(first.empty.index(place_in(chunk, first.RING)), phase(chunk, first.RING) ^ 1)
+
+
+@gluon.jit
+def put_weight(shared, chunk, weight):
+    """The weights of a chunk of the first pass."""
+    put(shared.first.weights.index(place_in(chunk, shared.first.RING)), two_parts(weight, shared.x.dtype))
+
+
+@gluon.jit
+def hand_over(first, seen, decay):
+    """A turn whose weights are there, and the log2 of the decay of all until its end."""
+    slot = place_in(seen, first.RING)
+    first.decay.index(slot // first.TURN).store(exp2_approx(decay))
     mbarrier.arrive(first.full.index(slot), count=1)
-    # no further ahead of the copies: with more of them on their way all are slower
-    mbarrier.wait(first.full.index((it - 1) % first.RING), ((it - 1) // first.RING) & 1, pred=it > 0)
 
 
 @gluon.jit
 def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
     """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many these are.
 
-    Two chunks at once: what takes long is each one's chain of dependent instructions.
+    Two chunks at once: what takes long is each one's chain of dependent instructions.  If turns are of two chunks, the
+    last one's second may be before the segment: all zeros.
     """
     # (q, lane): a warp for each lane, and the other two do the same again
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
+    first = shared.first
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
-    seen = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
+    decay = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
+    every = gl.full([CHUNK, 2], True, gl.int1, layout)
     c = segment.seen - 1
     p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
-    raw, raw_2 = gl.load(p + tile), gl.load(p - CHUNK * dt_stride + tile, mask=(c > 0) & (tile >= 0), other=0.0)
-    it = 0
+    raw, raw_2 = gl.load(p + tile), gl.load(p - CHUNK * dt_stride + tile, mask=(c > 0) & every, other=0.0)
+    seen = 0
     go = True
     while go:
         p -= 2 * CHUNK * dt_stride
-        ahead = gl.load(p + tile, mask=(c > 1) & (tile >= 0), other=0.0)
-        ahead_2 = gl.load(p - CHUNK * dt_stride + tile, mask=(c > 2) & (tile >= 0), other=0.0)
-        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
-        dt_2, a_2, a_end_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, tile >= 0, DT_SOFTPLUS)
+        ahead = gl.load(p + tile, mask=(c > 1) & every, other=0.0)
+        ahead_2 = gl.load(p - CHUNK * dt_stride + tile, mask=(c > 2) & every, other=0.0)
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, every, DT_SOFTPLUS)
+        dt_2, a_2, a_end_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, (c > 0) & every, DT_SOFTPLUS)
         raw, raw_2 = ahead, ahead_2
-        weight = decay_exp2(a_end[None, :] - a) * exp2_approx(seen)[None, :] * dt
-        seen += a_end
-        weight_2 = decay_exp2(a_end_2[None, :] - a_2) * exp2_approx(seen)[None, :] * dt_2
-        seen_2 = seen + a_end_2
-        least, least_2 = gl.split(gl.max(gl.join(seen, seen_2), 0))
-        go = (c > 0) & (least > FORGOTTEN)
-        tell(shared, it, go, weight, seen)
-        it += 1
-        if go:
-            go = (c > 1) & (least_2 > FORGOTTEN)
-            tell(shared, it, go, weight_2, seen_2)
-            it += 1
-        seen = seen_2
+        weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
+        decay += a_end
+        weight_2 = decay_exp2(a_end_2[None, :] - a_2) * exp2_approx(decay)[None, :] * dt_2
+        decay_2 = decay + a_end_2
+        if first.TURN == 2:
+            go = (c > 1) & (gl.max(decay_2, 0) > FORGOTTEN)
+            tell(first, seen, go)
+            wait_for_place(first, seen + 1)
+            put_weight(shared, seen, weight)
+            put_weight(shared, seen + 1, weight_2)
+            hand_over(first, seen, decay_2)
+            seen += 2
+        else:
+            least, least_2 = gl.split(gl.max(gl.join(decay, decay_2), 0))
+            more = (c > 0) & (least > FORGOTTEN)
+            go = more & (c > 1) & (least_2 > FORGOTTEN)
+            tell(first, seen, more)
+            if more:
+                tell(first, seen + 1, go)
+            wait_for_place(first, seen)
+            put_weight(shared, seen, weight)
+            hand_over(first, seen, decay)
+            seen += 1
+            if more:
+                wait_for_place(first, seen)
+                put_weight(shared, seen, weight_2)
+                hand_over(first, seen, decay_2)
+                seen += 1
+        # no further ahead of the copies: with more of them on their way all are slower
+        before = gl.maximum(seen - 2, 0)
+        mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
+        decay = decay_2
         c -= 2
-    return it
+    return seen
 
 
 @gluon.jit
@@ -170,7 +207,7 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
     t = segment.first * CHUNK
     raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
     for i in range(segment.nchunks):
-        slot = i % shared.RING
+        slot = place_in(i, shared.RING)
         valid = (t + o_q < segment.length)[:, None]
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
         t += CHUNK
@@ -179,7 +216,7 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
         key = a - log2_approx(dt)
         entering = exp2_approx(a)
         decay = exp2_approx(a_end)
-        mbarrier.wait(shared.empty.index(slot), ((i // shared.RING) & 1) ^ 1)
+        mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
         put(shared.gates.index(slot * 4 + ROW), a)
         put(shared.gates.index(slot * 4 + KEY), key)
         put(shared.gates.index(slot * 4 + WEIGHT), two_parts(weight, shared.x.dtype))

@@ -18,14 +18,18 @@ from ssdprof.kernels.ssd.hopper_shared import (
     KEY,
     ROW,
     SLICE,
-    B_of,
-    C_of,
+    B_place,
+    C_place,
     async_load,
     async_store,
     load_gate,
+    phase,
+    place_in,
     product_layout,
     role_barrier,
+    rows_of,
     scalar,
+    x_place,
 )
 
 STAGES = {
@@ -67,7 +71,7 @@ def load_rows(shared, place, t, desc, first_column, full):
     """B or C, in tiles of (q, half of N)."""
     WIDTH: gl.constexpr = shared.rows.shape[2]
     for k in gl.static_range(shared.HALVES):
-        async_load(desc, [t, first_column + k * WIDTH], full, shared.rows.index(place * shared.HALVES + k))
+        async_load(desc, [t, first_column + k * WIDTH], full, rows_of(shared, place, k))
 
 
 @gluon.jit
@@ -79,34 +83,39 @@ def loads(
     X_BYTES: gl.constexpr = shared.UNITS * CHUNK * SLICE * 2
     first_column = segment.unit // SLICES // HEADS_PER_GROUP * DSTATE
     first = shared.first
-    it = 0
+    seen = 0
     if segment.goes_back:
-        t = segment.begin + (segment.seen_first + segment.seen - 1) * CHUNK
-        go = segment.seen > 0
+        c = segment.seen - 1
+        go = c >= 0
         while go:
-            slot = it % first.RING
-            full = first.full.index(slot)
-            mbarrier.wait(first.empty.index(slot), ((it // first.RING) & 1) ^ 1)
-            mbarrier.expect(full, B_BYTES + X_BYTES)
-            load_rows(shared, slot, t, B_desc, first_column, full)
-            load_x(shared, segment, slot, t, x_desc, full, SLICES)
-            mbarrier.wait(first.told.index(it % first.TOLD), (it // first.TOLD) & 1)
-            go = scalar(first.goes_on.index(it % first.TOLD)) != 0
-            t -= CHUNK
-            it += 1
+            for k in gl.static_range(first.TURN):
+                slot = place_in(seen + k, first.RING)
+                full = first.full.index(slot)
+                mbarrier.wait(first.empty.index(slot), phase(seen + k, first.RING) ^ 1)
+                mbarrier.expect(full, B_BYTES + X_BYTES)
+                # before the segment there are zeros, which the copy engine has before its first row
+                t = gl.where(c >= k, segment.begin + (segment.seen_first + c - k) * CHUNK, -CHUNK)
+                load_rows(shared, slot, t, B_desc, first_column, full)
+                load_x(shared, segment, slot, t, x_desc, full, SLICES)
+            word = seen // first.TURN
+            mbarrier.wait(first.told.index(place_in(word, first.WORDS)), phase(word, first.WORDS))
+            go = scalar(first.goes_on.index(place_in(word, first.WORDS))) != 0
+            c -= first.TURN
+            seen += first.TURN
     for i in range(segment.nchunks):
-        slot, place = i % shared.RING, (it + i) % shared.RING
+        slot = place_in(i, shared.RING)
         full = shared.full.index(slot)
         t = segment.begin + (segment.first + i) * CHUNK
-        # the last chunk of the first pass that was in this place, or in that of C
-        before = gl.maximum(it + i - shared.RING, 0)
-        here = (i < shared.RING) & (it + i >= shared.RING)
-        mbarrier.wait(first.empty.index(before % first.RING), (before // first.RING) & 1, pred=here)
-        mbarrier.wait(shared.empty.index(slot), ((i // shared.RING) & 1) ^ 1)
+        # the last chunk of the first pass that was where these go
+        before = seen - first.RING + (i + 1) * shared.HALVES - 1
+        here = (i < shared.RING) & (before >= 0)
+        before = gl.maximum(before, 0)
+        mbarrier.wait(first.empty.index(place_in(before, first.RING)), phase(before, first.RING), pred=here)
+        mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
         mbarrier.expect(full, 2 * B_BYTES + X_BYTES)
-        load_rows(shared, place, t, B_desc, first_column, full)
-        load_x(shared, segment, place, t, x_desc, full, SLICES)
-        load_rows(shared, shared.RING + place, t, C_desc, first_column, full)
+        load_rows(shared, B_place(shared, seen, i), t, B_desc, first_column, full)
+        load_x(shared, segment, x_place(shared, seen, i), t, x_desc, full, SLICES)
+        load_rows(shared, C_place(shared, seen, i), t, C_desc, first_column, full)
 
 
 # --- stores
@@ -165,12 +174,12 @@ def clear_rows(buffer, valid):
 
 
 @gluon.jit
-def bmm_chunk(shared, place, zero):
-    """C B^T of the chunk in `place`, begun."""
+def bmm_chunk(shared, seen, i, zero):
+    """C B^T of chunk i, begun."""
     CB = zero
     for k in gl.static_range(shared.HALVES):
-        B = B_of(shared, place, k).permute((1, 0))
-        CB = warpgroup_mma(C_of(shared, place, k), B, CB, use_acc=k > 0, is_async=True)
+        B = rows_of(shared, B_place(shared, seen, i), k).permute((1, 0))
+        CB = warpgroup_mma(rows_of(shared, C_place(shared, seen, i), k), B, CB, use_acc=k > 0, is_async=True)
     return CB
 
 
@@ -183,16 +192,16 @@ def scores(
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
-    it = 0
+    seen = 0
     if segment.goes_back:
-        it = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
+        seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
     causal = gl.arange(0, CHUNK, row)[:, None] >= gl.arange(0, CHUNK, col)[None, :]
     causal = gl.where(causal, -1, 0).to(gl.int16)
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
     mbarrier.wait(shared.full.index(0), 0, pred=segment.nchunks > 0)
-    CB_begun = bmm_chunk(shared, it % shared.RING, zero)
+    CB_begun = bmm_chunk(shared, seen, 0, zero)
     for i in range(segment.nchunks):
-        slot, place, stage = i % shared.RING, (it + i) % shared.RING, i % shared.SCORE_RING
+        slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
         row_0, key_0 = load_gate(shared, slot, ROW, 0, row), load_gate(shared, slot, KEY, 0, col)
         if shared.UNITS == 2:
             row_1 = load_gate(shared, slot, ROW, 1, row)
@@ -201,16 +210,18 @@ def scores(
             valid = segment.length - (segment.first + i) * CHUNK
             if valid < CHUNK:
                 for k in range(shared.HALVES):
-                    clear_rows(B_of(shared, place, k), valid)
+                    clear_rows(rows_of(shared, B_place(shared, seen, i), k), valid)
                 for k in range(shared.UNITS):
-                    clear_rows(shared.x.index(place * shared.UNITS + k).reshape([CHUNK, SLICE]), valid)
+                    clear_rows(
+                        shared.x.index(x_place(shared, seen, i) * shared.UNITS + k).reshape([CHUNK, SLICE]), valid
+                    )
                 fence_async_shared()
                 role_barrier()
         # stage chunk_scan.current: the decayed scores
         m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
         if shared.UNITS == 2:
             key_1 = load_gate(shared, slot, KEY, 1, col)
-        mbarrier.wait(shared.unscored.index(stage), ((i // shared.SCORE_RING) & 1) ^ 1)
+        mbarrier.wait(shared.unscored.index(stage), phase(i, shared.SCORE_RING) ^ 1)
         if shared.UNITS == 2:
             shared.scores.index(stage * 2).store(m)
             m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
@@ -221,7 +232,7 @@ def scores(
         # stage bmm_chunk: the next product; after the last chunk it is not used
         following = i + 1
         more = following < segment.nchunks
-        mbarrier.wait(shared.full.index(following % shared.RING), (following // shared.RING) & 1, pred=more)
-        CB_begun = bmm_chunk(shared, (it + following) % shared.RING, zero)
+        mbarrier.wait(shared.full.index(place_in(following, shared.RING)), phase(following, shared.RING), pred=more)
+        CB_begun = bmm_chunk(shared, seen, following, zero)
     # stage bmm_chunk
     warpgroup_mma_wait(0, deps=[CB_begun])

@@ -102,8 +102,7 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
             for count in (1, 2, 4, 8):
                 yield Segments(long_count=at_once, long_segment=long, segment=ceil_div(left, count))
     if nchunks <= LONGEST_RECOMPUTED:
-        for part in (0.5, 0.56, 0.62, 0.66, 0.7, 0.74):
-            first = max(1, round(part * nchunks))
+        for first in range(ceil_div(nchunks, 2), 3 * nchunks // 4 + 1, ceil_div(nchunks, 64)):
             if nchunks > first:
                 for count in (1, 2, 3):
                     yield Segments(

@@ -13,10 +13,10 @@ of one group, or, where N is 256, the two halves of N of one unit, which exchang
 (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of
 decayed scores, `written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
 
-The first pass has a ring and barriers of its own, for other roles take part in it.  Waits are for one of two phases:
-who missed a turn of a ring would take the one before for it.  The second pass begins in the place of the oldest chunk
-of the first.  So chunk i of the second has the barriers of i % RING, but its rows and x in place (n + i) % RING, where
-n is the number of chunks of the first.
+The first pass has rings and barriers of its own, for other roles take part in it.  It takes turns of one chunk, or of
+two where N is 256.  Waits are for one of two phases: who missed a turn of a ring would take the one before for it.
+Chunk i of the second pass has the barriers of i % RING; where its rows and x are depends on where the first pass ended
+(`B_place`, `C_place`, `x_place`), so that the first ones are copied while it ends.
 
 Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
 """
@@ -32,9 +32,13 @@ FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
 STAGES = {
-    "B_of": "caller",
-    "C_of": "caller",
+    "rows_of": "caller",
+    "B_place": "caller",
+    "C_place": "caller",
+    "x_place": "caller",
     "add": "caller",
+    "place_in": "caller",
+    "phase": "caller",
     "scalar": "caller",
     "load_gate": "caller",
     "load_lane": "caller",
@@ -43,22 +47,23 @@ STAGES = {
 
 @aggregate
 class FirstPass:
-    """Its ring, of RING chunks: B and x of chunk i are where the second pass has some.  Vectors as in `Shared`."""
+    """Its rings: of chunks, of turns, and of words.  Vectors as in `Shared`."""
 
-    weights: gl.shared_memory_descriptor  # (ring, 2 q)
-    decay: gl.shared_memory_descriptor  # (ring, 2): of all that was seen of the segment
-    goes_on: gl.shared_memory_descriptor  # (told ring, 1): whether there is another chunk after this one
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    told: gl.shared_memory_descriptor
-    RING: gl.constexpr
-    TOLD: gl.constexpr  # two more, so that all have read a word before it is overwritten
+    weights: gl.shared_memory_descriptor  # (chunks, 2 q)
+    decay: gl.shared_memory_descriptor  # (turns, 2): of all that was seen of the segment
+    goes_on: gl.shared_memory_descriptor  # (words, 1): whether there is another turn after this one
+    full: gl.shared_memory_descriptor  # chunks
+    empty: gl.shared_memory_descriptor  # chunks
+    told: gl.shared_memory_descriptor  # words
+    RING: gl.constexpr  # chunks
+    TURN: gl.constexpr  # chunks that are worked on at once
+    WORDS: gl.constexpr  # two more than turns, so that all have read what is overwritten
 
     @gluon.constexpr_function
-    def __init__(self, weights, decay, goes_on, full, empty, told, RING):
+    def __init__(self, weights, decay, goes_on, full, empty, told, RING, TURN):
         self.weights, self.decay, self.goes_on = weights, decay, goes_on
         self.full, self.empty, self.told = full, empty, told
-        self.RING, self.TOLD = gl.constexpr(RING), gl.constexpr(RING + 2)
+        self.RING, self.TURN, self.WORDS = gl.constexpr(RING), gl.constexpr(TURN), gl.constexpr(RING // TURN + 2)
 
 
 @aggregate
@@ -66,8 +71,8 @@ class Shared:
     """Rings in shared memory.  Vectors hold the 64 numbers of lane 0, then those of lane 1."""
 
     first: FirstPass
-    rows: gl.shared_memory_descriptor  # (2 * ring * halves, q, n): B of each chunk, then C; all for B in the first pass
-    x: gl.shared_memory_descriptor  # (first ring * units, q, 1, p)
+    rows: gl.shared_memory_descriptor  # (places * halves, q, n): B or C of a chunk
+    x: gl.shared_memory_descriptor  # (places * units, q, 1, p)
     scores: gl.shared_memory_descriptor  # (score ring * units, q, s)
     out: gl.shared_memory_descriptor  # (2, q / halves, 1, p)
     gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
@@ -148,14 +153,39 @@ def add(a, b):
 
 
 @gluon.jit
-def B_of(shared, place, half):
-    """B (q, n) of a chunk, or a half of its n."""
+def rows_of(shared, place, half):
+    """B or C (q, n) of a chunk, or a half of its n."""
     return shared.rows.index(place * shared.HALVES + half)
 
 
 @gluon.jit
-def C_of(shared, place, half):
-    return shared.rows.index((shared.RING + place) * shared.HALVES + half)
+def place_in(i, SIZE: gl.constexpr):
+    """i % SIZE of what is not negative; what signs take would be in the way of each chunk."""
+    return (gl.to_tensor(i).to(gl.uint32) % SIZE).to(gl.int32)
+
+
+@gluon.jit
+def phase(i, SIZE: gl.constexpr):
+    """Of the barriers of a ring, when turn i is over."""
+    return (gl.to_tensor(i).to(gl.uint32) // SIZE & 1).to(gl.int32)
+
+
+@gluon.jit
+def B_place(shared, seen, i):
+    """Where chunk i of the second pass has B, after a first pass over `seen` chunks."""
+    return place_in(seen + i * shared.HALVES, shared.first.RING)
+
+
+@gluon.jit
+def C_place(shared, seen, i):
+    """Likewise C: past the places of the first pass, or, if it has all, in the one after B."""
+    return B_place(shared, seen, i) + (shared.RING if shared.HALVES == 1 else 1)
+
+
+@gluon.jit
+def x_place(shared, seen, i):
+    """Likewise x."""
+    return place_in(seen + place_in(i, shared.RING), shared.first.RING)
 
 
 @gluon.jit

@@ -22,13 +22,17 @@ from ssdprof.kernels.ssd.hopper_shared import (
     FLAG_STRIDE,
     SLICE,
     WEIGHT,
-    B_of,
-    C_of,
+    B_place,
+    C_place,
     for_dtype,
     load_gate,
     load_lane,
+    phase,
+    place_in,
     product_layout,
+    rows_of,
     scalar,
+    x_place,
 )
 
 STAGES = {
@@ -141,27 +145,36 @@ def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr):
     chunks it read."""
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
+    HALF: gl.constexpr = IDX % shared.HALVES
     first = shared.first
     mbarrier.wait(first.full.index(0), 0)
     x, weight = load_transposed(shared, 0, IDX, operand), load_lane(first.weights.index(0), IDX, weights)
     decay = 1.0
-    it = 0
+    seen = 0
     go = True
     while go:
-        slot = it % first.RING
+        slot = place_in(seen, first.RING)
         xw = weighted(x, weight, not RELAXED)
-        begun = warpgroup_mma(xw, B_of(shared, slot, IDX % shared.HALVES), state, is_async=True)
-        go = scalar(first.goes_on.index(it % first.TOLD)) != 0
-        decay = scalar(first.decay.index(slot).slice(IDX, 1))
-        # the next chunk's operands, under this one's product; after the last chunk they are not used
-        it += 1
-        following = it % first.RING
-        mbarrier.wait(first.full.index(following), (it // first.RING) & 1, pred=go)
+        begun = warpgroup_mma(xw, rows_of(shared, slot, HALF), state, is_async=True)
+        if first.TURN == 2:
+            mbarrier.wait(first.full.index(slot + 1), phase(seen, first.RING))
+            x = load_transposed(shared, slot + 1, IDX, operand)
+            xw = weighted(x, load_lane(first.weights.index(slot + 1), IDX, weights), not RELAXED)
+            begun = warpgroup_mma(xw, rows_of(shared, slot + 1, HALF), begun, is_async=True)
+        go = scalar(first.goes_on.index(place_in(seen // first.TURN, first.WORDS))) != 0
+        decay = scalar(first.decay.index(slot // first.TURN).slice(IDX, 1))
+        if first.TURN == 2:
+            begun = warpgroup_mma_wait(1, deps=[begun])
+            mbarrier.arrive(first.empty.index(slot), count=1)
+        # the next turn's first operands, under this one's last product; after the last turn they are not used
+        seen += first.TURN
+        following = place_in(seen, first.RING)
+        mbarrier.wait(first.full.index(following), phase(seen, first.RING), pred=go)
         x = load_transposed(shared, following, IDX, operand)
         weight = load_lane(first.weights.index(following), IDX, weights)
         state = warpgroup_mma_wait(0, deps=[begun])
-        mbarrier.arrive(first.empty.index(slot), count=1)
-    return state, decay, it
+        mbarrier.arrive(first.empty.index(slot + first.TURN - 1), count=1)
+    return state, decay, seen
 
 
 @gluon.jit
@@ -191,46 +204,50 @@ def hand_out(shared, IDX: gl.constexpr):
 
 @gluon.jit
 def scan_chunk(
-    shared, segment, exchange, state, D, i, it,
+    shared, segment, exchange, state, D, i, seen,
     IDX: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Output of chunk i of the segment, and the state after it.  it: chunks that the first pass read."""
+    """Output of chunk i of the segment, and the state after it.  seen: chunks that the first pass read."""
     dtype: gl.constexpr = shared.x.dtype
     HALVES: gl.constexpr = shared.HALVES
     UNIT: gl.constexpr = IDX // HALVES  # of the program's
     HALF: gl.constexpr = IDX % HALVES  # of N
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
     OWN_FIRST: gl.constexpr = HALF * OWN
+    AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # there are registers for it
     by_q: gl.constexpr = product_layout(CHUNK)  # (p, q)
     by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
     n_operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
-    slot, place, stage = i % shared.RING, (it + i) % shared.RING, i % shared.SCORE_RING
-    mbarrier.wait(shared.full.index(slot), (i // shared.RING) & 1)
+    slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
+    mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
     # stage chunk_state: its operands
     t = (segment.first + i) * CHUNK
     if RAGGED:
         if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
-            mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
-    x = load_transposed(shared, place, IDX, q_operand)
+            mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
+    x = load_transposed(shared, x_place(shared, seen, i), IDX, q_operand)
     weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
     decay = scalar(shared.decay.index(slot).slice(IDX, 1))
     # stage chunk_scan.previous: what entered the chunk
-    C = C_of(shared, place, HALF).permute((1, 0))
+    C = rows_of(shared, C_place(shared, seen, i), HALF).permute((1, 0))
     zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
     entered = gl.convert_layout(state.to(dtype), q_operand)
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
     # stage chunk_state
-    B = B_of(shared, place, HALF)
+    B = rows_of(shared, B_place(shared, seen, i), HALF)
     xw = weighted(x, weight, False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
+    if AT_ONCE:  # what that loses
+        lost = gl.convert_layout(rounded_off(x, weight, xw), n_operand)
+        state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.residual: the chunk before's output, under these products
     if i > 0:
         hand_out(shared, IDX)
     # stage chunk_scan.previous
-    out = warpgroup_mma_wait(1, deps=[out_begun])
-    # stage chunk_state: here, where registers are free again
-    if not RELAXED:
+    out = warpgroup_mma_wait(2 if AT_ONCE else 1, deps=[out_begun])
+    # stage chunk_state: what that loses, here, where registers are free again
+    if not RELAXED and not AT_ONCE:
         again = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
         lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
@@ -241,9 +258,13 @@ def scan_chunk(
     entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
     # stage chunk_scan.current: what the chunk adds
-    mbarrier.wait(shared.scored.index(stage), (i // shared.SCORE_RING) & 1)
+    mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
     m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
     out_begun = warpgroup_mma(x, m, out, is_async=True)
+    if AT_ONCE:
+        # stage chunk_scan.previous
+        theirs = take_part(exchange, i, HALF, by_own)
+        # stage chunk_scan.current
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
     mbarrier.arrive(shared.unscored.index(stage), count=1)
     mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -255,7 +276,9 @@ def scan_chunk(
         out = add_residual(out, own_x, D[:, None])
     if HALVES == 2:  # this late, so that neither half waits for the other
         # stage chunk_scan.previous
-        out += entering * take_part(exchange, i, HALF, by_own)
+        if not AT_ONCE:
+            theirs = take_part(exchange, i, HALF, by_own)
+        out += entering * theirs
         # stage chunk_scan.residual
     mbarrier.wait(shared.unwritten.index(IDX), (i & 1) ^ 1)
     out_tile_of(shared, IDX).permute((1, 0)).store(out.to(dtype))
@@ -287,10 +310,10 @@ def unit_state(
     lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
 
     # stage state_passing.load: the state that enters the segment
-    it = 0
+    seen = 0
     added, decay = state, 1.0
     if segment.goes_back:
-        added, decay, it = segment_state(shared, state, IDX, RELAXED)
+        added, decay, seen = segment_state(shared, state, IDX, RELAXED)
     if RECOMPUTE:
         state = added
     if LOOKS_BACK:
@@ -313,7 +336,7 @@ def unit_state(
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     for i in range(segment.nchunks):
-        state = scan_chunk(shared, segment, exchange, state, D, i, it, IDX, RELAXED, RAGGED)
+        state = scan_chunk(shared, segment, exchange, state, D, i, seen, IDX, RELAXED, RAGGED)
     row = segment.begin + (segment.first + segment.nchunks - 1) * CHUNK + HALF * OWN  # of the last chunk's output
     end = segment.begin + segment.length
     whole = (row + OWN <= end) if RAGGED else True
