@@ -78,7 +78,7 @@ HOPPER = (
     Row(
         dstate=128,
         take=Roles(ring=3, score_ring=2, unit_registers=192, other_registers=24),
-        why="three chunks of B, C and x fill shared memory; what roles with states leave of the registers, the scores need",
+        why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
     ),
     Row(
         take=Roles(ring=2, score_ring=2, unit_registers=208, other_registers=24),

@@ -149,7 +149,7 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
     first = shared.first
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     decay = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
-    every = gl.full([CHUNK, 2], True, gl.int1, layout)
+    every = gl.full([CHUNK, 2], 1, gl.int32, layout) > 0
     c = segment.seen - 1
     p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
     raw, raw_2 = gl.load(p + tile), gl.load(p - CHUNK * dt_stride + tile, mask=(c > 0) & every, other=0.0)
