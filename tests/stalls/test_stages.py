@@ -189,8 +189,8 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
     fillers = Sources(texts).fillers()
     assert set(fillers) == {stage for text in texts.values() for stage in parse(text).waits.values()}
     assert set(fillers["waiting.scores"]) == {"scores"}
-    assert set(fillers["waiting.chunk"]) == {"gates", "tell", "loads"}
-    assert set(fillers["ahead"]) == {"scores", "segment_state", "unit_state", "hand_out"}
+    assert set(fillers["waiting.chunk"]) == {"gates", "hand_over", "loads"}
+    assert set(fillers["ahead"]) == {"scores", "segment_state", "scan_chunk", "hand_out"}
     assert set(fillers["chunk_scan.residual"]) == {"stores"}
 
 
