@@ -66,8 +66,18 @@ def test_relaxed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run(CASES[name], CUTS["even"], RELAXED)
 
 
+@pytest.mark.parametrize("cut", ["long ones first", "none waits"])
+def test_a_first_pass_over_an_odd_number_of_chunks(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
+    """With N = 256 it goes over them in pairs.  The decays are slow, so that all of them count."""
+    emulate(monkeypatch, seed=6)
+    inputs = Case(**SMALL | dict(dstate=256), heads=1, seqlen=300, initial_states=True).inputs()
+    inputs.A.mul_(0.1)
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS[cut])), inputs, EXACT)
+
+
+@pytest.mark.parametrize("cut", ["even", "a chunk each"])
 @pytest.mark.parametrize("dstate", [128, 256])
-def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int) -> None:
+def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int, cut: str) -> None:
     """What is not finite in a sequence stays in it."""
     emulate(monkeypatch, seed=3)
     case = Case(**SMALL | dict(dstate=dstate), lengths=(30, 100, 70))
@@ -75,7 +85,7 @@ def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int) ->
     for tensor in (spoilt.x, spoilt.dt, spoilt.B, spoilt.C):
         tensor[:, :30] = torch.nan
         tensor[:, 130:] = torch.inf
-    ours, theirs = (ssd_fused_hopper(one, EXACT, config=config_of(one, CUTS["even"])) for one in (inputs, spoilt))
+    ours, theirs = (ssd_fused_hopper(one, EXACT, config=config_of(one, CUTS[cut])) for one in (inputs, spoilt))
     assert torch.equal(ours.out[:, 30:130], theirs.out[:, 30:130])
     assert torch.equal(ours.final_states[1], theirs.final_states[1])
     assert theirs.out[:, :30].isnan().all()
