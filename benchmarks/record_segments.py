@@ -2,7 +2,7 @@
 
     python benchmarks/record_segments.py FILE
 
-Writes FILE, JSON: device microseconds (median of 3, cold L2) of every cut that `hopper_segments.cut` thinks of, for
+Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `hopper_segments.cut` thinks of, for
 three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  Constants of
 `hopper_segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
 """
@@ -32,7 +32,7 @@ from ssdprof.measure.timing import CudaBench
 
 SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b,10x64x128x1,4x64x128x1"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
-REPEATS = 3
+REPEATS = 5
 
 
 def device_us(bench: CudaBench, inputs: SSDInputs, segments: Segments, sm_count: int) -> float:
