@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ssdprof.kernels._garbage import no_garbage_collection
+
 _MOST = 4096  # kept launches; a call with new sizes adds a few
 _kept: dict[Hashable, Launcher] = {}
 
@@ -36,7 +38,9 @@ class Launcher:
     def __call__(self, programs: int, *tensors: Any) -> None:
         grid = (programs, 1, 1)
         if self._compiled is None:  # the first launch; under the interpreter, every one
-            self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options)
+            # compiling makes so many objects that all of the process's are looked through in between: a twentieth of it
+            with no_garbage_collection():
+                self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options)
         else:
             self._compiled[grid](*tensors, *self._constants)
 

@@ -9,8 +9,7 @@ Both start with a cold L2.  `CudaBench` holds everything that touches a GPU, the
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
@@ -109,7 +109,8 @@ def time_in_turns(
     for key, recording in recordings.items():
         samplers[f"call {key}"] = partial(bench.call_us, runs[key])
         samplers[f"device {key}"] = partial(bench.device_us, recording)
-    with _no_garbage_collection():
+    gc.collect()
+    with no_garbage_collection():  # one in the middle of a call is not the call's
         samples = sample_in_turns(samplers, plan) if samplers else {}
 
     sampled: dict[str, Sampled] = {}
@@ -179,16 +180,3 @@ class CudaBench:
     def _elapsed_us(self) -> float:
         self._stop.synchronize()
         return 1e3 * self._start.elapsed_time(self._stop)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a call is not the call's."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

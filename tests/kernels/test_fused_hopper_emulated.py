@@ -60,6 +60,17 @@ def test_every_kind_of_input(monkeypatch: pytest.MonkeyPatch, name: str, cut: st
     run(CASES[name], CUTS[cut])
 
 
+@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_rings_that_tuning_may_find(monkeypatch: pytest.MonkeyPatch, ring: int, dstate: int) -> None:
+    """With decays so slow that every chunk of a first pass counts, wherever it was."""
+    emulate(monkeypatch, seed=7)
+    inputs = Case(**SMALL | dict(dstate=dstate), seqlen=520, initial_states=True).inputs()
+    inputs.A.mul_(0.1)
+    config = replace(config_of(inputs, CUTS["long ones first"]), ring=ring)
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
+
+
 @pytest.mark.parametrize("name", ["ragged batch", "n 256"])
 def test_relaxed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulate(monkeypatch, seed=2)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,31 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 
 
 # --- one kernel
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_while_a_kernel_is_compiled(enabled: bool, fails: bool) -> None:
+    seen = []
+
+    class Compiling(Kernel):
+        def __getitem__(self, grid: Any) -> Any:
+            def run(*_arguments: Any, **_options: Any) -> None:
+                seen.append(gc.isenabled())
+                if fails:
+                    raise RuntimeError
+
+            return run
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            Launcher(Compiling(), (), {})(1)
+        assert seen == [False]
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> None:

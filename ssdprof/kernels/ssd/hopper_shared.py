@@ -160,13 +160,13 @@ def rows_of(shared, place, half):
 
 @gluon.jit
 def place_in(i, SIZE: gl.constexpr):
-    """i % SIZE of what is not negative; what signs take would be in the way of each chunk."""
+    """i % SIZE of what is not negative, without what signs take."""
     return (gl.to_tensor(i).to(gl.uint32) % SIZE).to(gl.int32)
 
 
 @gluon.jit
 def phase(i, SIZE: gl.constexpr):
-    """Of the barriers of a ring, when turn i is over."""
+    """The phase of turn i at the barriers of a ring."""
     return (gl.to_tensor(i).to(gl.uint32) // SIZE & 1).to(gl.int32)
 
 
