@@ -46,7 +46,7 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     counted = 0  # segments of all sequences that were looked at
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
-        # past the last sequence all are empty, and so after it
+        # past the last sequence as if empty ones followed: none of them ends before a segment that exists
         start = gl.load(cu_seqlens_ptr + gl.minimum(o_s, sequences) * cu_seqlens_stride).to(gl.int32)
         stop = gl.load(cu_seqlens_ptr + gl.minimum(o_s + 1, sequences) * cu_seqlens_stride).to(gl.int32)
         # an empty sequence has one segment of no chunks, which makes its initial state its final one
@@ -141,7 +141,7 @@ def _fused_hopper_kernel(
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2)
     for i in gl.static_range(FIRST_RING):
-        mbarrier.init(first_pass.full.index(i), count=1 if i % HALVES > 0 else 2)  # loads, and of a turn's first scores
+        mbarrier.init(first_pass.full.index(i), count=1 if i % HALVES > 0 else 2)  # loads; in a turn's first scores too
         mbarrier.init(first_pass.empty.index(i), count=2)  # both lanes
     for i in gl.static_range(WORDS):
         mbarrier.init(first_pass.told.index(i), count=1)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels.ssd.hopper_shared import FLAG_STRIDE, SLICE, role_barrier
 
-in_fours = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+in_fours = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of a row: four numbers a thread
 SIGN = gl.constexpr(-(1 << 31))  # set in a flag that holds a decay, which is not negative
 
 STAGES = {

@@ -326,6 +326,7 @@ def unit_state(
             publish(parts_ptr + mine * (SLICE * WIDTH), flags_ptr + mine * FLAG_STRIDE, added, decay)
         state, decay = entering_state(segment, parts_ptr, flags_ptr, LANES, WIDTH, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
+        # past a head's P anything: those rows meet no others, and are not stored
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
         initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
         initial = gl.load(own_ptr + initial_tile, mask=inside).to(gl.float32)
