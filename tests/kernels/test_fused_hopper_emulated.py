@@ -8,6 +8,7 @@ from gluon_emulator import emulate
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.fused_hopper import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
 from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.hopper_segments import Segments
@@ -58,6 +59,13 @@ def test_every_cut(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> 
 def test_every_kind_of_input(monkeypatch: pytest.MonkeyPatch, name: str, cut: str) -> None:
     emulate(monkeypatch, seed=1)
     run(CASES[name], CUTS[cut])
+
+
+def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=8)
+    lengths = (1, 0) * 66 + (70, 0, 65)
+    assert len(lengths) > SEQUENCE_BLOCK.value
+    run(Case(**SMALL, lengths=lengths, initial_states=True), CUTS["a chunk each"])
 
 
 @pytest.mark.parametrize("ring", [2, 4])
