@@ -133,6 +133,8 @@ class Barrier:
 class Shared:
     """A piece of shared memory: of numbers, or of barriers."""
 
+    layout = None
+
     def __init__(self, content: Any) -> None:
         self.content = content
 
@@ -142,6 +144,8 @@ class Shared:
 
     @property
     def shape(self) -> torch.Size:
+        if isinstance(self.content, list):
+            return torch.Size([len(self.content), *self.content[0].shape])
         return self.content.shape
 
     def index(self, place: Any) -> Any:
@@ -158,7 +162,10 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Of an operand's 16-bit rows: they lie in blocks of 64 columns, and there in groups of eight rows."""
+        """Halves of rows, as rows.  Or of an operand's 16-bit rows, which lie in blocks of 64 columns, groups of 8."""
+        rows, columns = self.content.shape[0], self.content.shape[1]
+        if shape == [2 * rows, columns // 2]:
+            return Shared(self.content.view(shape))
         groups = [rows for block in self.content.split(64, 1) for rows in block.split(8)]
         assert shape == [len(groups), 8, 64]
         return Shared(groups)
@@ -337,6 +344,7 @@ class Machine:
         if not is_pure:
             assert code == "ld.acquire.gpu.global.b32 $0, [$1];"
             return self.atomic_add(args[0], 0, "acquire")
+        args = [arg.to(torch.int32) if arg.dtype == torch.int64 else arg for arg in args]
         return ptx.run(code, constraints, args, dtype, pack)
 
     def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:

@@ -188,15 +188,15 @@ def _fused_hopper_kernel(
                 (
                     unit_state,
                     (
-                        shared, segment, tensors, INITIAL_STRIDES, 0, HEADS, HEADDIM, DSTATE, SLICES,
-                        RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
+                        gl.to_tensor(0), shared, segment, tensors, INITIAL_STRIDES, 0, HEADS, HEADDIM,
+                        DSTATE, SLICES, RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (
                     unit_state,
                     (
-                        shared, segment, tensors, INITIAL_STRIDES, 1, HEADS, HEADDIM, DSTATE, SLICES,
-                        RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
+                        gl.to_tensor(1), shared, segment, tensors, INITIAL_STRIDES, HALVES - 1, HEADS, HEADDIM,
+                        DSTATE, SLICES, RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (

@@ -25,7 +25,9 @@ STAGES = {
     "wait_for_place": "chunk_cumsum",
     "put_weight": "chunk_cumsum",
     "hand_over": "chunk_cumsum",
+    "hand_over_two": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum",
+    "put_gates": "chunk_cumsum",
     "gates": "chunk_cumsum",
 }
 # What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
@@ -138,6 +140,50 @@ def hand_over(first, seen, decay):
 
 
 @gluon.jit
+def hand_over_two(shared, seen, c, decay, of_1, of_2):
+    """Weights of chunk c of the first pass and of the one before, from dt, a and a_end of each.
+
+    decay: log2 of that of all chunks after c.  Returns it with these two, how many chunks were seen then, and whether
+    there are more to see.
+    """
+    first = shared.first
+    dt, a, a_end = of_1
+    dt_2, a_2, a_end_2 = of_2
+    weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
+    decay += a_end
+    weight_2 = decay_exp2(a_end_2[None, :] - a_2) * exp2_approx(decay)[None, :] * dt_2
+    decay_2 = decay + a_end_2
+    if first.TURN == 2:
+        go = (c > 1) & (gl.max(decay_2, 0) > FORGOTTEN)
+        tell(first, seen, go)
+        wait_for_place(first, seen + 1)
+        put_weight(shared, seen, weight)
+        put_weight(shared, seen + 1, weight_2)
+        hand_over(first, seen, decay_2)
+        seen += 2
+    else:
+        least, least_2 = gl.split(gl.max(gl.join(decay, decay_2), 0))
+        more = (c > 0) & (least > FORGOTTEN)
+        go = more & (c > 1) & (least_2 > FORGOTTEN)
+        tell(first, seen, more)
+        if more:
+            tell(first, seen + 1, go)
+        wait_for_place(first, seen)
+        put_weight(shared, seen, weight)
+        hand_over(first, seen, decay)
+        seen += 1
+        if more:
+            wait_for_place(first, seen)
+            put_weight(shared, seen, weight_2)
+            hand_over(first, seen, decay_2)
+            seen += 1
+    # no further ahead of the copies: with more of them on their way all are slower
+    before = gl.maximum(seen - 2, 0)
+    mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
+    return decay_2, seen, go
+
+
+@gluon.jit
 def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
     """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many these are.
 
@@ -146,56 +192,42 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
     """
     # (q, lane): a warp for each lane, and the other two do the same again
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    first = shared.first
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     decay = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
     every = gl.full([CHUNK, 2], 1, gl.int32, layout) > 0
     c = segment.seen - 1
+    step = CHUNK * dt_stride
     p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
-    raw, raw_2 = gl.load(p + tile), gl.load(p - CHUNK * dt_stride + tile, mask=(c > 0) & every, other=0.0)
+    raw, raw_2 = gl.load(p + tile), gl.load(p - step + tile, mask=(c > 0) & every, other=0.0)
     seen = 0
     go = True
     while go:
-        p -= 2 * CHUNK * dt_stride
+        p -= 2 * step
         ahead = gl.load(p + tile, mask=(c > 1) & every, other=0.0)
-        ahead_2 = gl.load(p - CHUNK * dt_stride + tile, mask=(c > 2) & every, other=0.0)
-        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, every, DT_SOFTPLUS)
-        dt_2, a_2, a_end_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, (c > 0) & every, DT_SOFTPLUS)
+        ahead_2 = gl.load(p - step + tile, mask=(c > 2) & every, other=0.0)
+        of_1 = chunk_cumsum(raw, dt_bias, A, low, high, every, DT_SOFTPLUS)
+        of_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, (c > 0) & every, DT_SOFTPLUS)
         raw, raw_2 = ahead, ahead_2
-        weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
-        decay += a_end
-        weight_2 = decay_exp2(a_end_2[None, :] - a_2) * exp2_approx(decay)[None, :] * dt_2
-        decay_2 = decay + a_end_2
-        if first.TURN == 2:
-            go = (c > 1) & (gl.max(decay_2, 0) > FORGOTTEN)
-            tell(first, seen, go)
-            wait_for_place(first, seen + 1)
-            put_weight(shared, seen, weight)
-            put_weight(shared, seen + 1, weight_2)
-            hand_over(first, seen, decay_2)
-            seen += 2
-        else:
-            least, least_2 = gl.split(gl.max(gl.join(decay, decay_2), 0))
-            more = (c > 0) & (least > FORGOTTEN)
-            go = more & (c > 1) & (least_2 > FORGOTTEN)
-            tell(first, seen, more)
-            if more:
-                tell(first, seen + 1, go)
-            wait_for_place(first, seen)
-            put_weight(shared, seen, weight)
-            hand_over(first, seen, decay)
-            seen += 1
-            if more:
-                wait_for_place(first, seen)
-                put_weight(shared, seen, weight_2)
-                hand_over(first, seen, decay_2)
-                seen += 1
-        # no further ahead of the copies: with more of them on their way all are slower
-        before = gl.maximum(seen - 2, 0)
-        mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
-        decay = decay_2
+        decay, seen, go = hand_over_two(shared, seen, c, decay, of_1, of_2)
         c -= 2
     return seen
+
+
+@gluon.jit
+def put_gates(shared, i, dt, a, a_end):
+    """All that is made of chunk i's dt, a (q, lane) and a_end (lane)."""
+    slot = place_in(i, shared.RING)
+    weight = decay_exp2(a_end[None, :] - a) * dt
+    key = a - log2_approx(dt)
+    entering = exp2_approx(a)
+    decay = exp2_approx(a_end)
+    mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
+    put(shared.gates.index(slot * 4 + ROW), a)
+    put(shared.gates.index(slot * 4 + KEY), key)
+    put(shared.gates.index(slot * 4 + WEIGHT), two_parts(weight, shared.x.dtype))
+    put(shared.gates.index(slot * 4 + ENTERING), entering)
+    shared.decay.index(slot).store(decay)
+    mbarrier.arrive(shared.full.index(slot), count=1)
 
 
 @gluon.jit
@@ -205,21 +237,11 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     t = segment.first * CHUNK
-    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
+    valid = (t + o_q < segment.length)[:, None]
+    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=valid, other=0.0)
     for i in range(segment.nchunks):
-        slot = place_in(i, shared.RING)
-        valid = (t + o_q < segment.length)[:, None]
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
         t += CHUNK
-        raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=(t + o_q < segment.length)[:, None], other=0.0)
-        weight = decay_exp2(a_end[None, :] - a) * dt
-        key = a - log2_approx(dt)
-        entering = exp2_approx(a)
-        decay = exp2_approx(a_end)
-        mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
-        put(shared.gates.index(slot * 4 + ROW), a)
-        put(shared.gates.index(slot * 4 + KEY), key)
-        put(shared.gates.index(slot * 4 + WEIGHT), two_parts(weight, shared.x.dtype))
-        put(shared.gates.index(slot * 4 + ENTERING), entering)
-        shared.decay.index(slot).store(decay)
-        mbarrier.arrive(shared.full.index(slot), count=1)
+        valid = (t + o_q < segment.length)[:, None]
+        raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=valid, other=0.0)
+        put_gates(shared, i, dt, a, a_end)

@@ -31,17 +31,21 @@ SLICE = gl.constexpr(64)  # of P: likewise
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
+eights = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+
 STAGES = {
     "rows_of": "caller",
     "B_place": "caller",
     "C_place": "caller",
     "x_place": "caller",
     "add": "caller",
+    "opaque": "caller",
     "place_in": "caller",
     "phase": "caller",
     "scalar": "caller",
-    "load_gate": "caller",
-    "load_lane": "caller",
+    "in_eights": "caller",
+    "lane_of": "caller",
+    "gate_of": "caller",
 }
 
 
@@ -159,9 +163,15 @@ def rows_of(shared, place, half):
 
 
 @gluon.jit
+def opaque(v):
+    """v, made of what LLVM does not look into: where addresses depend on a division, it takes long over each."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def place_in(i, SIZE: gl.constexpr):
     """i % SIZE of what is not negative, without what signs take."""
-    return (gl.to_tensor(i).to(gl.uint32) % SIZE).to(gl.int32)
+    return opaque(gl.to_tensor(i).to(gl.uint32) % SIZE)
 
 
 @gluon.jit
@@ -195,11 +205,23 @@ def scalar(buffer):
 
 
 @gluon.jit
-def load_gate(shared, slot, vector: gl.constexpr, IDX: gl.constexpr, layout: gl.constexpr):
-    return load_lane(shared.gates.index(slot * 4 + vector), IDX, layout)
+def in_eights(tile):
+    """16-bit rows, eight of 64 columns at a time: these lie together, those of the first 64 columns before the others.
+
+    A loop over them is less to compile than all at once.  For four warps: `eights`.
+    """
+    together: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], tile.dtype)
+    return tile._reinterpret(tile.dtype, [tile.shape[0] * tile.shape[1] // (8 * 64), 8, 64], together)
 
 
 @gluon.jit
-def load_lane(vector, IDX: gl.constexpr, layout: gl.constexpr):
-    """A lane's 64 numbers of a vector."""
-    return vector.slice(IDX * CHUNK, CHUNK).load(layout)
+def lane_of(vectors, row, lane):
+    """The half of row `row` that is a lane's."""
+    halves = vectors._reinterpret(vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout)
+    return halves.index(2 * row + lane)
+
+
+@gluon.jit
+def gate_of(shared, slot, vector: gl.constexpr, lane):
+    """A lane's 64 numbers of a vector of the second pass."""
+    return lane_of(shared.gates, slot * 4 + vector, lane)

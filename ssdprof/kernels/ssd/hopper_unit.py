@@ -24,9 +24,11 @@ from ssdprof.kernels.ssd.hopper_shared import (
     WEIGHT,
     B_place,
     C_place,
+    eights,
     for_dtype,
-    load_gate,
-    load_lane,
+    gate_of,
+    in_eights,
+    lane_of,
     phase,
     place_in,
     product_layout,
@@ -39,6 +41,7 @@ STAGES = {
     "weighted": "chunk_state",
     "rounded_off": "chunk_state",
     "add_residual": "chunk_scan.residual",
+    "unit_of": "caller",
     "load_transposed": "caller",
     "segment_state": "chunk_state.first_pass",
     "out_tile_of": "caller",
@@ -133,22 +136,27 @@ def add_residual(out, x, D):
 
 
 @gluon.jit
-def load_transposed(shared, place, IDX: gl.constexpr, layout: gl.constexpr):
+def unit_of(shared, lane):
+    """Which of the program's units a lane works on."""
+    return lane if shared.UNITS == 2 else 0
+
+
+@gluon.jit
+def load_transposed(shared, place, lane, layout: gl.constexpr):
     """x^T (p, q) of a lane's unit."""
-    x = shared.x.index(place * shared.UNITS + IDX // shared.HALVES)
+    x = shared.x.index(place * shared.UNITS + unit_of(shared, lane))
     return x.reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
 
 
 @gluon.jit
-def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr):
+def segment_state(shared, state, lane, HALF: gl.constexpr, RELAXED: gl.constexpr):
     """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
     chunks it read."""
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
-    HALF: gl.constexpr = IDX % shared.HALVES
     first = shared.first
     mbarrier.wait(first.full.index(0), 0)
-    x, weight = load_transposed(shared, 0, IDX, operand), load_lane(first.weights.index(0), IDX, weights)
+    x, weight = load_transposed(shared, 0, lane, operand), lane_of(first.weights, 0, lane).load(weights)
     decay = 1.0
     seen = 0
     go = True
@@ -158,11 +166,11 @@ def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr):
         begun = warpgroup_mma(xw, rows_of(shared, slot, HALF), state, is_async=True)
         if first.TURN == 2:
             mbarrier.wait(first.full.index(slot + 1), phase(seen, first.RING))
-            x = load_transposed(shared, slot + 1, IDX, operand)
-            xw = weighted(x, load_lane(first.weights.index(slot + 1), IDX, weights), not RELAXED)
+            x = load_transposed(shared, slot + 1, lane, operand)
+            xw = weighted(x, lane_of(first.weights, slot + 1, lane).load(weights), not RELAXED)
             begun = warpgroup_mma(xw, rows_of(shared, slot + 1, HALF), begun, is_async=True)
         go = scalar(first.goes_on.index(place_in(seen // first.TURN, first.WORDS))) != 0
-        decay = scalar(first.decay.index(slot // first.TURN).slice(IDX, 1))
+        decay = scalar(lane_of(first.decay, slot // first.TURN, lane))
         if first.TURN == 2:
             begun = warpgroup_mma_wait(1, deps=[begun])
             mbarrier.arrive(first.empty.index(slot), count=1)
@@ -170,48 +178,50 @@ def segment_state(shared, state, IDX: gl.constexpr, RELAXED: gl.constexpr):
         seen += first.TURN
         following = place_in(seen, first.RING)
         mbarrier.wait(first.full.index(following), phase(seen, first.RING), pred=go)
-        x = load_transposed(shared, following, IDX, operand)
-        weight = load_lane(first.weights.index(following), IDX, weights)
+        x = load_transposed(shared, following, lane, operand)
+        weight = lane_of(first.weights, following, lane).load(weights)
         state = warpgroup_mma_wait(0, deps=[begun])
         mbarrier.arrive(first.empty.index(slot + first.TURN - 1), count=1)
     return state, decay, seen
 
 
 @gluon.jit
-def out_tile_of(shared, IDX: gl.constexpr):
+def out_tile_of(shared, lane):
     """Where a lane leaves its output (q, p) for `stores`."""
-    out = shared.out.index(IDX)
+    out = shared.out.index(lane)
     return out.reshape([out.shape[0], SLICE])
 
 
 @gluon.jit
-def store_rows(shared, out_ptr, stride, row, end, p_0, HEADDIM: gl.constexpr, IDX: gl.constexpr):
+def store_rows(shared, out_ptr, stride, row, end, p_0, lane, HEADDIM: gl.constexpr):
     """The rows of a chunk's output that are the sequence's."""
-    tile = out_tile_of(shared, IDX)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_q = row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
-    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, layout))[None, :]
+    rows = in_eights(out_tile_of(shared, lane))
+    o_q = row + gl.arange(0, 8, gl.SliceLayout(1, eights))[:, None]
+    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, eights))[None, :]
     p = out_ptr + o_q.to(gl.int64) * stride + o_p
-    gl.store(p, tile.load(layout), mask=(o_q < end) & (o_p < HEADDIM))
+    for k in range(rows.shape[0]):
+        gl.store(p, rows.index(k).load(eights), mask=(o_q + 8 * k < end) & (o_p < HEADDIM))
+        p += 8 * stride
 
 
 @gluon.jit
-def hand_out(shared, IDX: gl.constexpr):
+def hand_out(shared, lane):
     """The output of a chunk to `stores`."""
     fence_async_shared()
-    mbarrier.arrive(shared.written.index(IDX), count=1)
+    mbarrier.arrive(shared.written.index(lane), count=1)
 
 
 @gluon.jit
 def scan_chunk(
-    shared, segment, exchange, state, D, i, seen,
-    IDX: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+    shared, segment, exchange, state, D, i, seen, lane,
+    HALF: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Output of chunk i of the segment, and the state after it.  seen: chunks that the first pass read."""
+    """Output of chunk i of the segment, and the state after it.
+
+    seen: chunks that the first pass read.  HALF: of N.
+    """
     dtype: gl.constexpr = shared.x.dtype
     HALVES: gl.constexpr = shared.HALVES
-    UNIT: gl.constexpr = IDX // HALVES  # of the program's
-    HALF: gl.constexpr = IDX % HALVES  # of N
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
     OWN_FIRST: gl.constexpr = HALF * OWN
     AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # there are registers for it
@@ -226,9 +236,9 @@ def scan_chunk(
     if RAGGED:
         if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
             mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
-    x = load_transposed(shared, x_place(shared, seen, i), IDX, q_operand)
-    weight = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
-    decay = scalar(shared.decay.index(slot).slice(IDX, 1))
+    x = load_transposed(shared, x_place(shared, seen, i), lane, q_operand)
+    weight = gate_of(shared, slot, WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
+    decay = scalar(lane_of(shared.decay, slot, lane))
     # stage chunk_scan.previous: what entered the chunk
     C = rows_of(shared, C_place(shared, seen, i), HALF).permute((1, 0))
     zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
@@ -243,23 +253,22 @@ def scan_chunk(
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.residual: the chunk before's output, under these products
     if i > 0:
-        hand_out(shared, IDX)
+        hand_out(shared, lane)
     # stage chunk_scan.previous
     out = warpgroup_mma_wait(2 if AT_ONCE else 1, deps=[out_begun])
     # stage chunk_state: what that loses, here, where registers are free again
     if not RELAXED and not AT_ONCE:
-        again = load_gate(shared, slot, WEIGHT, IDX, gl.SliceLayout(0, q_operand))
+        again = gate_of(shared, slot, WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
         lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous
     if HALVES == 2:
         out = give_part(exchange, out, i, HALF, by_own)
-    entering = shared.gates.index(slot * 4 + ENTERING).slice(IDX * CHUNK + OWN_FIRST, OWN)
-    entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
+    entering = gate_of(shared, slot, ENTERING, lane).slice(OWN_FIRST, OWN).load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
     # stage chunk_scan.current: what the chunk adds
     mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
-    m = shared.scores.index(stage * shared.UNITS + UNIT).slice(OWN_FIRST, OWN).permute((1, 0))
+    m = shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)).slice(OWN_FIRST, OWN).permute((1, 0))
     out_begun = warpgroup_mma(x, m, out, is_async=True)
     if AT_ONCE:
         # stage chunk_scan.previous
@@ -280,25 +289,25 @@ def scan_chunk(
             theirs = take_part(exchange, i, HALF, by_own)
         out += entering * theirs
         # stage chunk_scan.residual
-    mbarrier.wait(shared.unwritten.index(IDX), (i & 1) ^ 1)
-    out_tile_of(shared, IDX).permute((1, 0)).store(out.to(dtype))
+    mbarrier.wait(shared.unwritten.index(lane), (i & 1) ^ 1)
+    out_tile_of(shared, lane).permute((1, 0)).store(out.to(dtype))
     return state
 
 
 @gluon.jit
 def unit_state(
-    shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
-    IDX: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
+    lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
+    HALF: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
     RELAXED: gl.constexpr, RAGGED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
+    """lane: no compile-time number, so that Triton's front end goes over this once for both.  HALF: of N."""
     out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     HALVES: gl.constexpr = shared.HALVES
-    HALF: gl.constexpr = IDX % HALVES  # of N
     WIDTH: gl.constexpr = DSTATE // HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
     by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
     by_n: gl.constexpr = product_layout(WIDTH)  # (p, n)
-    unit = segment.unit + IDX // HALVES
+    unit = segment.unit + unit_of(shared, lane)
     i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
     state = gl.zeros([SLICE, WIDTH], gl.float32, by_n)
     o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
@@ -306,14 +315,13 @@ def unit_state(
     inside = None  # all are
     if HEADDIM % SLICE != 0:
         inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
-    tile = o_p[:, None] * DSTATE + o_n[None, :]
-    lane = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
+    tile = (o_p * DSTATE)[:, None] + o_n[None, :]
 
     # stage state_passing.load: the state that enters the segment
     seen = 0
     added, decay = state, 1.0
     if segment.goes_back:
-        added, decay, seen = segment_state(shared, state, IDX, RELAXED)
+        added, decay, seen = segment_state(shared, state, lane, HALF, RELAXED)
     if RECOMPUTE:
         state = added
     if LOOKS_BACK:
@@ -328,7 +336,7 @@ def unit_state(
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         # past a head's P anything: those rows meet no others, and are not stored
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
-        initial_tile = o_p[:, None] * INITIAL_STRIDES[2] + o_n[None, :] * INITIAL_STRIDES[3]
+        initial_tile = (o_p * INITIAL_STRIDES[2])[:, None] + (o_n * INITIAL_STRIDES[3])[None, :]
         initial = gl.load(own_ptr + initial_tile, mask=inside).to(gl.float32)
         state = gl.fma(initial, decay, state)
     # stage setup: the output, chunk after chunk
@@ -337,15 +345,16 @@ def unit_state(
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     for i in range(segment.nchunks):
-        state = scan_chunk(shared, segment, exchange, state, D, i, seen, IDX, RELAXED, RAGGED)
+        state = scan_chunk(shared, segment, exchange, state, D, i, seen, lane, HALF, RELAXED, RAGGED)
     row = segment.begin + (segment.first + segment.nchunks - 1) * CHUNK + HALF * OWN  # of the last chunk's output
     end = segment.begin + segment.length
     whole = (row + OWN <= end) if RAGGED else True
     if RAGGED:
         if not whole:
-            store_rows(shared, out_ptr + i_h * out_strides[1], out_strides[0], row, end, p_0, HEADDIM, IDX)
+            store_rows(shared, out_ptr + i_h * out_strides[1], out_strides[0], row, end, p_0, lane, HEADDIM)
     if whole & (segment.nchunks > 0):
-        hand_out(shared, IDX)
+        hand_out(shared, lane)
     # stage state_passing.store
     if segment.last:
-        gl.store(final_ptr + lane + tile, state, mask=inside)
+        own = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
+        gl.store(final_ptr + own + tile, state, mask=inside)
