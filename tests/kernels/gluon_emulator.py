@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -314,6 +314,7 @@ class Machine:
             fma=lambda a, b, c: a * b + c, zeros_like=torch.zeros_like, where=either(torch.where), exp2=torch.exp2,
             maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
             sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
+            reduce=lambda value, axis, function: reduce(function, value.unbind(axis)),
             associative_scan=lambda value, axis, _function: value.cumsum(axis),
             permute=lambda value, order: value.permute(order),
             split=lambda value: (value[..., 0], value[..., 1]), join=lambda a, b: torch.stack((a, b), -1),

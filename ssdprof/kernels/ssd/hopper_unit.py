@@ -43,6 +43,7 @@ STAGES = {
     "add_residual": "chunk_scan.residual",
     "unit_of": "caller",
     "load_transposed": "caller",
+    "add_turn": "chunk_state.first_pass",
     "segment_state": "chunk_state.first_pass",
     "out_tile_of": "caller",
     "store_rows": "chunk_scan.residual",
@@ -149,39 +150,53 @@ def load_transposed(shared, place, lane, layout: gl.constexpr):
 
 
 @gluon.jit
-def segment_state(shared, state, lane, HALF: gl.constexpr, RELAXED: gl.constexpr):
+def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
+    """First pass: adds to the state what the turn after `seen` chunks adds.  Its first chunk's x and weight are loaded.
+
+    Returns those of the next turn, too, the decay of all chunks until this turn's end, and whether there is a next one.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
+    weights: gl.constexpr = gl.SliceLayout(0, operand)
+    half = lane if shared.HALVES == 2 else 0
+    first = shared.first
+    slot = place_in(seen, first.RING)
+    xw = weighted(x, weight, not RELAXED)
+    begun = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
+    if first.TURN == 2:
+        mbarrier.wait(first.full.index(slot + 1), phase(seen, first.RING))
+        x = load_transposed(shared, slot + 1, lane, operand)
+        xw = weighted(x, lane_of(first.weights, slot + 1, lane).load(weights), not RELAXED)
+        begun = warpgroup_mma(xw, rows_of(shared, slot + 1, half), begun, is_async=True)
+    go = scalar(first.goes_on.index(place_in(seen // first.TURN, first.WORDS))) != 0
+    decay = scalar(lane_of(first.decay, slot // first.TURN, lane))
+    if first.TURN == 2:
+        begun = warpgroup_mma_wait(1, deps=[begun])
+        mbarrier.arrive(first.empty.index(slot), count=1)
+    # the next turn's first operands, under this one's last product; after the last turn they are not used
+    following = place_in(seen + first.TURN, first.RING)
+    mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.RING), pred=go)
+    x = load_transposed(shared, following, lane, operand)
+    weight = lane_of(first.weights, following, lane).load(weights)
+    state = warpgroup_mma_wait(0, deps=[begun])
+    mbarrier.arrive(first.empty.index(slot + first.TURN - 1), count=1)
+    return state, x, weight, decay, go
+
+
+@gluon.jit
+def segment_state(shared, state, lane, RELAXED: gl.constexpr):
     """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
     chunks it read."""
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
-    weights: gl.constexpr = gl.SliceLayout(0, operand)
     first = shared.first
     mbarrier.wait(first.full.index(0), 0)
-    x, weight = load_transposed(shared, 0, lane, operand), lane_of(first.weights, 0, lane).load(weights)
+    x = load_transposed(shared, 0, lane, operand)
+    weight = lane_of(first.weights, 0, lane).load(gl.SliceLayout(0, operand))
     decay = 1.0
     seen = 0
     go = True
     while go:
-        slot = place_in(seen, first.RING)
-        xw = weighted(x, weight, not RELAXED)
-        begun = warpgroup_mma(xw, rows_of(shared, slot, HALF), state, is_async=True)
-        if first.TURN == 2:
-            mbarrier.wait(first.full.index(slot + 1), phase(seen, first.RING))
-            x = load_transposed(shared, slot + 1, lane, operand)
-            xw = weighted(x, lane_of(first.weights, slot + 1, lane).load(weights), not RELAXED)
-            begun = warpgroup_mma(xw, rows_of(shared, slot + 1, HALF), begun, is_async=True)
-        go = scalar(first.goes_on.index(place_in(seen // first.TURN, first.WORDS))) != 0
-        decay = scalar(lane_of(first.decay, slot // first.TURN, lane))
-        if first.TURN == 2:
-            begun = warpgroup_mma_wait(1, deps=[begun])
-            mbarrier.arrive(first.empty.index(slot), count=1)
-        # the next turn's first operands, under this one's last product; after the last turn they are not used
+        state, x, weight, decay, go = add_turn(shared, state, x, weight, seen, lane, RELAXED)
         seen += first.TURN
-        following = place_in(seen, first.RING)
-        mbarrier.wait(first.full.index(following), phase(seen, first.RING), pred=go)
-        x = load_transposed(shared, following, lane, operand)
-        weight = lane_of(first.weights, following, lane).load(weights)
-        state = warpgroup_mma_wait(0, deps=[begun])
-        mbarrier.arrive(first.empty.index(slot + first.TURN - 1), count=1)
     return state, decay, seen
 
 
@@ -321,7 +336,7 @@ def unit_state(
     seen = 0
     added, decay = state, 1.0
     if segment.goes_back:
-        added, decay, seen = segment_state(shared, state, lane, HALF, RELAXED)
+        added, decay, seen = segment_state(shared, state, lane, RELAXED)
     if RECOMPUTE:
         state = added
     if LOOKS_BACK:
