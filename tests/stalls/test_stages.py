@@ -188,10 +188,10 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
     texts = {name: (KERNELS / "ssd" / f"{name}.py").read_text() for name in names}
     fillers = Sources(texts).fillers()
     assert set(fillers) == {stage for text in texts.values() for stage in parse(text).waits.values()}
-    assert set(fillers["waiting.scores"]) == {"scores"}
-    assert set(fillers["waiting.chunk"]) == {"gates", "hand_over", "loads"}
-    assert set(fillers["ahead"]) == {"scores", "segment_state", "scan_chunk", "hand_out"}
-    assert set(fillers["chunk_scan.residual"]) == {"stores"}
+    assert set(fillers["waiting.scores"]) == {"decayed_scores"}
+    assert set(fillers["waiting.chunk"]) == {"put_gates", "hand_over", "load_first", "load_chunk"}
+    assert set(fillers["ahead"]) == {"decayed_scores", "add_turn", "scan_chunk", "hand_out"}
+    assert set(fillers["chunk_scan.residual"]) == {"store_chunk"}
 
 
 def test_the_fused_kernels_have_every_stage() -> None:
