@@ -309,9 +309,8 @@ class Machine:
             SwizzledSharedLayout=layout, SharedLinearLayout=layout,
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             arange=lambda start, end, _layout: torch.arange(start, end),
-            zeros=lambda shape, dtype, _layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, _layout: torch.full(shape, int(value), dtype=dtype),
-            fma=lambda a, b, c: a * b + c, zeros_like=torch.zeros_like, where=either(torch.where), exp2=torch.exp2,
+            fma=lambda a, b, c: a * b + c, where=either(torch.where), exp2=torch.exp2,
             maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
             sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
             reduce=lambda value, axis, function: reduce(function, value.unbind(axis)),
@@ -345,7 +344,7 @@ class Machine:
         if not is_pure:
             assert code == "ld.acquire.gpu.global.b32 $0, [$1];"
             return self.atomic_add(args[0], 0, "acquire")
-        args = [arg.to(torch.int32) if arg.dtype == torch.int64 else arg for arg in args]
+        args = [arg.to(torch.int32) if arg.dtype == torch.int64 else arg for arg in map(torch.as_tensor, args)]
         return ptx.run(code, constraints, args, dtype, pack)
 
     def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:

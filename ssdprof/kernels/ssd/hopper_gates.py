@@ -64,7 +64,7 @@ def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
     dA = dt * A[None, :]
     # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
     dA = gl.where(dA == dA, gl.maximum(gl.minimum(dA, 0.0), FORGOTTEN), dA)
-    return dt, gl.associative_scan(dA, 0, add), gl.sum(dA, 0)
+    return dt, gl.associative_scan(dA, 0, add), gl.reduce(dA, 0, add)
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr)
     dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
     o_h = (segment.unit + gl.arange(0, 2, gl.SliceLayout(0, layout)) // shared.HALVES) // SLICES
     A = gl.load(A_ptr + o_h * A_strides[0]).to(gl.float32) * LOG2_E
-    dt_bias = gl.zeros_like(A)
+    dt_bias = gl.full([2], 0.0, gl.float32, gl.SliceLayout(0, layout))
     if dt_bias_ptr is not None:
         dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_strides[0]).to(gl.float32)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
@@ -193,7 +193,7 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
     # (q, lane): a warp for each lane, and the other two do the same again
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
-    decay = gl.zeros([2], gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
+    decay = gl.full([2], 0.0, gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
     every = gl.full([CHUNK, 2], 1, gl.int32, layout) > 0
     c = segment.seen - 1
     step = CHUNK * dt_stride

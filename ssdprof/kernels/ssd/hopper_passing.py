@@ -73,7 +73,9 @@ def entering_state(segment, parts_ptr, flags_ptr, LANES: gl.constexpr, N: gl.con
     """
     PART: gl.constexpr = SLICE * N
     row = gl.arange(0, PART, in_fours)
-    sum_of_parts = gl.zeros([PART], gl.float32, in_fours)
+    sum_of_parts = gl.full([PART], 0.0, gl.float32, in_fours)
+    # in assembly: of gl.fma LLVM makes one of vectors of all that a thread has, and takes long over it
+    multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * LANES
     lane = segment.slot.to(gl.int64) * LANES - step  # of the segment before
     left = segment.index
@@ -86,5 +88,6 @@ def entering_state(segment, parts_ptr, flags_ptr, LANES: gl.constexpr, N: gl.con
         lane, left = lane - step, left - 1
         go = (left > 0) & (passed != 0.0)
         decay = published(flags_ptr + lane * FLAG_STRIDE, go)  # while the part is on its way
-        sum_of_parts = gl.fma(part.to(gl.float32), weight, sum_of_parts)
+        args = [part.to(gl.float32), weight, sum_of_parts]
+        sum_of_parts = gl.inline_asm_elementwise(multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1)
     return state_of(sum_of_parts, N, layout), passed

@@ -18,20 +18,18 @@ from ssdprof.kernels.ssd.hopper_shared import (
     KEY,
     ROW,
     SLICE,
-    B_place,
-    C_place,
     async_load,
     async_store,
     eights,
-    gate_of,
     in_eights,
+    lane_of,
     phase,
     place_in,
+    places_of,
     product_layout,
     role_barrier,
     rows_of,
     scalar,
-    x_place,
 )
 
 STAGES = {
@@ -118,9 +116,10 @@ def load_chunk(shared, segment, seen, i, descs, first_column, SLICES: gl.constex
     mbarrier.wait(first.empty.index(place_in(before, first.RING)), phase(before, first.RING), pred=here)
     mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
-    load_rows(shared, B_place(shared, seen, i), t, B_desc, first_column, full)
-    load_x(shared, segment, x_place(shared, seen, i), t, x_desc, full, SLICES)
-    load_rows(shared, C_place(shared, seen, i), t, C_desc, first_column, full)
+    B, C, x = places_of(shared, seen, i)
+    load_rows(shared, B, t, B_desc, first_column, full)
+    load_x(shared, segment, x, t, x_desc, full, SLICES)
+    load_rows(shared, C, t, C_desc, first_column, full)
 
 
 @gluon.jit
@@ -202,20 +201,22 @@ def clear_rows(tile, valid):
 @gluon.jit
 def bmm_chunk(shared, seen, i, zero):
     """C B^T of chunk i, begun."""
+    B, C, _ = places_of(shared, seen, i)
     CB = zero
     for k in gl.static_range(shared.HALVES):
-        B = rows_of(shared, B_place(shared, seen, i), k).permute((1, 0))
-        CB = warpgroup_mma(rows_of(shared, C_place(shared, seen, i), k), B, CB, use_acc=k > 0, is_async=True)
+        B_t = rows_of(shared, B, k).permute((1, 0))
+        CB = warpgroup_mma(rows_of(shared, C, k), B_t, CB, use_acc=k > 0, is_async=True)
     return CB
 
 
 @gluon.jit
 def clear_past_end(shared, seen, i, valid):
     """B's and x's rows of chunk i from `valid` on."""
+    B, _, x = places_of(shared, seen, i)
     for k in range(shared.HALVES):
-        clear_rows(rows_of(shared, B_place(shared, seen, i), k), valid)
+        clear_rows(rows_of(shared, B, k), valid)
     for k in range(shared.UNITS):
-        clear_rows(shared.x.index(x_place(shared, seen, i) * shared.UNITS + k).reshape([CHUNK, SLICE]), valid)
+        clear_rows(shared.x.index(x * shared.UNITS + k).reshape([CHUNK, SLICE]), valid)
     fence_async_shared()
     role_barrier()
 
@@ -229,11 +230,11 @@ def decayed_scores(shared, segment, seen, i, CB_begun, causal, RELAXED: gl.const
     dtype: gl.constexpr = shared.scores.dtype
     LATE: gl.constexpr = RAGGED and shared.UNITS == 1  # for want of registers
     slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
-    row_0 = gate_of(shared, slot, ROW, 0).load(row)
+    row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
     if not LATE:
-        key_0 = gate_of(shared, slot, KEY, 0).load(col)
+        key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
     if shared.UNITS == 2:
-        row_1 = gate_of(shared, slot, ROW, 1).load(row)
+        row_1 = lane_of(shared.gates, slot * 4 + ROW, 1).load(row)
     CB = warpgroup_mma_wait(0, deps=[CB_begun])
     if RAGGED:  # scores with what follows the sequence are above the diagonal; its B and x would not be
         valid = segment.length - (segment.first + i) * CHUNK
@@ -241,10 +242,10 @@ def decayed_scores(shared, segment, seen, i, CB_begun, causal, RELAXED: gl.const
             clear_past_end(shared, seen, i, valid)
     # stage chunk_scan.current: the decayed scores
     if LATE:
-        key_0 = gate_of(shared, slot, KEY, 0).load(col)
+        key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
     m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
     if shared.UNITS == 2:
-        key_1 = gate_of(shared, slot, KEY, 1).load(col)
+        key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
     mbarrier.wait(shared.unscored.index(stage), phase(i, shared.SCORE_RING) ^ 1)
     if shared.UNITS == 2:
         shared.scores.index(stage * 2).store(m)
@@ -266,7 +267,7 @@ def scores(
         seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
     o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
+    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
     mbarrier.wait(shared.full.index(0), 0, pred=segment.nchunks > 0)
     CB_begun = bmm_chunk(shared, seen, 0, zero)
     for i in range(segment.nchunks):

@@ -16,7 +16,7 @@ decayed scores, `written`/`unwritten` each lane's output, `told` the word on whe
 The first pass has rings and barriers of its own, for other roles take part in it.  It takes turns of one chunk, or of
 two where N is 256.  Waits are for one of two phases: who missed a turn of a ring would take the one before for it.
 Chunk i of the second pass has the barriers of i % RING; where its rows and x are depends on where the first pass ended
-(`B_place`, `C_place`, `x_place`), so that the first ones are copied while it ends.
+(`places_of`), so that the first ones are copied while it ends.
 
 Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
 """
@@ -35,17 +35,13 @@ eights = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 
 STAGES = {
     "rows_of": "caller",
-    "B_place": "caller",
-    "C_place": "caller",
-    "x_place": "caller",
+    "places_of": "caller",
     "add": "caller",
-    "opaque": "caller",
     "place_in": "caller",
     "phase": "caller",
     "scalar": "caller",
     "in_eights": "caller",
     "lane_of": "caller",
-    "gate_of": "caller",
 }
 
 
@@ -163,15 +159,13 @@ def rows_of(shared, place, half):
 
 
 @gluon.jit
-def opaque(v):
-    """v, made of what LLVM does not look into: where addresses depend on a division, it takes long over each."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def place_in(i, SIZE: gl.constexpr):
-    """i % SIZE of what is not negative, without what signs take."""
-    return opaque(gl.to_tensor(i).to(gl.uint32) % SIZE)
+    """i % SIZE of what is not negative, without what signs take.
+
+    Through assembly, which LLVM does not look into: where addresses depend on a division, it takes long over each.
+    """
+    place = gl.to_tensor(i).to(gl.uint32) % SIZE
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -181,21 +175,14 @@ def phase(i, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def B_place(shared, seen, i):
-    """Where chunk i of the second pass has B, after a first pass over `seen` chunks."""
-    return place_in(seen + i * shared.HALVES, shared.first.RING)
+def places_of(shared, seen, i):
+    """Where chunk i of the second pass has B, C and x, after a first pass over `seen` chunks.
 
-
-@gluon.jit
-def C_place(shared, seen, i):
-    """Likewise C: past the places of the first pass, or, if it has all, in the one after B."""
-    return B_place(shared, seen, i) + (shared.RING if shared.HALVES == 1 else 1)
-
-
-@gluon.jit
-def x_place(shared, seen, i):
-    """Likewise x."""
-    return place_in(seen + place_in(i, shared.RING), shared.first.RING)
+    C is past the places of the first pass or, if that has all, in the one after B.
+    """
+    x = place_in(seen + place_in(i, shared.RING), shared.first.RING)
+    B = place_in(seen + i * shared.HALVES, shared.first.RING)
+    return B, B + (shared.RING if shared.HALVES == 1 else 1), x
 
 
 @gluon.jit
@@ -219,9 +206,3 @@ def lane_of(vectors, row, lane):
     """The half of row `row` that is a lane's."""
     halves = vectors._reinterpret(vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout)
     return halves.index(2 * row + lane)
-
-
-@gluon.jit
-def gate_of(shared, slot, vector: gl.constexpr, lane):
-    """A lane's 64 numbers of a vector of the second pass."""
-    return lane_of(shared.gates, slot * 4 + vector, lane)

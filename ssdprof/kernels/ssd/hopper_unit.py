@@ -22,19 +22,16 @@ from ssdprof.kernels.ssd.hopper_shared import (
     FLAG_STRIDE,
     SLICE,
     WEIGHT,
-    B_place,
-    C_place,
     eights,
     for_dtype,
-    gate_of,
     in_eights,
     lane_of,
     phase,
     place_in,
+    places_of,
     product_layout,
     rows_of,
     scalar,
-    x_place,
 )
 
 STAGES = {
@@ -251,16 +248,17 @@ def scan_chunk(
     if RAGGED:
         if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
             mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
-    x = load_transposed(shared, x_place(shared, seen, i), lane, q_operand)
-    weight = gate_of(shared, slot, WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
+    B_place, C_place, x_place = places_of(shared, seen, i)
+    x = load_transposed(shared, x_place, lane, q_operand)
+    weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
     decay = scalar(lane_of(shared.decay, slot, lane))
     # stage chunk_scan.previous: what entered the chunk
-    C = rows_of(shared, C_place(shared, seen, i), HALF).permute((1, 0))
-    zero = gl.zeros([SLICE, CHUNK], gl.float32, by_q)
+    C = rows_of(shared, C_place, HALF).permute((1, 0))
+    zero = gl.full([SLICE, CHUNK], 0.0, gl.float32, by_q)
     entered = gl.convert_layout(state.to(dtype), q_operand)
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
     # stage chunk_state
-    B = rows_of(shared, B_place(shared, seen, i), HALF)
+    B = rows_of(shared, B_place, HALF)
     xw = weighted(x, weight, False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
     if AT_ONCE:  # what that loses
@@ -273,13 +271,14 @@ def scan_chunk(
     out = warpgroup_mma_wait(2 if AT_ONCE else 1, deps=[out_begun])
     # stage chunk_state: what that loses, here, where registers are free again
     if not RELAXED and not AT_ONCE:
-        again = gate_of(shared, slot, WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
+        again = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
         lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous
     if HALVES == 2:
         out = give_part(exchange, out, i, HALF, by_own)
-    entering = gate_of(shared, slot, ENTERING, lane).slice(OWN_FIRST, OWN).load(gl.SliceLayout(0, by_own))[None, :]
+    entering = lane_of(shared.gates, slot * 4 + ENTERING, lane).slice(OWN_FIRST, OWN)
+    entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
     # stage chunk_scan.current: what the chunk adds
     mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
@@ -324,7 +323,7 @@ def unit_state(
     by_n: gl.constexpr = product_layout(WIDTH)  # (p, n)
     unit = segment.unit + unit_of(shared, lane)
     i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
-    state = gl.zeros([SLICE, WIDTH], gl.float32, by_n)
+    state = gl.full([SLICE, WIDTH], 0.0, gl.float32, by_n)
     o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
     o_n = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
     inside = None  # all are
