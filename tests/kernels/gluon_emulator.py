@@ -310,7 +310,7 @@ class Machine:
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             arange=lambda start, end, _layout: torch.arange(start, end),
             full=lambda shape, value, dtype, _layout: torch.full(shape, int(value), dtype=dtype),
-            fma=lambda a, b, c: a * b + c, where=either(torch.where), exp2=torch.exp2,
+            fma=lambda a, b, c: a * b + c, where=either(torch.where),
             maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
             sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
             reduce=lambda value, axis, function: reduce(function, value.unbind(axis)),

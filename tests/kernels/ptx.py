@@ -78,19 +78,12 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
         return _permuted(*values)
     if operation in BITWISE:
         return BITWISE[operation](*values)
-    kind = modifiers[-1]
-    if kind == "u32":
-        return _low_word(UNSIGNED[operation](*(value.long() & 0xFFFFFFFF for value in values)))
-    compute = ARITHMETIC[operation]
+    compute, kind = ARITHMETIC[operation], modifiers[-1]
     if kind == "f32":
         return _bits(compute(*(_float(value).double() for value in values)).float())
     half = HALVES[kind.removesuffix("x2")]
     low, high = (compute(*(_half(value >> shift, half).double() for value in values)).to(half) for shift in (0, 16))
     return torch.stack((low, high), -1).view(torch.int32).squeeze(-1)
-
-
-def _low_word(number: torch.Tensor) -> torch.Tensor:
-    return torch.stack((number,), -1).view(torch.int32)[..., 0]
 
 
 def _float(bits: torch.Tensor) -> torch.Tensor:
@@ -132,4 +125,3 @@ BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "shl": torch.bitwise_left_shift,
     "mov": lambda a: a,
 }
-UNSIGNED: dict[str, Callable[..., torch.Tensor]] = {"rem": torch.remainder, "div": torch.floor_divide}
