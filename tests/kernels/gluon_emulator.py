@@ -304,7 +304,7 @@ class Machine:
             constexpr=lambda value: value,
             **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
             uint32=torch.int64,
-            tensor=object, shared_memory_descriptor=object,
+            tensor=object, shared_memory_descriptor=Shared,
             BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
             SwizzledSharedLayout=layout, SharedLinearLayout=layout,
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),

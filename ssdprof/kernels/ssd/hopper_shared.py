@@ -129,10 +129,13 @@ class Segment:
         self.slot, self.slot_step = slot, slot_step
 
 
-# what Triton 3.7 and 3.9 renamed: the barrier of a role's threads, and copies by the copy engine
+# what later versions of Triton renamed: the barrier of a role's threads, copies by the copy engine, shared memory by
+# another layout
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+descriptor = gl.shared_memory_descriptor
+reinterpret = descriptor.reinterpret if hasattr(descriptor, "reinterpret") else descriptor._reinterpret
 
 
 @gluon.constexpr_function
@@ -198,11 +201,11 @@ def in_eights(tile):
     A loop over them is less to compile than all at once.  For four warps: `eights`.
     """
     together: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], tile.dtype)
-    return tile._reinterpret(tile.dtype, [tile.shape[0] * tile.shape[1] // (8 * 64), 8, 64], together)
+    return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // (8 * 64), 8, 64], together)
 
 
 @gluon.jit
 def lane_of(vectors, row, lane):
     """The half of row `row` that is a lane's."""
-    halves = vectors._reinterpret(vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout)
+    halves = reinterpret(vectors, vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout)
     return halves.index(2 * row + lane)
