@@ -199,10 +199,10 @@ def clear_rows(tile, valid):
 
 
 @gluon.jit
-def bmm_chunk(shared, seen, i, zero):
+def bmm_chunk(shared, seen, i):
     """C B^T of chunk i, begun."""
     B, C, _ = places_of(shared, seen, i)
-    CB = zero
+    CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK))
     for k in gl.static_range(shared.HALVES):
         B_t = rows_of(shared, B, k).permute((1, 0))
         CB = warpgroup_mma(rows_of(shared, C, k), B_t, CB, use_acc=k > 0, is_async=True)
@@ -222,14 +222,16 @@ def clear_past_end(shared, seen, i, valid):
 
 
 @gluon.jit
-def decayed_scores(shared, segment, seen, i, CB_begun, causal, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
-    """Both units' scores of chunk i, from the product that was begun."""
+def decayed_scores(shared, segment, seen, i, causal, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+    """Both units' scores of chunk i.  Vectors of gates are loaded while the product runs."""
     layout: gl.constexpr = product_layout(CHUNK)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
     LATE: gl.constexpr = RAGGED and shared.UNITS == 1  # for want of registers
     slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
+    mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
+    CB_begun = bmm_chunk(shared, seen, i)
     row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
     if not LATE:
         key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
@@ -267,14 +269,5 @@ def scores(
         seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
     o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
-    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
-    mbarrier.wait(shared.full.index(0), 0, pred=segment.nchunks > 0)
-    CB_begun = bmm_chunk(shared, seen, 0, zero)
     for i in range(segment.nchunks):
-        decayed_scores(shared, segment, seen, i, CB_begun, causal, RELAXED, RAGGED)
-        # the next product; after the last chunk it is not used
-        following = i + 1
-        more = following < segment.nchunks
-        mbarrier.wait(shared.full.index(place_in(following, shared.RING)), phase(following, shared.RING), pred=more)
-        CB_begun = bmm_chunk(shared, seen, following, zero)
-    warpgroup_mma_wait(0, deps=[CB_begun])
+        decayed_scores(shared, segment, seen, i, causal, RELAXED, RAGGED)
