@@ -196,6 +196,9 @@ class Pointer:
     def __sub__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset - offset)
 
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.memory, self.offset[index])
+
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         offset = torch.as_tensor(self.offset)
         mask = torch.as_tensor(True if mask is None else mask)

@@ -22,7 +22,7 @@ STAGES = {
     "published": "state_passing.wait",
     "load_acquire": "caller",
     "publish": "state_passing.store",
-    "entering_state": "state_passing.load",
+    "pass_on": "state_passing.load",
 }
 
 
@@ -42,10 +42,9 @@ def state_of(part, N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def publish(part_ptr, flag_ptr, added, decay):
+def publish(part_ptr, flag_ptr, row, added, decay):
     """What a segment adds to a state, and its decay."""
-    part = part_of(added).to(part_ptr.dtype.element_ty)
-    gl.store(part_ptr + gl.arange(0, part.shape[0], in_fours), part)
+    gl.store(part_ptr + row, part_of(added).to(part_ptr.dtype.element_ty))
     role_barrier()  # every thread's numbers are stored before the flag says so
     gl.atomic_xchg(flag_ptr, gl.cast(decay, gl.int32, bitcast=True) | SIGN, sem="release")
 
@@ -66,28 +65,35 @@ def published(flag_ptr, wanted):
 
 
 @gluon.jit
-def entering_state(segment, parts_ptr, flags_ptr, LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """The sum (p, n) of the parts of all segments before, decayed; and the decay of all of them.
+def pass_on(segment, lane, states_ptr, sync_ptr, added, decay, LANES: gl.constexpr, layout: gl.constexpr):
+    """Leaves the part (p, n) that the segment has `added`, and its decay, for those after it.
 
-    LANES: parts, and flags, of a slot.
+    Returns the sum of the parts of all segments before, decayed, and the decay of all of them.
+    lane: of a slot's LANES.
     """
+    N: gl.constexpr = added.shape[1]
     PART: gl.constexpr = SLICE * N
     row = gl.arange(0, PART, in_fours)
+    parts_ptr = states_ptr + lane.to(gl.int64) * PART
+    flags_ptr = sync_ptr + lane * FLAG_STRIDE
+    mine = segment.slot.to(gl.int64) * LANES
+    if not segment.last:
+        publish(parts_ptr + mine * PART, flags_ptr + mine * FLAG_STRIDE, row, added, decay)
     sum_of_parts = gl.full([PART], 0.0, gl.float32, in_fours)
     # in assembly: of gl.fma LLVM makes one of vectors of all that a thread has, and takes long over it
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * LANES
-    lane = segment.slot.to(gl.int64) * LANES - step  # of the segment before
+    theirs = mine - step  # of the segment before
     left = segment.index
     passed = 1.0
     go = left > 0
-    decay = published(flags_ptr + lane * FLAG_STRIDE, go)
+    decay = published(flags_ptr + theirs * FLAG_STRIDE, go)
     while go:
-        part = gl.load(parts_ptr + lane * PART + row, cache_modifier=".cg")
+        part = gl.load(parts_ptr + theirs * PART + row, cache_modifier=".cg")
         weight, passed = passed, passed * decay
-        lane, left = lane - step, left - 1
+        theirs, left = theirs - step, left - 1
         go = (left > 0) & (passed != 0.0)
-        decay = published(flags_ptr + lane * FLAG_STRIDE, go)  # while the part is on its way
+        decay = published(flags_ptr + theirs * FLAG_STRIDE, go)  # while the part is on its way
         args = [part.to(gl.float32), weight, sum_of_parts]
         sum_of_parts = gl.inline_asm_elementwise(multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1)
     return state_of(sum_of_parts, N, layout), passed

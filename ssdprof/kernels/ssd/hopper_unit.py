@@ -15,11 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels.ssd.hopper_halves import give_part, half_and_rest, take_part
-from ssdprof.kernels.ssd.hopper_passing import entering_state, publish
+from ssdprof.kernels.ssd.hopper_passing import pass_on
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
     ENTERING,
-    FLAG_STRIDE,
     SLICE,
     WEIGHT,
     eights,
@@ -328,8 +327,7 @@ def unit_state(
     o_n = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
     inside = None  # all are
     if HEADDIM % SLICE != 0:
-        inside = (o_p < HEADDIM)[:, None] & (o_n >= 0)[None, :]
-    tile = (o_p * DSTATE)[:, None] + o_n[None, :]
+        inside = (o_p < HEADDIM)[:, None]
 
     # stage state_passing.load: the state that enters the segment
     seen = 0
@@ -340,18 +338,12 @@ def unit_state(
         state = added
     if LOOKS_BACK:
         LANES: gl.constexpr = HEADS * SLICES * HALVES
-        lane_of_all = unit * HALVES + HALF
-        parts_ptr = states_ptr + lane_of_all.to(gl.int64) * (SLICE * WIDTH)
-        flags_ptr = sync_ptr + lane_of_all * FLAG_STRIDE
-        if not segment.last:
-            mine = segment.slot.to(gl.int64) * LANES
-            publish(parts_ptr + mine * (SLICE * WIDTH), flags_ptr + mine * FLAG_STRIDE, added, decay)
-        state, decay = entering_state(segment, parts_ptr, flags_ptr, LANES, WIDTH, by_n)
+        state, decay = pass_on(segment, unit * HALVES + HALF, states_ptr, sync_ptr, added, decay, LANES, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         # past a head's P anything: those rows meet no others, and are not stored
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
-        initial_tile = (o_p * INITIAL_STRIDES[2])[:, None] + (o_n * INITIAL_STRIDES[3])[None, :]
-        initial = gl.load(own_ptr + initial_tile, mask=inside).to(gl.float32)
+        initial_tile = (own_ptr + o_p * INITIAL_STRIDES[2])[:, None] + (o_n * INITIAL_STRIDES[3])[None, :]
+        initial = gl.load(initial_tile, mask=inside).to(gl.float32)
         state = gl.fma(initial, decay, state)
     # stage setup: the output, chunk after chunk
     D = None
@@ -371,4 +363,4 @@ def unit_state(
     # stage state_passing.store
     if segment.last:
         own = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
-        gl.store(final_ptr + own + tile, state, mask=inside)
+        gl.store((final_ptr + own + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)
