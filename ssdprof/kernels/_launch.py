@@ -15,6 +15,7 @@ import torch
 
 from ssdprof.kernels._garbage import no_garbage_collection
 
+_FIXED = {"enable_fp_fusion": True}  # else a setting of Triton chooses, which from Triton 3.10 on is to be off
 _MOST = 4096  # kept launches; a call with new sizes adds a few
 _kept: dict[Hashable, Launcher] = {}
 
@@ -40,7 +41,7 @@ class Launcher:
         if self._compiled is None:  # the first launch; under the interpreter, every one
             # compiling makes so many objects that all of the process's are looked through in between: a twentieth of it
             with no_garbage_collection():
-                self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options)
+                self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options, **_FIXED)
         else:
             self._compiled[grid](*tensors, *self._constants)
 

@@ -2,7 +2,8 @@
 
 A module names its launches in a dictionary, label -> function without arguments that calls launchers with tensors on
 torch's meta device (`on_meta` makes them).  `compiled(module, capability)` runs them all in a process of its own, where
-Triton compiles instead of interpreting and a launch ends after the compilation.
+Triton compiles instead of interpreting and a launch ends after the compilation.  By the default that later versions of
+it are to have, no product is fused with a sum there unless a launcher asks for it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Compiled:
 
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
+    fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
     """
 
     kernel: str
@@ -43,6 +45,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     product_waits: int
+    fuses: bool
     metadata: dict[str, Any]
 
 
@@ -51,7 +54,7 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
     """Label -> its kernels, in the order of the launches, for every entry of `module.launches`."""
     result = subprocess.run(
         [sys.executable, __file__, module, launches, str(capability)],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -110,6 +113,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
+        fuses=kernel.metadata.enable_fp_fusion,
         metadata=metadata,
     )
 

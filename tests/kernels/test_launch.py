@@ -109,8 +109,9 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
     launcher = Launcher(kernel, ((4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64})
     launcher(5, "a", None)
     launcher(6, "b", None)
+    options = {"DEEP": True, "num_warps": 8, "BLOCK": 64, "enable_fp_fusion": True}
     assert kernel.launches == [
-        ("triton", (5, 1, 1), ("a", None, (4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64}),
+        ("triton", (5, 1, 1), ("a", None, (4, 1), 7), options),
         ("compiled", (6, 1, 1), ("b", None, (4, 1), 7, 64, True), {}),
     ]
 

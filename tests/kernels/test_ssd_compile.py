@@ -65,6 +65,14 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
         assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
+@pytest.mark.parametrize("module", ["test_ssd_compile", "test_fused_compile", "test_fused_hopper_compile"])
+def test_whatever_triton_is_set_to_products_and_sums_are_fused(module: str) -> None:
+    """Results and speeds would depend on an environment variable, or on Triton's version."""
+    kernels = [kernel for kernels in compiled(module, 90).values() for kernel in kernels]
+    assert kernels
+    assert all(kernel.fuses for kernel in kernels)
+
+
 def test_a_profiler_is_told_the_work() -> None:
     case, _ = CASES["mamba2 bf16 exact"]
     told = {kernel.kernel: kernel.metadata for kernel in compiled("test_ssd_compile", 90)["mamba2 bf16 exact"]}
