@@ -29,7 +29,8 @@ LAYOUTS = (
     "1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144", "32 x 1,024",
     "8 x 4,096",
 )  # fmt: skip
-ONLY_RIGHT = "\u2020"  # after a ratio
+DAGGER = "\u2020"
+WRONG = f"{DAGGER} Another setting of that kernel gave wrong results in that run, and does not count."
 Reports = Mapping[str, BenchReport]  # by file name
 
 
@@ -60,8 +61,6 @@ def section(reports: Reports) -> str:
         _by_shape("Other shapes, over mamba_ssm, bf16 inputs", library),
     )
     drawn = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
-    if ONLY_RIGHT in drawn:
-        drawn += f"\n\n{ONLY_RIGHT}: another setting of that kernel gave wrong results in that run, and does not count."
     machines = fmt.words(f"one {gpu}" for gpu in gpus) if gpus else "no GPU"
     return (
         f"\nMeasured side by side on {machines}: how many times as fast `fused` is, with exact intermediates and fp32 "
@@ -101,6 +100,7 @@ def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str) -> Table:
         headers=("sequences x tokens", *MODELS),
         rows=tuple(row for row in rows if set(row[1:]) != {fmt.MISSING}),
         align=columns(1, len(MODELS)),
+        note=WRONG if any(DAGGER in ratio for ratio in found.values()) else "",
     )
 
 
@@ -137,7 +137,7 @@ def _speedup(cell: BenchCell, baseline: str) -> str:
         return fmt.MISSING if case is None else case.status
     over = case.over(baseline)
     wrong = any(one.implementation == baseline and one.status in ("inaccurate", "nonfinite") for one in cell.cases)
-    mark = f" {ONLY_RIGHT}" if wrong else ""
+    mark = f" {DAGGER}" if wrong else ""
     return f"{fmt.ratio(over.device_ratio)} / {fmt.ratio(over.call_ratio)}{mark}" if over else fmt.MISSING
 
 
