@@ -36,6 +36,7 @@ class Compiled:
 
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
+    hasty_loads: 16-bit numbers from global memory that the turn of a loop that loads them takes up, too
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
     """
 
@@ -45,6 +46,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     product_waits: int
+    hasty_loads: int
     fuses: bool
     metadata: dict[str, Any]
 
@@ -113,9 +115,28 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
+        hasty_loads=_hasty_loads(code),
         fuses=kernel.metadata.enable_fp_fusion,
         metadata=metadata,
     )
+
+
+def _hasty_loads(code: str) -> int:
+    """Of machine code.  Of its branches back, long ones are not loops of roles: waits and the loop over roles."""
+    instructions = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)}
+    backwards = {
+        at: int(found[1], 16)
+        for at, what in instructions.items()
+        if (found := re.search(r"\bBRA\b.*0x([0-9a-f]+)", what)) and 0 < at - int(found[1], 16) < 500 * 16
+    }
+    count = 0
+    for at, what in instructions.items():
+        load = re.search(r"LDG\.E\.U16\S* (R\d+),", what)
+        ends = [end for end, begin in backwards.items() if begin <= at < end]
+        if load and ends:
+            rest = [later for place, later in instructions.items() if at < place <= min(ends)]
+            count += any(re.search(rf"\b{load[1]}\b", later) for later in rest)
+    return count
 
 
 def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> dict[str, list[Compiled]]:

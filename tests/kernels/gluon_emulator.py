@@ -344,11 +344,19 @@ class Machine:
     def assembly(
         self, code: str, constraints: str, args: list[Any], *, dtype: torch.dtype, is_pure: bool, pack: int
     ) -> torch.Tensor:
-        if not is_pure:
-            assert code == "ld.acquire.gpu.global.b32 $0, [$1];"
+        if code == "ld.acquire.gpu.global.b32 $0, [$1];":
             return self.atomic_add(args[0], 0, "acquire")
+        if not is_pure:
+            return self.load_bits(code, *args)
         args = [arg.to(torch.int32) if arg.dtype == torch.int64 else arg for arg in map(torch.as_tensor, args)]
         return ptx.run(code, constraints, args, dtype, pack)
+
+    def load_bits(self, code: str, pointer: Pointer, inside: torch.Tensor) -> torch.Tensor:
+        """Where `inside`, numbers of 16 or 32 bits into the low bits of 32."""
+        bits = {2: torch.int16, 4: torch.int32}[pointer.memory.element_size()]
+        predicated = ["setp.ne.b32 inside, $2, 0", "mov.b32 $0, 0", f"@inside ld.global.b{8 * bits.itemsize} $0, [$1]"]
+        assert [one.strip() for one in code.strip("{}").split(";") if ".reg" not in one and one.strip()] == predicated
+        return self.load(pointer, inside != 0).view(bits).to(torch.int32) & (1 << 8 * bits.itemsize) - 1
 
     def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
         del sem

@@ -65,6 +65,13 @@ def test_compiles_within_the_limits(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", CASES)
+def test_what_is_loaded_ahead_is_taken_up_a_turn_later(label: str) -> None:
+    """dt of the next chunk: two 16-bit numbers that a loop carries would be packed into one register at once."""
+    (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
+    assert kernel.hasty_loads == 0
+
+
+@pytest.mark.parametrize("label", CASES)
 def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
     """One wait in the scores, and in each of the other two roles one for each chunk of a turn in the first pass and
     two in the second.  ptxas adds more where it thinks, or its registers make, that a product's operands change while

@@ -61,6 +61,16 @@ def test_every_kind_of_input(monkeypatch: pytest.MonkeyPatch, name: str, cut: st
     run(CASES[name], CUTS[cut])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_dt_of_another_dtype_than_x(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    emulate(monkeypatch, seed=2)
+    for name in ("fp16", "ragged batch"):
+        inputs = CASES[name].inputs()
+        inputs = replace(inputs, dt=inputs.dt.to(dtype))
+        config = config_of(inputs, CUTS["long ones first"])
+        assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
+
+
 def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=8)
     lengths = (1, 0) * 66 + (70, 0, 65)

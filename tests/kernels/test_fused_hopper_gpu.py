@@ -96,6 +96,23 @@ def test_precisions(dstate: int, dtype: torch.dtype, precision: Precision) -> No
     assert_passes(hopper(inputs, precision), inputs, precision)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, FP16, BF16], ids=str)
+def test_dt_of_another_dtype_than_x(dtype: torch.dtype) -> None:
+    for x_dtype in (FP16, BF16):
+        inputs = Case(**SMALL | dict(dtype=x_dtype), seqlen=1500).inputs()
+        inputs = replace(inputs, dt=inputs.dt.to(dtype))
+        assert_passes(hopper(inputs), inputs, EXACT)
+
+
+def test_dt_in_64_bits_goes_to_the_portable_kernel() -> None:
+    inputs = Case(**SMALL, seqlen=200).inputs()
+    inputs = replace(inputs, dt=inputs.dt.double())
+    plan = get("ssd", "fused").plan(inputs, EXACT)
+    assert plan.variant == "portable"
+    assert "dt" in plan.reason
+    assert_passes(get("ssd", "fused").run(inputs, EXACT), inputs, EXACT)
+
+
 def test_every_model_size_that_it_is_for_reaches_it() -> None:
     sizes = [
         (80, 64, 128, 1),

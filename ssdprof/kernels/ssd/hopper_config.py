@@ -12,7 +12,7 @@ from ssdprof.kernels.ssd.config_table import HOPPER, Call, first_fit
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut, packed_segment
 from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
-from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,8 @@ def unsupported(inputs: SSDInputs) -> str:
         return "anything but a Hopper GPU"
     if x.dtype == torch.float32:
         return "fp32 inputs"
+    if inputs.dt.dtype not in INPUT_DTYPES:
+        return f"dt of {inputs.dt.dtype}"
     if inputs.z is not None:
         return "a gate z"
     if headdim < SLICE.value or headdim % 16 or dstate not in (64, 128, 256):

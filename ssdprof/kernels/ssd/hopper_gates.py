@@ -16,6 +16,8 @@ STAGES = {
     "exp2_approx": "caller",
     "log2_approx": "chunk_cumsum",
     "softplus": "chunk_cumsum",
+    "load_bits": "chunk_cumsum",
+    "number_of": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
     "decay_exp2": "chunk_cumsum",
     "two_parts": "chunk_cumsum",
@@ -54,9 +56,34 @@ def softplus(v):
 
 
 @gluon.jit
+def load_bits(p, inside):
+    """What p points to, in 32 bits; zero where not `inside`.
+
+    Two numbers of 16 bits would share a register where a loop comes round, and wait there for what is to be waited for
+    in the loop's next turn.
+    """
+    code: gl.constexpr = """{
+        .reg .pred inside;
+        setp.ne.b32 inside, $2, 0;
+        mov.b32 $0, 0;
+        @inside ld.global.BITS $0, [$1];
+    }"""
+    load: gl.constexpr = code.replace("BITS", "b32" if p.dtype.element_ty == gl.float32 else "b16")
+    return gl.inline_asm_elementwise(load, "=r,l,r", [p, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def number_of(bits, dtype: gl.constexpr):
+    """In fp32, the number of `dtype` that has these bits."""
+    if dtype != gl.float32:
+        bits = bits.to(gl.int16)
+    return gl.cast(bits, dtype, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
 def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
     """dt (q, lane), a (q, lane) and a_end (lane).  NaN stays NaN."""
-    v = raw.to(gl.float32) + dt_bias[None, :]
+    v = raw + dt_bias[None, :]
     if DT_SOFTPLUS:
         v = softplus(v)
     dt = gl.where(v == v, gl.minimum(gl.maximum(v, low), high), v)
@@ -193,21 +220,21 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
     # (q, lane): a warp for each lane, and the other two do the same again
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    dtype: gl.constexpr = dt_ptr.dtype.element_ty
     decay = gl.full([2], 0.0, gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
     every = gl.full([CHUNK, 2], 1, gl.int32, layout) > 0
     c = segment.seen - 1
     step = CHUNK * dt_stride
     p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
-    raw, raw_2 = gl.load(p + tile), gl.load(p - step + tile, mask=(c > 0) & every, other=0.0)
+    bits, bits_2 = load_bits(p + tile, every), load_bits(p - step + tile, (c > 0) & every)
     seen = 0
     go = True
     while go:
         p -= 2 * step
-        ahead = gl.load(p + tile, mask=(c > 1) & every, other=0.0)
-        ahead_2 = gl.load(p - step + tile, mask=(c > 2) & every, other=0.0)
+        raw, raw_2 = number_of(bits, dtype), number_of(bits_2, dtype)
+        bits, bits_2 = load_bits(p + tile, (c > 1) & every), load_bits(p - step + tile, (c > 2) & every)
         of_1 = chunk_cumsum(raw, dt_bias, A, low, high, every, DT_SOFTPLUS)
         of_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, (c > 0) & every, DT_SOFTPLUS)
-        raw, raw_2 = ahead, ahead_2
         decay, seen, go = hand_over_two(shared, seen, c, decay, of_1, of_2)
         c -= 2
     return seen
@@ -217,16 +244,13 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
 def put_gates(shared, i, dt, a, a_end):
     """All that is made of chunk i's dt, a (q, lane) and a_end (lane)."""
     slot = place_in(i, shared.RING)
-    weight = decay_exp2(a_end[None, :] - a) * dt
-    key = a - log2_approx(dt)
-    entering = exp2_approx(a)
-    decay = exp2_approx(a_end)
     mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
     put(shared.gates.index(slot * 4 + ROW), a)
-    put(shared.gates.index(slot * 4 + KEY), key)
+    put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
+    put(shared.gates.index(slot * 4 + KEY), a - log2_approx(dt))
+    weight = decay_exp2(a_end[None, :] - a) * dt
     put(shared.gates.index(slot * 4 + WEIGHT), two_parts(weight, shared.x.dtype))
-    put(shared.gates.index(slot * 4 + ENTERING), entering)
-    shared.decay.index(slot).store(decay)
+    shared.decay.index(slot).store(exp2_approx(a_end))
     mbarrier.arrive(shared.full.index(slot), count=1)
 
 
@@ -236,12 +260,12 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    dtype: gl.constexpr = dt_ptr.dtype.element_ty
     t = segment.first * CHUNK
-    valid = (t + o_q < segment.length)[:, None]
-    raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=valid, other=0.0)
+    bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
     for i in range(segment.nchunks):
-        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
+        raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
         t += CHUNK
-        valid = (t + o_q < segment.length)[:, None]
-        raw = gl.load(dt_ptr + t.to(gl.int64) * dt_stride + tile, mask=valid, other=0.0)
+        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
         put_gates(shared, i, dt, a, a_end)
