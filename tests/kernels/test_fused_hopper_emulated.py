@@ -71,6 +71,17 @@ def test_dt_of_another_dtype_than_x(monkeypatch: pytest.MonkeyPatch, dtype: torc
         assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
 
 
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_a_first_pass_over_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch, dstate: int, before: int) -> None:
+    """With decays so slow that the first of them counts as much as the last."""
+    emulate(monkeypatch, seed=3)
+    inputs = Case(**SMALL | dict(dstate=dstate), seqlen=64 * before + 50).inputs()
+    inputs.A.mul_(0.01)
+    segments = Segments(long_count=1, long_segment=before, segment=1, recompute=True)
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, segments)), inputs, EXACT)
+
+
 def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=8)
     lengths = (1, 0) * 66 + (70, 0, 65)
