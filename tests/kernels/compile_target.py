@@ -36,7 +36,7 @@ class Compiled:
 
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
-    hasty_loads: 16-bit numbers from global memory that the turn of a loop that loads them takes up, too
+    loads_ahead: of 16-bit numbers, from global memory, in a loop whose next turn is the first to read them
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
     """
 
@@ -46,7 +46,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     product_waits: int
-    hasty_loads: int
+    loads_ahead: int
     fuses: bool
     metadata: dict[str, Any]
 
@@ -115,13 +115,13 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
-        hasty_loads=_hasty_loads(code),
+        loads_ahead=_loads_ahead(code),
         fuses=kernel.metadata.enable_fp_fusion,
         metadata=metadata,
     )
 
 
-def _hasty_loads(code: str) -> int:
+def _loads_ahead(code: str) -> int:
     """Of machine code.  Of its branches back, long ones are not loops of roles: waits and the loop over roles."""
     instructions = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)}
     backwards = {
@@ -135,7 +135,7 @@ def _hasty_loads(code: str) -> int:
         ends = [end for end, begin in backwards.items() if begin <= at < end]
         if load and ends:
             rest = [later for place, later in instructions.items() if at < place <= min(ends)]
-            count += any(re.search(rf"\b{load[1]}\b", later) for later in rest)
+            count += not any(re.search(rf"\b{load[1]}\b", later) for later in rest)
     return count
 
 

@@ -59,8 +59,8 @@ def softplus(v):
 def load_bits(p, inside):
     """What p points to, in 32 bits; zero where not `inside`.
 
-    Two numbers of 16 bits would share a register where a loop comes round, and wait there for what is to be waited for
-    in the loop's next turn.
+    A loop that loads 16-bit numbers for its next turn packs two of them into one register at its end, and so waits for
+    them a turn too early.  Numbers of 32 bits it leaves alone.
     """
     code: gl.constexpr = """{
         .reg .pred inside;
@@ -245,6 +245,7 @@ def put_gates(shared, i, dt, a, a_end):
     """All that is made of chunk i's dt, a (q, lane) and a_end (lane)."""
     slot = place_in(i, shared.RING)
     mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
+    # each is made when it is stored: with N = 256, gates that take more registers make the heads' loops longer, too
     put(shared.gates.index(slot * 4 + ROW), a)
     put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
     put(shared.gates.index(slot * 4 + KEY), a - log2_approx(dt))
