@@ -52,16 +52,11 @@ def current(readme: Path) -> str:
 
 
 def section(reports: Reports) -> str:
-    """How to read the tables; the models over mamba_ssm and over the published kernel; other shapes."""
-    gpus = dict.fromkeys(report.environment.gpu.name for report in reports.values() if report.environment.gpu)
-    library, published = (_measured(reports, baseline) for baseline in ("mamba_ssm", "published"))
-    tables = (
-        _by_layout("Over mamba_ssm, bf16 inputs", library, "mamba_ssm"),
-        _by_layout("Over the published kernel, in the faster of its settings, fp16 inputs", published, "published"),
-        _by_shape("Other shapes, over mamba_ssm, bf16 inputs", library),
-    )
+    """How to read the tables, and each GPU's."""
+    groups = _by_gpu(reports)
+    tables = [table for gpu, theirs in groups.items() for table in _tables(gpu, theirs)]
     drawn = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
-    machines = fmt.words(f"one {gpu}" for gpu in gpus) if gpus else "no GPU"
+    machines = fmt.words(f"one {gpu}" for gpu in groups) if groups else "no GPU"
     return (
         f"\nMeasured side by side on {machines}: how many times as fast `fused` is, with exact intermediates and fp32 "
         "states, by the GPU's own time / by what a Python caller waits for.  Times, relaxed intermediates, errors, "
@@ -73,6 +68,27 @@ def page(reports: Reports) -> str:
     """Every table of every result."""
     head = "# The SSD kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.\n"
     return "\n".join([head, *(f"## [{name}]({name})\n\n{as_markdown(report)}" for name, report in reports.items())])
+
+
+def _by_gpu(reports: Reports) -> dict[str, Reports]:
+    """The GPU with most cells first."""
+    groups: dict[str, dict[str, BenchReport]] = {}
+    for name, report in reports.items():
+        gpu = report.environment.gpu
+        groups.setdefault(gpu.name if gpu else "GPU without a name", {})[name] = report
+    cells = {gpu: sum(len(report.cells) for report in theirs.values()) for gpu, theirs in groups.items()}
+    return {gpu: groups[gpu] for gpu in sorted(groups, key=lambda gpu: -cells[gpu])}
+
+
+def _tables(gpu: str, reports: Reports) -> tuple[Table, ...]:
+    """One GPU's: the models over mamba_ssm and over the published kernel; other shapes."""
+    library, published = (_measured(reports, baseline) for baseline in ("mamba_ssm", "published"))
+    setting = "in the faster of its settings"
+    return (
+        _by_layout(f"{gpu}: over mamba_ssm, bf16 inputs", library, "mamba_ssm"),
+        _by_layout(f"{gpu}: over the published kernel, {setting}, fp16 inputs", published, "published"),
+        _by_shape(f"{gpu}: other shapes, over mamba_ssm, bf16 inputs", library),
+    )
 
 
 def _measured(reports: Reports, baseline: str) -> list[BenchCell]:
@@ -92,14 +108,15 @@ def _exact(cell: BenchCell) -> BenchCase | None:
 
 
 def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str) -> Table:
-    """A row for each layout of tokens, a column for each model."""
+    """A row for each layout of tokens, a column for each model, of those that were measured."""
     found = {(cell.tokens, cell.shape): _speedup(cell, baseline) for cell in cells}
-    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in MODELS)) for layout in LAYOUTS]
+    models = tuple(model for model in MODELS if any((layout, model) in found for layout in LAYOUTS))
+    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in LAYOUTS]
     return Table(
         title=title,
-        headers=("sequences x tokens", *MODELS),
-        rows=tuple(row for row in rows if set(row[1:]) != {fmt.MISSING}),
-        align=columns(1, len(MODELS)),
+        headers=("sequences x tokens", *models),
+        rows=tuple(row for row in rows if set(row[1:]) - {fmt.MISSING}),
+        align=columns(1, len(models)),
         note=WRONG if any(DAGGER in ratio for ratio in found.values()) else "",
     )
 
