@@ -15,7 +15,10 @@ import torch
 
 from ssdprof.kernels._garbage import no_garbage_collection
 
-_FIXED = {"enable_fp_fusion": True}  # else a setting of Triton chooses, which from Triton 3.10 on is to be off
+_FIXED = {
+    "enable_fp_fusion": True,  # else a setting of Triton chooses, which from Triton 3.10 on is to be off
+    "sanitize_overflow": False,  # or Triton builds, and drops again, a check of every integer sum and product
+}
 _MOST = 4096  # kept launches; a call with new sizes adds a few
 _kept: dict[Hashable, Launcher] = {}
 

@@ -109,7 +109,7 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
     launcher = Launcher(kernel, ((4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64})
     launcher(5, "a", None)
     launcher(6, "b", None)
-    options = {"DEEP": True, "num_warps": 8, "BLOCK": 64, "enable_fp_fusion": True}
+    options = {"DEEP": True, "num_warps": 8, "BLOCK": 64, "enable_fp_fusion": True, "sanitize_overflow": False}
     assert kernel.launches == [
         ("triton", (5, 1, 1), ("a", None, (4, 1), 7), options),
         ("compiled", (6, 1, 1), ("b", None, (4, 1), 7, 64, True), {}),

@@ -112,7 +112,6 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, l
         "UNIT_REGISTERS": config.unit_registers,
         "OTHER_REGISTERS": config.other_registers,
         "num_warps": 4,
-        "sanitize_overflow": False,  # or Triton builds, and drops again, a check of every integer sum and product
     }
 
 
