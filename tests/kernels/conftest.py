@@ -1,4 +1,7 @@
-from collections.abc import Callable
+import fcntl
+import gc
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,3 +23,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def much_gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tens of gigabytes, which one test has at a time where several processes run tests, and gives back."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with (shared / "much_gpu_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,7 +1,5 @@
 """Offsets past 2^31 elements, of inputs that are columns of a wide matrix and of outputs: the same bits as near 0."""
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,19 +11,11 @@ from test_fused import assert_bitwise, fused
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_gpu_memory")]
 
 BF16 = torch.bfloat16
 SMALL = dict(heads=2, headdim=64, dstate=64, dtype=BF16, device="cuda")
 TOKENS = ("x", "B", "C", "dt")
-
-
-@pytest.fixture(autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """Tens of gigabytes, which tests in other processes may want."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:

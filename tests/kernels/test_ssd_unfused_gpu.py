@@ -155,6 +155,7 @@ def test_the_plan_knows_the_workspace(case: Case, precision: Precision) -> None:
     assert planned <= peak
 
 
+@pytest.mark.usefixtures("much_gpu_memory")
 def test_offsets_of_inputs_pass_2_to_the_31() -> None:
     """Rows 8M elements apart: 5 GB.  The same values without the distance give the same bits."""
     near = replace(REAL, seqlen=300, heads=4, gate=True).inputs()
@@ -176,6 +177,7 @@ def test_offsets_of_inputs_pass_2_to_the_31() -> None:
     assert torch.equal(ours.final_states, theirs.final_states)
 
 
+@pytest.mark.usefixtures("much_gpu_memory")
 def test_offsets_of_outputs_and_states_pass_2_to_the_31() -> None:
     """262,244 positions of 128 heads of 64: 2^31 elements and more of x, of out and of states.  About 35 GB."""
     case = replace(REAL, seqlen=(1 << 18) + 100, heads=128, chunk_size=128)
