@@ -219,23 +219,28 @@ def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
     """A newer result of one does not stand in for the other's."""
 
-    def on(name: str, created: str, shape: str, *tokens: str) -> BenchReport:
+    def on(name: str, created: str, *cells: BenchCell) -> BenchReport:
         gpu = Gpu(name=name, compute_capability="9.0", sm_count=132, memory_bytes=1, l2_bytes=1, driver="1", cuda="1")
-        cells = tuple(as_cell(done, shape, one) for one in tokens)
         environment = done.environment.model_copy(update={"gpu": gpu})
         return done.model_copy(update={"environment": environment, "created": created, "cells": cells})
 
+    both = as_cell(done, "mamba2-2.7b", "1 x 1,024"), as_cell(done, "mamba2-2.7b", "1 x 4,096")
+    *others, fused = both[0].cases
+    over = tuple(one.model_copy(update={"device_ratio": 6.0}) for one in fused.speedups)
+    twice_as_fast = both[0].model_copy(update={"cases": (*others, fused.model_copy(update={"speedups": over}))})
     reports = {
-        "a.json": on("A few", "2026-02-01T00:00:00+00:00", "nemotron-3-nano", "1 x 1,024"),
-        "b.json": on("B more", "2026-01-01T00:00:00+00:00", "mamba2-2.7b", "1 x 1,024", "1 x 4,096"),
+        "a.json": on(
+            "A few", "2026-02-01T00:00:00+00:00", twice_as_fast, as_cell(done, "nemotron-3-nano", "1 x 1,024")
+        ),
+        "b.json": on("B more", "2026-01-01T00:00:00+00:00", *both, as_cell(done, "mamba2-2.7b", "1 x 16,384")),
     }
     made = TABLES["section"](reports).replace("\u00a0", " ")
     assert "on one B more and one A few:" in made
     of_b, of_a = made.split("**B more: over mamba_ssm")[1].split("**A few: over mamba_ssm")
-    assert "mamba2-2.7b" in of_b
+    assert of_b.count("3.00x") == 3
+    assert "6.00x" not in of_b
     assert "nemotron-3-nano" not in of_b
-    assert "nemotron-3-nano" in of_a
-    assert "mamba2-2.7b" not in of_a
+    assert of_a.count("6.00x") == of_a.count("3.00x") == 1
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
