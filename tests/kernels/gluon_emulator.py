@@ -162,13 +162,10 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Halves of rows, as rows.  Or of an operand's 16-bit rows, which lie in blocks of 64 columns, groups of 8."""
-        rows, columns = self.content.shape[0], self.content.shape[1]
-        if shape == [2 * rows, columns // 2]:
-            return Shared(self.content.view(shape))
-        groups = [rows for block in self.content.split(64, 1) for rows in block.split(8)]
-        assert shape == [len(groups), 8, 64]
-        return Shared(groups)
+        """Halves of rows, as rows."""
+        rows, columns = self.content.shape
+        assert shape == [2 * rows, columns // 2]
+        return Shared(self.content.view(shape))
 
     def load(self, _layout: Any) -> torch.Tensor:
         return self.content.clone()
@@ -208,24 +205,22 @@ class Pointer:
 
 
 class Descriptor:
-    """What the copy engine reads and writes by: tiles of a tensor, zeros outside of it."""
+    """What the copy engine reads and writes by: an address, sizes, strides.  Zeros are outside of those sizes."""
 
     def __init__(self, host: Any) -> None:
-        base = host.base
-        self.tensor = base.as_strided(tuple(host.shape), tuple(host.strides), base.storage_offset())
-        self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
+        self.shape, self.strides = host.shape, host.strides
+        self.block, self.dtype, self.layout = tuple(host.block_shape), host.base.dtype, None
+        self.start = Pointer.to(host.base.tensor) - host.base.ahead // host.base.tensor.element_size()
 
-    def tile(self, start: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Where the tile is in the tensor, and where that part is in the tile."""
-        starts = [int(one) for one in start]
-        inside_or_none = zip(starts, self.block, self.tensor.shape, strict=True)
-        assert all(one == -block or 0 <= one <= size for one, block, size in inside_or_none)
-        sizes = [
-            max(0, min(block, whole - one)) if one >= 0 else 0
-            for one, block, whole in zip(starts, self.block, self.tensor.shape, strict=True)
-        ]
-        outside = tuple(slice(max(one, 0), max(one, 0) + size) for one, size in zip(starts, sizes, strict=True))
-        return outside, tuple(slice(0, size) for size in sizes)
+    def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
+        """Where a tile's elements are, and which of them the copy engine reads or writes."""
+        places, inside = torch.tensor(0), torch.tensor(True)
+        of_dimensions = zip(start, self.shape, self.strides, self.block, strict=True)
+        for k, (first, size, stride, length) in enumerate(of_dimensions):
+            assert 0 <= int(first) < 2**31
+            along = (int(first) + torch.arange(length)).view([-1] + [1] * (len(self.block) - 1 - k))
+            places, inside = places + along * stride, inside & (along < size)
+        return self.start + places, inside
 
 
 class Product:
@@ -425,11 +420,10 @@ class Machine:
         }
 
     def copy_in(self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
-        outside, inside = source.tile(start)
+        pointer, inside = source.tile(start)
 
         def copy() -> None:
-            target.content.zero_()
-            target.content[inside] = source.tensor[outside]
+            target.content.copy_(self.load(pointer, inside))
             barrier.bytes -= target.content.numel() * target.content.element_size()
             barrier.end_phase()
 
@@ -437,10 +431,10 @@ class Machine:
         self.turns.wait()
 
     def copy_out(self, target: Descriptor, start: list[Any], source: Shared) -> None:
-        outside, inside = target.tile(start)
+        pointer, inside = target.tile(start)
 
         def copy() -> None:
-            target.tensor[outside] = source.content[inside]
+            self.store(pointer, source.content, inside)
 
         self.turns.copies.append((self.turns.local.me, copy))
         self.turns.wait()

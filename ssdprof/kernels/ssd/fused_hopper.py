@@ -64,14 +64,14 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
 @gluon.jit
 def first_role(
     shared, segment, rates, low, high,
-    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
 ):  # fmt: skip
     """`scores`, called: what Triton builds as a first role itself, it files under this file with that file's lines."""
-    scores(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS, RELAXED, RAGGED)
+    scores(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS, RELAXED)
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, final_states = args["x_desc"].base, args["B_desc"].base, args["final_ptr"]
+    x, B, final_states = args["x_desc"].base.tensor, args["B_desc"].base.tensor, args["final_ptr"]
     batch, seqlen, nheads, headdim = x.shape
     dstate, chunk = B.shape[3], CHUNK.value
     tensors = (x, x, args["dt_ptr"], B, B, args["initial_ptr"], final_states)  # x and out, B and C
@@ -85,14 +85,13 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 # a constant 1 among the arguments of warp_specialize does not compile in Triton 3.6
 @gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
-    x_desc, B_desc, C_desc, out_desc, out_ptr, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr,
+    x_desc, B_desc, C_desc, out_desc, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr,
     cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr,
-    out_strides, dt_strides, A_strides, dt_bias_strides, D_strides, INITIAL_STRIDES: gl.constexpr,
+    dt_strides, A_strides, dt_bias_strides, D_strides, INITIAL_STRIDES: gl.constexpr,
     cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K, LONG_COUNT, K_LONG,
     HEADS: gl.constexpr, HEADS_PER_GROUP: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
-    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
-    LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr, RING: gl.constexpr, SCORE_RING: gl.constexpr,
-    UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
+    RING: gl.constexpr, SCORE_RING: gl.constexpr, UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     HALVES: gl.constexpr = 1 if DSTATE <= MAX_WIDTH else 2
@@ -101,6 +100,8 @@ def _fused_hopper_kernel(
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK // HALVES, SLICE], dtype)
     FIRST_RING: gl.constexpr = RING * HALVES  # without C there is room for as many halves
     WORDS: gl.constexpr = RING + 2
     first_pass = FirstPass(
@@ -114,10 +115,10 @@ def _fused_hopper_kernel(
     )  # fmt: skip
     shared = Shared(
         first_pass,
-        gl.allocate_shared_memory(dtype, [2 * RING * HALVES, CHUNK, WIDTH], B_desc.layout),
-        gl.allocate_shared_memory(dtype, [FIRST_RING * UNITS, CHUNK, 1, SLICE], x_desc.layout),
+        gl.allocate_shared_memory(dtype, [2 * RING * HALVES, CHUNK, WIDTH], wide),
+        gl.allocate_shared_memory(dtype, [FIRST_RING * UNITS, CHUNK, SLICE], square),
         gl.allocate_shared_memory(dtype, [SCORE_RING * UNITS, CHUNK, CHUNK], square),
-        gl.allocate_shared_memory(dtype, [2, CHUNK // HALVES, 1, SLICE], out_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, CHUNK // HALVES, SLICE], narrow),
         gl.allocate_shared_memory(gl.float32, [RING * 4, 2 * CHUNK], vector),
         gl.allocate_shared_memory(gl.float32, [RING, 2], vector),
         gl.allocate_shared_memory(gl.int64, [RING, 1], barrier),
@@ -159,9 +160,11 @@ def _fused_hopper_kernel(
     if cu_seqlens_ptr is None:
         sequence, index = rank % sequences, rank // sequences
         begin, length = sequence * seqlen, seqlen
+        tile, row = sequence, gl.to_tensor(0)
         slot, slot_step = rank, gl.to_tensor(sequences)
     else:
         sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, K)
+        tile, row = begin + length, seqlen - length
         slot, slot_step = rank - sequence, gl.to_tensor(1)  # the last segment of each sequence needs none
     first = index * K
     size = K
@@ -175,28 +178,29 @@ def _fused_hopper_kernel(
     if RECOMPUTE:
         goes_back, seen_first, seen = index > 0, 0, first
     segment = Segment(
-        sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen, slot, slot_step
-    )
+        sequence, index, begin, length, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
+        slot, slot_step,
+    )  # fmt: skip
     # stage setup
     if exists:
         sync = sync_ptr + FLAGS
-        tensors = (out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
+        tensors = (D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
         rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
         gl.warp_specialize(
             [
-                (first_role, (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED, RAGGED)),
+                (first_role, (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED)),
                 (
                     unit_state,
                     (
                         gl.to_tensor(0), shared, segment, tensors, INITIAL_STRIDES, 0, HEADS, HEADDIM,
-                        DSTATE, SLICES, RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
+                        DSTATE, SLICES, RELAXED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (
                     unit_state,
                     (
                         gl.to_tensor(1), shared, segment, tensors, INITIAL_STRIDES, HALVES - 1, HEADS, HEADDIM,
-                        DSTATE, SLICES, RELAXED, RAGGED, LOOKS_BACK, RECOMPUTE,
+                        DSTATE, SLICES, RELAXED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (

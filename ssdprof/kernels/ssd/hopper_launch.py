@@ -54,9 +54,10 @@ class HopperLaunch:
         self._sizes = buffer_sizes(inputs, precision, config)
         self._index = inputs.x.get_device()
         halves = half_count(inputs.B.shape[3])
-        self._x = _units(_strides(inputs.x), inputs.x, CHUNK.value)
-        self._out = _units(_contiguous(inputs.x.shape)[1:], inputs.x, CHUNK.value // halves)
-        self._B, self._C = _rows(inputs.B, halves), _rows(inputs.C, halves)
+        packed = inputs.cu_seqlens is not None
+        self._x = _units(_strides(inputs.x), inputs.x, CHUNK.value, packed=packed)
+        self._out = _units(_contiguous(inputs.x.shape), inputs.x, CHUNK.value // halves, packed=packed)
+        self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
         self._programs = segment_count(inputs, config) * program_count(inputs)
         self._launcher = Launcher(
             _fused_hopper_kernel,
@@ -68,8 +69,8 @@ class HopperLaunch:
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
             out, final_states, states, sync, _ = self._sizes.allocate(inputs.x)
             self._launcher(
-                self._programs, _over(self._x, inputs.x), _over(self._B, inputs.B), _over(self._C, inputs.C),
-                _over(self._out, out), out, inputs.dt, inputs.A, inputs.dt_bias, inputs.D, inputs.initial_states,
+                self._programs, self._x.of(inputs.x), self._B.of(inputs.B), self._C.of(inputs.C),
+                self._out.of(out), inputs.dt, inputs.A, inputs.dt_bias, inputs.D, inputs.initial_states,
                 inputs.cu_seqlens, final_states, final_states if states is None else states,
                 final_states if sync is None else sync,
             )  # fmt: skip
@@ -82,10 +83,10 @@ def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperC
 
 
 def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
-    """Strides (out, dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
+    """Strides (dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
     D = inputs.D
     return (
-        _contiguous(inputs.x.shape)[1:3], _strides(inputs.dt), inputs.A.stride(),
+        _strides(inputs.dt), inputs.A.stride(),
         (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
         (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
         (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
@@ -96,7 +97,7 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
 
 
 def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, looks_back: bool) -> dict[str, Any]:
-    _, seqlen, nheads, headdim = inputs.x.shape
+    _, _, nheads, headdim = inputs.x.shape
     return {
         "HEADS": nheads,
         "HEADS_PER_GROUP": inputs.heads_per_group,
@@ -104,7 +105,6 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, l
         "DSTATE": inputs.B.shape[3],
         "DT_SOFTPLUS": inputs.dt_softplus,
         "RELAXED": not precision.exact,
-        "RAGGED": inputs.cu_seqlens is not None or seqlen % CHUNK.value != 0,
         "LOOKS_BACK": looks_back,
         "RECOMPUTE": config.recompute,
         "RING": config.ring,
@@ -120,24 +120,60 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return (row_stride(tensor), *tensor.stride()[2:])
 
 
-def _units(stride: tuple[int, ...], x: torch.Tensor, positions: int) -> TensorDescriptor:
-    """Tiles of (positions, one head, slice); past a head's P the copy engine reads zeros and writes nothing."""
-    batch, seqlen, nheads, headdim = x.shape
-    return _descriptor((batch * seqlen, nheads, headdim), stride, (positions, 1, SLICE.value), x.dtype)
+class _Base:
+    """What a descriptor is over: a tensor, taken to begin `ahead` bytes before it does."""
+
+    def __init__(self, tensor: torch.Tensor, ahead: int) -> None:
+        self.tensor, self.ahead, self.dtype = tensor, ahead, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.ahead
 
 
-def _rows(tensor: torch.Tensor, halves: int) -> TensorDescriptor:
+class _Tiles:
+    """By what the copy engine reads and writes tiles (1, positions, ...) of a tensor (b, l, ...), over no tensor yet.
+
+    Past a sequence's end it reads zeros and writes nothing.  A tile begins at (sequence, position, ...).  If sequences
+    are packed, at (row after the sequence's last, l - length + position, ...), so that the second coordinate of an end
+    is always l.  The sum of both is l rows past where the tile is, and so the descriptor begins l rows before the
+    tensor; at an address before the tensor's own nothing is read.
+
+    shape, strides: of what follows l, and of l and what follows it, in elements
+    """
+
+    def __init__(
+        self, like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], *,
+        packed: bool,
+    ) -> None:  # fmt: skip
+        batch, seqlen = like.shape[:2]
+        row = strides[0]
+        self._ahead = seqlen * row * like.element_size() if packed else 0
+        lead = (seqlen + 1, row) if packed else (batch, seqlen * row)
+        self._descriptor = TensorDescriptor(
+            _nothing(like.dtype),
+            [lead[0], seqlen, *shape],
+            [lead[1], *strides],
+            [1, *block],
+            _shared_layout((1, *block), like.dtype),
+        )
+
+    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """Without another check of shape and strides."""
+        copy = object.__new__(TensorDescriptor)
+        copy.__dict__.update(self._descriptor.__dict__, base=_Base(tensor, self._ahead))
+        return copy
+
+
+def _units(strides: tuple[int, ...], x: torch.Tensor, positions: int, *, packed: bool) -> _Tiles:
+    """Tiles of (positions, one head, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
+    return _Tiles(x, tuple(x.shape[2:]), strides, (positions, 1, SLICE.value), packed=packed)
+
+
+def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> _Tiles:
     """Tiles of (chunk, one group's N, or half of it)."""
-    batch, seqlen, ngroups, dstate = tensor.shape
-    shape = (batch * seqlen, ngroups * dstate)
-    return _descriptor(shape, (row_stride(tensor), 1), (CHUNK.value, dstate // halves), tensor.dtype)
-
-
-def _descriptor(
-    shape: tuple[int, ...], stride: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
-) -> TensorDescriptor:
-    """Over no tensor yet: `_over` has it."""
-    return TensorDescriptor(_nothing(dtype), list(shape), list(stride), list(block), _shared_layout(block, dtype))
+    ngroups, dstate = tensor.shape[2:]
+    strides = (row_stride(tensor), 1)
+    return _Tiles(tensor, (ngroups * dstate,), strides, (CHUNK.value, dstate // halves), packed=packed)
 
 
 @cache
@@ -151,14 +187,7 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), GL_DTYPE[dtype])
 
 
-def _over(descriptor: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
-    """A copy that describes `tensor`, without another check of shape and strides."""
-    copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(descriptor.__dict__, base=tensor)
-    return copy
-
-
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a new tensor; no size is 0."""
-    _, seqlen, nheads, headdim = shape
-    return seqlen * nheads * headdim, nheads * headdim, headdim, 1
+    """Strides of a new tensor's positions, and of what each has; no size is 0."""
+    _, _, nheads, headdim = shape
+    return nheads * headdim, headdim, 1

@@ -20,14 +20,11 @@ from ssdprof.kernels.ssd.hopper_shared import (
     SLICE,
     async_load,
     async_store,
-    eights,
-    in_eights,
     lane_of,
     phase,
     place_in,
     places_of,
     product_layout,
-    role_barrier,
     rows_of,
     scalar,
 )
@@ -42,9 +39,7 @@ STAGES = {
     "stores": "chunk_scan.residual",
     "masked": "caller",
     "decayed": "chunk_scan.current",
-    "clear_rows": "bmm_chunk",
     "bmm_chunk": "bmm_chunk",
-    "clear_past_end": "bmm_chunk",
     "decayed_scores": "bmm_chunk",
     "scores": "bmm_chunk",
 }
@@ -73,16 +68,17 @@ def bytes_of(shared, rows):
 def load_x(shared, segment, place, t, x_desc, full, SLICES: gl.constexpr):
     for k in gl.static_range(shared.UNITS):
         unit = segment.unit + k
-        x = shared.x.index(place * shared.UNITS + k)
-        async_load(x_desc, [t, unit // SLICES, unit % SLICES * SLICE], full, x)
+        x = shared.x.index(place * shared.UNITS + k).reshape([1, CHUNK, 1, SLICE])
+        async_load(x_desc, [segment.tile, segment.row + t, unit // SLICES, unit % SLICES * SLICE], full, x)
 
 
 @gluon.jit
-def load_rows(shared, place, t, desc, first_column, full):
+def load_rows(shared, segment, place, t, desc, first_column, full):
     """B or C, in tiles of (q, half of N)."""
     WIDTH: gl.constexpr = shared.rows.shape[2]
     for k in gl.static_range(shared.HALVES):
-        async_load(desc, [t, first_column + k * WIDTH], full, rows_of(shared, place, k))
+        rows = rows_of(shared, place, k).reshape([1, CHUNK, WIDTH])
+        async_load(desc, [segment.tile, segment.row + t, first_column + k * WIDTH], full, rows)
 
 
 @gluon.jit
@@ -92,12 +88,12 @@ def load_first(shared, segment, seen, k: gl.constexpr, descs, first_column, SLIC
     x_desc, B_desc, _ = descs
     slot = place_in(seen + k, first.RING)
     full = first.full.index(slot)
-    # before the segment there are zeros, which the copy engine has before its first row
+    # before the segment there are zeros, which the copy engine has past the sequence's end
     c = segment.seen - 1 - seen - k
-    t = gl.where(c >= 0, segment.begin + (segment.seen_first + c) * CHUNK, -CHUNK)
+    t = gl.where(c >= 0, (segment.seen_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
-    load_rows(shared, slot, t, B_desc, first_column, full)
+    load_rows(shared, segment, slot, t, B_desc, first_column, full)
     load_x(shared, segment, slot, t, x_desc, full, SLICES)
 
 
@@ -108,7 +104,7 @@ def load_chunk(shared, segment, seen, i, descs, first_column, SLICES: gl.constex
     x_desc, B_desc, C_desc = descs
     slot = place_in(i, shared.RING)
     full = shared.full.index(slot)
-    t = segment.begin + (segment.first + i) * CHUNK
+    t = (segment.first + i) * CHUNK
     # the last chunk of the first pass that was where these go
     before = seen - first.RING + (i + 1) * shared.HALVES - 1
     here = (i < shared.RING) & (before >= 0)
@@ -117,9 +113,9 @@ def load_chunk(shared, segment, seen, i, descs, first_column, SLICES: gl.constex
     mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
     B, C, x = places_of(shared, seen, i)
-    load_rows(shared, B, t, B_desc, first_column, full)
+    load_rows(shared, segment, B, t, B_desc, first_column, full)
     load_x(shared, segment, x, t, x_desc, full, SLICES)
-    load_rows(shared, C, t, C_desc, first_column, full)
+    load_rows(shared, segment, C, t, C_desc, first_column, full)
 
 
 @gluon.jit
@@ -149,24 +145,21 @@ def loads(
 
 @gluon.jit
 def store_chunk(shared, segment, i, out_desc, SLICES: gl.constexpr):
-    """The output of chunk i, as far as it is of whole chunks."""
+    """The output of chunk i, up to the sequence's end."""
     OWN: gl.constexpr = shared.out.shape[1]
-    end = segment.begin + segment.length
-    t = segment.begin + (segment.first + i) * CHUNK
+    t = (segment.first + i) * CHUNK
     for k in gl.static_range(2):
-        unit, row = segment.unit + k // shared.HALVES, t + k % shared.HALVES * OWN
-        if row + OWN <= end:
-            mbarrier.wait(shared.written.index(k), i & 1)
-            async_store(out_desc, [row, unit // SLICES, unit % SLICES * SLICE], shared.out.index(k))
+        unit, row = segment.unit + k // shared.HALVES, segment.row + t + k % shared.HALVES * OWN
+        out = shared.out.index(k).reshape([1, OWN, 1, SLICE])
+        mbarrier.wait(shared.written.index(k), i & 1)
+        async_store(out_desc, [segment.tile, row, unit // SLICES, unit % SLICES * SLICE], out)
     tma.store_wait(0)
-    if t + CHUNK <= end:  # or it is the last one
-        for k in gl.static_range(2):
-            mbarrier.arrive(shared.unwritten.index(k), count=1)
+    for k in gl.static_range(2):
+        mbarrier.arrive(shared.unwritten.index(k), count=1)
 
 
 @gluon.jit
 def stores(shared, segment, out_desc, SLICES: gl.constexpr):
-    """Outputs of whole chunks.  What ends within one is stored by who made it."""
     for i in range(segment.nchunks):
         store_chunk(shared, segment, i, out_desc, SLICES)
 
@@ -189,16 +182,6 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def clear_rows(tile, valid):
-    """Zero the rows (q, columns) from `valid` on: they are another sequence's, and 0 * NaN is NaN."""
-    rows = in_eights(tile)
-    o_q = gl.arange(0, 8, gl.SliceLayout(1, eights))
-    for k in range(rows.shape[0]):
-        inside = gl.where(k * 8 % CHUNK + o_q < valid, -1, 0).to(gl.int16)
-        rows.index(k).store(masked(rows.index(k).load(eights), inside[:, None]))
-
-
-@gluon.jit
 def bmm_chunk(shared, seen, i):
     """C B^T of chunk i, begun."""
     B, C, _ = places_of(shared, seen, i)
@@ -210,41 +193,21 @@ def bmm_chunk(shared, seen, i):
 
 
 @gluon.jit
-def clear_past_end(shared, seen, i, valid):
-    """B's and x's rows of chunk i from `valid` on."""
-    B, _, x = places_of(shared, seen, i)
-    for k in range(shared.HALVES):
-        clear_rows(rows_of(shared, B, k), valid)
-    for k in range(shared.UNITS):
-        clear_rows(shared.x.index(x * shared.UNITS + k).reshape([CHUNK, SLICE]), valid)
-    fence_async_shared()
-    role_barrier()
-
-
-@gluon.jit
-def decayed_scores(shared, segment, seen, i, causal, RELAXED: gl.constexpr, RAGGED: gl.constexpr):
+def decayed_scores(shared, seen, i, causal, RELAXED: gl.constexpr):
     """Both units' scores of chunk i.  Vectors of gates are loaded while the product runs."""
     layout: gl.constexpr = product_layout(CHUNK)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
-    LATE: gl.constexpr = RAGGED and shared.UNITS == 1  # for want of registers
     slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
     mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
     CB_begun = bmm_chunk(shared, seen, i)
     row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
-    if not LATE:
-        key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
+    key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
     if shared.UNITS == 2:
         row_1 = lane_of(shared.gates, slot * 4 + ROW, 1).load(row)
     CB = warpgroup_mma_wait(0, deps=[CB_begun])
-    if RAGGED:  # scores with what follows the sequence are above the diagonal; its B and x would not be
-        valid = segment.length - (segment.first + i) * CHUNK
-        if valid < CHUNK:
-            clear_past_end(shared, seen, i, valid)
     # stage chunk_scan.current: the decayed scores
-    if LATE:
-        key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
     m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
     if shared.UNITS == 2:
         key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
@@ -260,8 +223,7 @@ def decayed_scores(shared, segment, seen, i, causal, RELAXED: gl.constexpr, RAGG
 
 @gluon.jit
 def scores(
-    shared, segment, rates, low, high,
-    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
+    shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = product_layout(CHUNK)
     seen = 0
@@ -270,4 +232,4 @@ def scores(
     o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
     for i in range(segment.nchunks):
-        decayed_scores(shared, segment, seen, i, causal, RELAXED, RAGGED)
+        decayed_scores(shared, seen, i, causal, RELAXED)

@@ -31,8 +31,6 @@ SLICE = gl.constexpr(64)  # of P: likewise
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
-eights = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-
 STAGES = {
     "rows_of": "caller",
     "places_of": "caller",
@@ -40,7 +38,6 @@ STAGES = {
     "place_in": "caller",
     "phase": "caller",
     "scalar": "caller",
-    "in_eights": "caller",
     "lane_of": "caller",
 }
 
@@ -72,9 +69,9 @@ class Shared:
 
     first: FirstPass
     rows: gl.shared_memory_descriptor  # (places * halves, q, n): B or C of a chunk
-    x: gl.shared_memory_descriptor  # (places * units, q, 1, p)
+    x: gl.shared_memory_descriptor  # (places * units, q, p)
     scores: gl.shared_memory_descriptor  # (score ring * units, q, s)
-    out: gl.shared_memory_descriptor  # (2, q / halves, 1, p)
+    out: gl.shared_memory_descriptor  # (2, q / halves, p)
     gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
     decay: gl.shared_memory_descriptor  # (ring, 2): 2^a_end
     full: gl.shared_memory_descriptor
@@ -109,6 +106,8 @@ class Segment:
     index: gl.tensor  # of the segment in its sequence
     begin: gl.tensor  # row at which the sequence begins, among those of all sequences
     length: gl.tensor  # of the sequence
+    tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
+    row: gl.tensor  # and by the second; past the sequence's end are zeros
     first: gl.tensor  # chunk
     nchunks: gl.tensor
     unit: gl.tensor  # the first, if there are two
@@ -121,9 +120,11 @@ class Segment:
 
     @gluon.constexpr_function
     def __init__(
-        self, sequence, index, begin, length, first, nchunks, unit, last, goes_back, seen_first, seen, slot, slot_step
+        self, sequence, index, begin, length, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
+        slot, slot_step,
     ):  # fmt: skip
         self.sequence, self.index, self.begin, self.length = sequence, index, begin, length
+        self.tile, self.row = tile, row
         self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
         self.goes_back, self.seen_first, self.seen = goes_back, seen_first, seen
         self.slot, self.slot_step = slot, slot_step
@@ -192,16 +193,6 @@ def places_of(shared, seen, i):
 def scalar(buffer):
     """The one number in `buffer`."""
     return gl.reduce(buffer.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0, add)
-
-
-@gluon.jit
-def in_eights(tile):
-    """16-bit rows, eight of 64 columns at a time: these lie together, those of the first 64 columns before the others.
-
-    A loop over them is less to compile than all at once.  For four warps: `eights`.
-    """
-    together: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], tile.dtype)
-    return reinterpret(tile, tile.dtype, [tile.shape[0] * tile.shape[1] // (8 * 64), 8, 64], together)
 
 
 @gluon.jit

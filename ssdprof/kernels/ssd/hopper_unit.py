@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: SIM102  (the outer condition is a compile-time one)
 """The role that holds the state of one lane, in registers, and makes its output.
 
 State and output are transposed, (p, n) and (p, q), so that the state is a matrix operand straight from registers.
@@ -21,9 +20,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     ENTERING,
     SLICE,
     WEIGHT,
-    eights,
     for_dtype,
-    in_eights,
     lane_of,
     phase,
     place_in,
@@ -41,8 +38,6 @@ STAGES = {
     "load_transposed": "caller",
     "add_turn": "chunk_state.first_pass",
     "segment_state": "chunk_state.first_pass",
-    "out_tile_of": "caller",
-    "store_rows": "chunk_scan.residual",
     "hand_out": "chunk_scan.residual",
     "scan_chunk": "setup",
     "unit_state": "setup",
@@ -141,8 +136,7 @@ def unit_of(shared, lane):
 @gluon.jit
 def load_transposed(shared, place, lane, layout: gl.constexpr):
     """x^T (p, q) of a lane's unit."""
-    x = shared.x.index(place * shared.UNITS + unit_of(shared, lane))
-    return x.reshape([CHUNK, SLICE]).permute((1, 0)).load(layout)
+    return shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)).load(layout)
 
 
 @gluon.jit
@@ -197,25 +191,6 @@ def segment_state(shared, state, lane, RELAXED: gl.constexpr):
 
 
 @gluon.jit
-def out_tile_of(shared, lane):
-    """Where a lane leaves its output (q, p) for `stores`."""
-    out = shared.out.index(lane)
-    return out.reshape([out.shape[0], SLICE])
-
-
-@gluon.jit
-def store_rows(shared, out_ptr, stride, row, end, p_0, lane, HEADDIM: gl.constexpr):
-    """The rows of a chunk's output that are the sequence's."""
-    rows = in_eights(out_tile_of(shared, lane))
-    o_q = row + gl.arange(0, 8, gl.SliceLayout(1, eights))[:, None]
-    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(0, eights))[None, :]
-    p = out_ptr + o_q.to(gl.int64) * stride + o_p
-    for k in range(rows.shape[0]):
-        gl.store(p, rows.index(k).load(eights), mask=(o_q + 8 * k < end) & (o_p < HEADDIM))
-        p += 8 * stride
-
-
-@gluon.jit
 def hand_out(shared, lane):
     """The output of a chunk to `stores`."""
     fence_async_shared()
@@ -223,10 +198,7 @@ def hand_out(shared, lane):
 
 
 @gluon.jit
-def scan_chunk(
-    shared, segment, exchange, state, D, i, seen, lane,
-    HALF: gl.constexpr, RELAXED: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
+def scan_chunk(shared, exchange, state, D, i, seen, lane, HALF: gl.constexpr, RELAXED: gl.constexpr):
     """Output of chunk i of the segment, and the state after it.
 
     seen: chunks that the first pass read.  HALF: of N.
@@ -243,10 +215,6 @@ def scan_chunk(
     slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
     mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
     # stage chunk_state: its operands
-    t = (segment.first + i) * CHUNK
-    if RAGGED:
-        if t + CHUNK > segment.length:  # what follows is another sequence's; `scores` clears it from B and x
-            mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
     B_place, C_place, x_place = places_of(shared, seen, i)
     x = load_transposed(shared, x_place, lane, q_operand)
     weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
@@ -303,7 +271,7 @@ def scan_chunk(
         out += entering * theirs
         # stage chunk_scan.residual
     mbarrier.wait(shared.unwritten.index(lane), (i & 1) ^ 1)
-    out_tile_of(shared, lane).permute((1, 0)).store(out.to(dtype))
+    shared.out.index(lane).permute((1, 0)).store(out.to(dtype))
     return state
 
 
@@ -311,10 +279,10 @@ def scan_chunk(
 def unit_state(
     lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
     HALF: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
-    RELAXED: gl.constexpr, RAGGED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
+    RELAXED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     """lane: no compile-time number, so that Triton's front end goes over this once for both.  HALF: of N."""
-    out_ptr, out_strides, D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
+    D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     HALVES: gl.constexpr = shared.HALVES
     WIDTH: gl.constexpr = DSTATE // HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
@@ -351,14 +319,8 @@ def unit_state(
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     for i in range(segment.nchunks):
-        state = scan_chunk(shared, segment, exchange, state, D, i, seen, lane, HALF, RELAXED, RAGGED)
-    row = segment.begin + (segment.first + segment.nchunks - 1) * CHUNK + HALF * OWN  # of the last chunk's output
-    end = segment.begin + segment.length
-    whole = (row + OWN <= end) if RAGGED else True
-    if RAGGED:
-        if not whole:
-            store_rows(shared, out_ptr + i_h * out_strides[1], out_strides[0], row, end, p_0, lane, HEADDIM)
-    if whole & (segment.nchunks > 0):
+        state = scan_chunk(shared, exchange, state, D, i, seen, lane, HALF, RELAXED)
+    if segment.nchunks > 0:
         hand_out(shared, lane)
     # stage state_passing.store
     if segment.last:
