@@ -162,9 +162,10 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Halves of rows, as rows."""
-        rows, columns = self.content.shape
-        assert shape == [2 * rows, columns // 2]
+        """Halves of rows, as rows; rows in two parts."""
+        rows, *columns = self.content.shape
+        halves = [2 * rows, columns[0] // 2] if columns else []
+        assert shape in (halves, [1, rows, *columns], [2, rows // 2, *columns])
         return Shared(self.content.view(shape))
 
     def load(self, _layout: Any) -> torch.Tensor:

@@ -192,14 +192,14 @@ def _fused_hopper_kernel(
                 (
                     unit_state,
                     (
-                        gl.to_tensor(0), shared, segment, tensors, INITIAL_STRIDES, 0, HEADS, HEADDIM,
+                        gl.to_tensor(0), shared, segment, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
                         DSTATE, SLICES, RELAXED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),
                 (
                     unit_state,
                     (
-                        gl.to_tensor(1), shared, segment, tensors, INITIAL_STRIDES, HALVES - 1, HEADS, HEADDIM,
+                        gl.to_tensor(1), shared, segment, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
                         DSTATE, SLICES, RELAXED, LOOKS_BACK, RECOMPUTE,
                     ),
                 ),

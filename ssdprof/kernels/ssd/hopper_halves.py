@@ -43,31 +43,31 @@ def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
 
 
 @gluon.jit
-def half_and_rest(v, HALF: gl.constexpr, layout: gl.constexpr):
-    """Of v (p, q), the positions (p, q / 2) of half HALF, and those of the other."""
+def half_and_rest(v, half, layout: gl.constexpr):
+    """Of v (p, q), the positions (p, q / 2) of a half, and those of the other."""
     P: gl.constexpr = v.shape[0]
     Q: gl.constexpr = v.shape[1]
     first, second = gl.split(v.reshape([P, 2, Q // 2]).permute((0, 2, 1)))
     first, second = gl.convert_layout(first, layout), gl.convert_layout(second, layout)
-    if HALF == 0:
-        return first, second
-    else:
-        return second, first
+    own, rest = first, second
+    if half == 1:
+        own, rest = second, first
+    return own, rest
 
 
 @gluon.jit
-def give_part(exchange, part, i, HALF: gl.constexpr, layout: gl.constexpr):
-    """Half HALF's `part` (p, q) of chunk i's sum over N -> that for its own positions (p, q / 2); gives the rest."""
-    own, other = half_and_rest(part, HALF, layout)
-    place = i % 2 * 2 + HALF
+def give_part(exchange, part, i, half, layout: gl.constexpr):
+    """A half's `part` (p, q) of chunk i's sum over N -> that for its own positions (p, q / 2); gives the rest."""
+    own, other = half_and_rest(part, half, layout)
+    place = i % 2 * 2 + half
     exchange.parts.index(place).store(other)
     mbarrier.arrive(exchange.given.index(place), count=1)
     return own
 
 
 @gluon.jit
-def take_part(exchange, i, HALF: gl.constexpr, layout: gl.constexpr):
-    """What the other half gives of chunk i for the positions of half HALF: (p, q / 2)."""
-    place = i % 2 * 2 + 1 - HALF
+def take_part(exchange, i, half, layout: gl.constexpr):
+    """What the other half gives of chunk i for the positions of this one: (p, q / 2)."""
+    place = i % 2 * 2 + 1 - half
     mbarrier.wait(exchange.given.index(place), (i // 2) & 1)
     return exchange.parts.index(place).load(layout)

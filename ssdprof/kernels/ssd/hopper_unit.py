@@ -26,6 +26,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     place_in,
     places_of,
     product_layout,
+    reinterpret,
     rows_of,
     scalar,
 )
@@ -35,6 +36,8 @@ STAGES = {
     "rounded_off": "chunk_state",
     "add_residual": "chunk_scan.residual",
     "unit_of": "caller",
+    "half_of": "caller",
+    "own_rows": "caller",
     "load_transposed": "caller",
     "add_turn": "chunk_state.first_pass",
     "segment_state": "chunk_state.first_pass",
@@ -134,6 +137,23 @@ def unit_of(shared, lane):
 
 
 @gluon.jit
+def half_of(shared, lane):
+    """And of which half of N."""
+    return lane if shared.HALVES == 2 else 0
+
+
+@gluon.constexpr_function
+def in_parts(shape, rows):
+    return [shape[0] // rows, rows, *shape[1:]]
+
+
+@gluon.jit
+def own_rows(tile, ROWS: gl.constexpr, half):
+    """A half's ROWS of a tile, or numbers of a vector: all, if N has no halves."""
+    return reinterpret(tile, tile.dtype, in_parts(tile.shape, ROWS), tile.layout).index(half)
+
+
+@gluon.jit
 def load_transposed(shared, place, lane, layout: gl.constexpr):
     """x^T (p, q) of a lane's unit."""
     return shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)).load(layout)
@@ -147,7 +167,7 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
-    half = lane if shared.HALVES == 2 else 0
+    half = half_of(shared, lane)
     first = shared.first
     slot = place_in(seen, first.RING)
     xw = weighted(x, weight, not RELAXED)
@@ -198,20 +218,20 @@ def hand_out(shared, lane):
 
 
 @gluon.jit
-def scan_chunk(shared, exchange, state, D, i, seen, lane, HALF: gl.constexpr, RELAXED: gl.constexpr):
+def scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED: gl.constexpr):
     """Output of chunk i of the segment, and the state after it.
 
-    seen: chunks that the first pass read.  HALF: of N.
+    seen: chunks that the first pass read.
     """
     dtype: gl.constexpr = shared.x.dtype
     HALVES: gl.constexpr = shared.HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
-    OWN_FIRST: gl.constexpr = HALF * OWN
     AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # there are registers for it
     by_q: gl.constexpr = product_layout(CHUNK)  # (p, q)
     by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
     n_operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
+    half = half_of(shared, lane)
     slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
     mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
     # stage chunk_state: its operands
@@ -220,12 +240,12 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, HALF: gl.constexpr, RE
     weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
     decay = scalar(lane_of(shared.decay, slot, lane))
     # stage chunk_scan.previous: what entered the chunk
-    C = rows_of(shared, C_place, HALF).permute((1, 0))
+    C = rows_of(shared, C_place, half).permute((1, 0))
     zero = gl.full([SLICE, CHUNK], 0.0, gl.float32, by_q)
     entered = gl.convert_layout(state.to(dtype), q_operand)
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
     # stage chunk_state
-    B = rows_of(shared, B_place, HALF)
+    B = rows_of(shared, B_place, half)
     xw = weighted(x, weight, False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
     if AT_ONCE:  # what that loses
@@ -243,17 +263,17 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, HALF: gl.constexpr, RE
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous
     if HALVES == 2:
-        out = give_part(exchange, out, i, HALF, by_own)
-    entering = lane_of(shared.gates, slot * 4 + ENTERING, lane).slice(OWN_FIRST, OWN)
+        out = give_part(exchange, out, i, half, by_own)
+    entering = own_rows(lane_of(shared.gates, slot * 4 + ENTERING, lane), OWN, half)
     entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
     # stage chunk_scan.current: what the chunk adds
     mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
-    m = shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)).slice(OWN_FIRST, OWN).permute((1, 0))
-    out_begun = warpgroup_mma(x, m, out, is_async=True)
+    m = own_rows(shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)), OWN, half)
+    out_begun = warpgroup_mma(x, m.permute((1, 0)), out, is_async=True)
     if AT_ONCE:
         # stage chunk_scan.previous
-        theirs = take_part(exchange, i, HALF, by_own)
+        theirs = take_part(exchange, i, half, by_own)
         # stage chunk_scan.current
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
     mbarrier.arrive(shared.unscored.index(stage), count=1)
@@ -262,12 +282,12 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, HALF: gl.constexpr, RE
     if D is not None:
         own_x = gl.convert_layout(x, by_q)
         if HALVES == 2:
-            own_x, _ = half_and_rest(own_x, HALF, by_own)
+            own_x, _ = half_and_rest(own_x, half, by_own)
         out = add_residual(out, own_x, D[:, None])
     if HALVES == 2:  # this late, so that neither half waits for the other
         # stage chunk_scan.previous
         if not AT_ONCE:
-            theirs = take_part(exchange, i, HALF, by_own)
+            theirs = take_part(exchange, i, half, by_own)
         out += entering * theirs
         # stage chunk_scan.residual
     mbarrier.wait(shared.unwritten.index(lane), (i & 1) ^ 1)
@@ -277,22 +297,21 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, HALF: gl.constexpr, RE
 
 @gluon.jit
 def unit_state(
-    lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
-    HALF: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
+    lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
     RELAXED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
-    """lane: no compile-time number, so that Triton's front end goes over this once for both.  HALF: of N."""
+    """lane: no compile-time number, so that Triton's front end goes over this once for both."""
     D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     HALVES: gl.constexpr = shared.HALVES
     WIDTH: gl.constexpr = DSTATE // HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
     by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
     by_n: gl.constexpr = product_layout(WIDTH)  # (p, n)
-    unit = segment.unit + unit_of(shared, lane)
+    unit, half = segment.unit + unit_of(shared, lane), half_of(shared, lane)
     i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
     state = gl.full([SLICE, WIDTH], 0.0, gl.float32, by_n)
     o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
-    o_n = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
+    o_n = half * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
     inside = None  # all are
     if HEADDIM % SLICE != 0:
         inside = (o_p < HEADDIM)[:, None]
@@ -306,7 +325,7 @@ def unit_state(
         state = added
     if LOOKS_BACK:
         LANES: gl.constexpr = HEADS * SLICES * HALVES
-        state, decay = pass_on(segment, unit * HALVES + HALF, states_ptr, sync_ptr, added, decay, LANES, by_n)
+        state, decay = pass_on(segment, unit * HALVES + half, states_ptr, sync_ptr, added, decay, LANES, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         # past a head's P anything: those rows meet no others, and are not stored
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
@@ -319,7 +338,7 @@ def unit_state(
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     for i in range(segment.nchunks):
-        state = scan_chunk(shared, exchange, state, D, i, seen, lane, HALF, RELAXED)
+        state = scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED)
     if segment.nchunks > 0:
         hand_out(shared, lane)
     # stage state_passing.store
