@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Case, str, Precision]] = {
     "hopper": (MAMBA2, "fused", EXACT),
     "hopper relaxed": (MAMBA2, "fused", RELAXED),
     "hopper, one segment": (Case(**vars(MAMBA2) | {"seqlen": 1024, "batch": 32}), "fused", EXACT),
-    "hopper, ragged": (Case(**vars(MAMBA2) | {"seqlen": 4000}), "fused", EXACT),
+    "hopper, packed": (Case(**vars(MAMBA2) | {"lengths": LENGTHS}), "fused", EXACT),
     "hopper, n 64": (Case(**vars(MAMBA2) | {"dstate": 64}), "fused", EXACT),
     "hopper, packed, p 80": (Case(**vars(HYBRID) | {"lengths": LENGTHS, "initial_states": True}), "fused", EXACT),
     "portable, gate": (Case(**vars(MAMBA2) | {"gate": True}), "fused", EXACT),

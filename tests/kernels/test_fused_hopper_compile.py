@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Case, Precision, int]] = {
     "mamba2 bf16 exact, alone": (Case(seqlen=1024, **MAMBA2, dtype=torch.bfloat16), EXACT, 16),
     "mamba2 fp16 exact": (Case(seqlen=1024, **MAMBA2, dtype=torch.float16), EXACT, 16),
     "mamba2 fp16 relaxed": (Case(seqlen=1024, **MAMBA2, dtype=torch.float16), RELAXED, 16),
-    "ragged bf16 exact": (Case(seqlen=1000, **MAMBA2, dtype=torch.bfloat16), EXACT, 16),
+    "packed bf16 exact": (Case(lengths=(600, 9), **MAMBA2, dtype=torch.bfloat16), EXACT, 16),
     "packed p 80 bf16": (
         Case(lengths=(600, 9), initial_states=True, heads=4, headdim=80, dstate=128, dtype=torch.bfloat16),
         EXACT,
