@@ -162,8 +162,11 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Halves of rows, as rows; rows in two parts."""
+        """Halves of rows, as rows; rows in two parts; an operand's 16-bit rows, which lie in blocks of 64 columns."""
         rows, *columns = self.content.shape
+        if len(shape) == 4:
+            assert shape == [1, columns[0] // 64, rows, 64]
+            return Shared(self.content.view(rows, -1, 64).transpose(0, 1)[None])
         halves = [2 * rows, columns[0] // 2] if columns else []
         assert shape in (halves, [1, rows, *columns], [2, rows // 2, *columns])
         return Shared(self.content.view(shape))

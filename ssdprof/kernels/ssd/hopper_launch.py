@@ -15,7 +15,7 @@ from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, row_stride, unit_count
 from ssdprof.kernels.ssd.hopper_segments import ceil_div
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, FLAG_STRIDE, SLICE
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -55,8 +55,10 @@ class HopperLaunch:
         self._index = inputs.x.get_device()
         halves = half_count(inputs.B.shape[3])
         packed = inputs.cu_seqlens is not None
-        self._x = _units(_strides(inputs.x), inputs.x, CHUNK.value, packed=packed)
-        self._out = _units(_contiguous(inputs.x.shape), inputs.x, CHUNK.value // halves, packed=packed)
+        nheads, headdim = inputs.x.shape[2:]
+        own = CHUNK.value // halves  # positions of a chunk whose output one role finishes
+        self._x = _units(inputs.x, (row_stride(inputs.x), inputs.x.stride(2)), CHUNK.value, packed=packed)
+        self._out = _units(inputs.x, (nheads * headdim, headdim), own, packed=packed)
         self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
         self._programs = segment_count(inputs, config) * program_count(inputs)
         self._launcher = Launcher(
@@ -131,28 +133,29 @@ class _Base:
 
 
 class _Tiles:
-    """By what the copy engine reads and writes tiles (1, positions, ...) of a tensor (b, l, ...), over no tensor yet.
+    """By what the copy engine reads and writes tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 
-    Past a sequence's end it reads zeros and writes nothing.  A tile begins at (sequence, position, ...).  If sequences
-    are packed, at (row after the sequence's last, l - length + position, ...), so that the second coordinate of an end
-    is always l.  The sum of both is l rows past where the tile is, and so the descriptor begins l rows before the
-    tensor; at an address before the tensor's own nothing is read.
+    Past a sequence's end it reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).  If
+    sequences are packed, at (row after the sequence's last, k, l - length + position, column), so that the third
+    coordinate of an end is always l.  With the first it counts l rows too many, and so the descriptor begins l rows
+    before the tensor; at an address before the tensor's own nothing is read.
 
-    shape, strides: of what follows l, and of l and what follows it, in elements
+    like: of the tensor's dtype, batch and length; itself over no tensor yet
+    strides: of l and k, in elements
     """
 
     def __init__(
-        self, like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], *,
+        self, like: torch.Tensor, strides: tuple[int, int], *, sizes: tuple[int, int], block: tuple[int, int, int],
         packed: bool,
     ) -> None:  # fmt: skip
         batch, seqlen = like.shape[:2]
-        row = strides[0]
+        row, step = strides
+        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, seqlen * row)
         self._ahead = seqlen * row * like.element_size() if packed else 0
-        lead = (seqlen + 1, row) if packed else (batch, seqlen * row)
         self._descriptor = TensorDescriptor(
             _nothing(like.dtype),
-            [lead[0], seqlen, *shape],
-            [lead[1], *strides],
+            [sequences, sizes[0], seqlen, sizes[1]],
+            [of_sequence, step, row, 1],
             [1, *block],
             _shared_layout((1, *block), like.dtype),
         )
@@ -164,16 +167,20 @@ class _Tiles:
         return copy
 
 
-def _units(strides: tuple[int, ...], x: torch.Tensor, positions: int, *, packed: bool) -> _Tiles:
-    """Tiles of (positions, one head, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
-    return _Tiles(x, tuple(x.shape[2:]), strides, (positions, 1, SLICE.value), packed=packed)
+def _units(x: torch.Tensor, strides: tuple[int, int], positions: int, *, packed: bool) -> _Tiles:
+    """Tiles of (one head, positions, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
+    nheads, headdim = x.shape[2:]
+    return _Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
 
 
 def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> _Tiles:
-    """Tiles of (chunk, one group's N, or half of it)."""
+    """Tiles of one group's N, or half of it: in blocks of 64 columns, as they lie in shared memory."""
     ngroups, dstate = tensor.shape[2:]
-    strides = (row_stride(tensor), 1)
-    return _Tiles(tensor, (ngroups * dstate,), strides, (CHUNK.value, dstate // halves), packed=packed)
+    blocks = dstate // COLUMNS.value
+    return _Tiles(
+        tensor, (row_stride(tensor), COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
+        block=(blocks // halves, CHUNK.value, COLUMNS.value), packed=packed,
+    )  # fmt: skip
 
 
 @cache
@@ -185,9 +192,3 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How a tile lies in shared memory.  Kept: finding it out takes longer than all else that prepares a launch."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GL_DTYPE[dtype])
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a new tensor's positions, and of what each has; no size is 0."""
-    _, _, nheads, headdim = shape
-    return nheads * headdim, headdim, 1

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ssdprof.kernels.ssd.hopper_gates import exp2_approx, first_pass_gates
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
+    COLUMNS,
     KEY,
     ROW,
     SLICE,
@@ -25,6 +26,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     place_in,
     places_of,
     product_layout,
+    reinterpret,
     rows_of,
     scalar,
 )
@@ -68,21 +70,22 @@ def bytes_of(shared, rows):
 def load_x(shared, segment, place, t, x_desc, full, SLICES: gl.constexpr):
     for k in gl.static_range(shared.UNITS):
         unit = segment.unit + k
-        x = shared.x.index(place * shared.UNITS + k).reshape([1, CHUNK, 1, SLICE])
-        async_load(x_desc, [segment.tile, segment.row + t, unit // SLICES, unit % SLICES * SLICE], full, x)
+        x = shared.x.index(place * shared.UNITS + k).reshape([1, 1, CHUNK, SLICE])
+        async_load(x_desc, [segment.tile, unit // SLICES, segment.row + t, unit % SLICES * SLICE], full, x)
 
 
 @gluon.jit
-def load_rows(shared, segment, place, t, desc, first_column, full):
-    """B or C, in tiles of (q, half of N)."""
-    WIDTH: gl.constexpr = shared.rows.shape[2]
+def load_rows(shared, segment, place, t, desc, first_block, full):
+    """B or C, in tiles of (q, half of N): blocks of 64 columns that lie one behind the other."""
+    BLOCKS: gl.constexpr = shared.rows.shape[2] // COLUMNS
     for k in gl.static_range(shared.HALVES):
-        rows = rows_of(shared, place, k).reshape([1, CHUNK, WIDTH])
-        async_load(desc, [segment.tile, segment.row + t, first_column + k * WIDTH], full, rows)
+        rows = rows_of(shared, place, k)
+        rows = reinterpret(rows, rows.dtype, [1, BLOCKS, CHUNK, COLUMNS], desc.layout)
+        async_load(desc, [segment.tile, first_block + k * BLOCKS, segment.row + t, 0], full, rows)
 
 
 @gluon.jit
-def load_first(shared, segment, seen, k: gl.constexpr, descs, first_column, SLICES: gl.constexpr):
+def load_first(shared, segment, seen, k: gl.constexpr, descs, first_block, SLICES: gl.constexpr):
     """What chunk k of the turn after `seen` chunks of the first pass needs."""
     first = shared.first
     x_desc, B_desc, _ = descs
@@ -93,12 +96,12 @@ def load_first(shared, segment, seen, k: gl.constexpr, descs, first_column, SLIC
     t = gl.where(c >= 0, (segment.seen_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
-    load_rows(shared, segment, slot, t, B_desc, first_column, full)
+    load_rows(shared, segment, slot, t, B_desc, first_block, full)
     load_x(shared, segment, slot, t, x_desc, full, SLICES)
 
 
 @gluon.jit
-def load_chunk(shared, segment, seen, i, descs, first_column, SLICES: gl.constexpr):
+def load_chunk(shared, segment, seen, i, descs, first_block, SLICES: gl.constexpr):
     """What chunk i of the second pass needs."""
     first = shared.first
     x_desc, B_desc, C_desc = descs
@@ -113,9 +116,9 @@ def load_chunk(shared, segment, seen, i, descs, first_column, SLICES: gl.constex
     mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
     B, C, x = places_of(shared, seen, i)
-    load_rows(shared, segment, B, t, B_desc, first_column, full)
+    load_rows(shared, segment, B, t, B_desc, first_block, full)
     load_x(shared, segment, x, t, x_desc, full, SLICES)
-    load_rows(shared, segment, C, t, C_desc, first_column, full)
+    load_rows(shared, segment, C, t, C_desc, first_block, full)
 
 
 @gluon.jit
@@ -124,20 +127,20 @@ def loads(
     DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr,
 ):  # fmt: skip
     descs = (x_desc, B_desc, C_desc)
-    first_column = segment.unit // SLICES // HEADS_PER_GROUP * DSTATE
+    first_block = segment.unit // SLICES // HEADS_PER_GROUP * (DSTATE // COLUMNS)
     first = shared.first
     seen = 0
     if segment.goes_back:
         go = segment.seen > 0
         while go:
             for k in gl.static_range(first.TURN):
-                load_first(shared, segment, seen, k, descs, first_column, SLICES)
+                load_first(shared, segment, seen, k, descs, first_block, SLICES)
             word = seen // first.TURN
             mbarrier.wait(first.told.index(place_in(word, first.WORDS)), phase(word, first.WORDS))
             go = scalar(first.goes_on.index(place_in(word, first.WORDS))) != 0
             seen += first.TURN
     for i in range(segment.nchunks):
-        load_chunk(shared, segment, seen, i, descs, first_column, SLICES)
+        load_chunk(shared, segment, seen, i, descs, first_block, SLICES)
 
 
 # --- stores
@@ -150,9 +153,9 @@ def store_chunk(shared, segment, i, out_desc, SLICES: gl.constexpr):
     t = (segment.first + i) * CHUNK
     for k in gl.static_range(2):
         unit, row = segment.unit + k // shared.HALVES, segment.row + t + k % shared.HALVES * OWN
-        out = shared.out.index(k).reshape([1, OWN, 1, SLICE])
+        out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
         mbarrier.wait(shared.written.index(k), i & 1)
-        async_store(out_desc, [segment.tile, row, unit // SLICES, unit % SLICES * SLICE], out)
+        async_store(out_desc, [segment.tile, unit // SLICES, row, unit % SLICES * SLICE], out)
     tma.store_wait(0)
     for k in gl.static_range(2):
         mbarrier.arrive(shared.unwritten.index(k), count=1)

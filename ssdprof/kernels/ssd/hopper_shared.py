@@ -28,6 +28,7 @@ from triton.language.core import _aggregate as aggregate
 
 CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
+COLUMNS = gl.constexpr(64)  # 16-bit numbers that the copy engine puts side by side: more lie in blocks of so many
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
@@ -107,7 +108,7 @@ class Segment:
     begin: gl.tensor  # row at which the sequence begins, among those of all sequences
     length: gl.tensor  # of the sequence
     tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
-    row: gl.tensor  # and by the second; past the sequence's end are zeros
+    row: gl.tensor  # and by the third; past the sequence's end are zeros
     first: gl.tensor  # chunk
     nchunks: gl.tensor
     unit: gl.tensor  # the first, if there are two

@@ -297,8 +297,9 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED: gl.constexpr)
 
 @gluon.jit
 def unit_state(
-    lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr,
-    RELAXED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
+    lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
+    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
+    LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
 ):  # fmt: skip
     """lane: no compile-time number, so that Triton's front end goes over this once for both."""
     D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
