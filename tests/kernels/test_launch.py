@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -225,20 +227,36 @@ def test_tensors_of_a_call_are_not_kept_alive() -> None:
 
 @pytest.mark.parametrize("case", [Case(batch=2, seqlen=70), Case(lengths=(70, 0, 9))], ids=["batch", "packed"])
 def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position of every sequence is where a tile begins that ends with the sequence, if not before."""
     inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
     arguments: list[tuple[Any, ...]] = []
     monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
     call = HopperLaunch(inputs, EXACT, HopperConfig(segment=1))
     for _ in range(2):
         output = call(inputs)
-        x, B, C, out = arguments.pop()[:4]
-        rows = inputs.x.shape[0] * inputs.x.shape[1]
-        for described, tensor in ((x, inputs.x), (out, output.out)):
-            assert described.base is tensor
-            assert (described.shape, described.strides) == ([rows, 4, 80], list(tensor.stride()[1:]))
-        for described, tensor in ((B, inputs.B), (C, inputs.C)):
-            assert described.base is tensor
-            assert (described.shape, described.strides) == ([rows, 2 * 64], [tensor.stride(1), 1])
+        tensors = (inputs.x, inputs.B, inputs.C, output.out)
+        for described, tensor in zip(arguments.pop()[:4], tensors, strict=True):
+            assert described.base.tensor is tensor
+            heads, columns = tensor.shape[2:]
+            assert (described.shape[1], described.shape[3]) == (heads, columns)
+            for place, row, left in _positions(case):
+                assert place[0] < described.shape[0]
+                assert described.shape[2] - place[1] == left
+                for head, column in product((0, heads - 1), (0, columns - 1)):
+                    at = zip((place[0], head, place[1], column), described.strides, strict=True)
+                    address = described.base.data_ptr() + tensor.element_size() * sum(i * step for i, step in at)
+                    assert address == tensor.flatten(0, 1)[row, head, column].data_ptr()
+
+
+def _positions(case: Case) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """A position's first and third coordinate, its row among those of all, and how many its sequence has left."""
+    lengths = case.lengths or [case.seqlen] * case.batch
+    total, begin = sum(lengths), 0
+    for sequence, length in enumerate(lengths):
+        for position in range(length):
+            place = (begin + length, total - length + position) if case.lengths else (sequence, position)
+            yield place, begin + position, length - position
+        begin += length
 
 
 @pytest.mark.parametrize(
