@@ -2,9 +2,9 @@
 
     python test_first_call_gpu.py FILE
 
-writes what was measured.  What a call compiles is compiled again until each kernel has once taken no longer, but not for
-ever: a rented processor has less than half of its speed from one second to the next, and what works beside it there is
-no cost of a kernel.
+writes what was measured.  What a call compiles is compiled again until each kernel has once taken no longer, but not
+for ever: a rented processor has less than half of its speed from one second to the next, and what works beside it there
+is no cost of a kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDOutput
 
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
-TRIES = 12
+TRIES = 8
 BF16, FP32 = torch.bfloat16, torch.float32
 MAMBA2 = Case(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 HYBRID = Case(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
@@ -124,11 +124,11 @@ def _tries(label: str) -> dict[str, Any]:
     case, implementation, precision = CASES[label]
     run = partial(kernels.get("ssd", implementation).run, case.inputs(), precision)
     seconds: dict[str, list[float]] = {}
-    for tries in range(1, TRIES + 1):
+    tries = 0
+    while tries == 0 or (tries < TRIES and any(min(taken) > MOST_SECONDS for taken in seconds.values())):
         for kernel, one in _compiled(run):
             seconds.setdefault(kernel, []).append(one)
-        if all(min(taken) <= MOST_SECONDS for taken in seconds.values()):
-            break
+        tries += 1
     torch.cuda.empty_cache()
     return {"tries": tries, "seconds": seconds}
 
@@ -137,8 +137,10 @@ def main(file: Path) -> None:
     _nothing[(1,)]()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    result = {**machine, "created": created, "calls": {label: _tries(label) for label in CASES}}
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    calls: dict[str, Any] = {}
+    for label in CASES:
+        calls[label] = _tries(label)
+        file.write_text(json.dumps({**machine, "created": created, "calls": calls}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
