@@ -2,8 +2,8 @@
 
     python test_first_call_gpu.py FILE
 
-writes what was measured.  What a call compiles is compiled again until each kernel has once taken no longer, but not
-for ever: a rented processor has less than half of its speed from one second to the next, and what works beside it there
+writes what was measured.  What a call compiles is compiled up to three times, until each kernel has once taken no
+longer: a rented processor has less than half of its speed from one second to the next, and what works beside it there
 is no cost of a kernel.
 """
 
@@ -35,7 +35,7 @@ from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDOutput
 
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
-TRIES = 8
+TRIES = 3
 BF16, FP32 = torch.bfloat16, torch.float32
 MAMBA2 = Case(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 HYBRID = Case(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")

@@ -142,6 +142,8 @@ class _Tiles:
 
     like: of the tensor's dtype, batch and length; itself over no tensor yet
     strides: of l and k, in elements
+    sizes: of k and columns
+    block: a tile's k, positions and columns
     """
 
     def __init__(

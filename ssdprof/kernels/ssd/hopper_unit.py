@@ -138,7 +138,7 @@ def unit_of(shared, lane):
 
 @gluon.jit
 def half_of(shared, lane):
-    """And of which half of N."""
+    """Which half of N a lane has; the first, if N has no halves."""
     return lane if shared.HALVES == 2 else 0
 
 
