@@ -100,6 +100,15 @@ def test_rings_that_tuning_may_find(monkeypatch: pytest.MonkeyPatch, ring: int, 
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
 
 
+def test_sequences_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a buffer for longer ones."""
+    emulate(monkeypatch, seed=5)
+    whole = CASES["ragged batch"].inputs()
+    inputs = replace(whole, **{name: getattr(whole, name)[:, 7:300] for name in ("x", "dt", "B", "C")})
+    assert inputs.x.stride(0) > inputs.x.shape[1] * inputs.x.stride(1)
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["even"])), inputs, EXACT)
+
+
 @pytest.mark.parametrize("name", ["ragged batch", "n 256"])
 def test_relaxed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulate(monkeypatch, seed=2)

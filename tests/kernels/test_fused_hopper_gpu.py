@@ -104,6 +104,14 @@ def test_dt_of_another_dtype_than_x(dtype: torch.dtype) -> None:
         assert_passes(hopper(inputs), inputs, EXACT)
 
 
+def test_sequences_that_lie_apart() -> None:
+    """As in a buffer for longer ones."""
+    whole = Case(**SMALL | dict(dtype=BF16), batch=3, seqlen=1500).inputs()
+    inputs = replace(whole, **{name: getattr(whole, name)[:, 7:1400] for name in ("x", "dt", "B", "C")})
+    assert unsupported(inputs) == ""
+    assert_passes(hopper(inputs), inputs, EXACT)
+
+
 def test_dt_in_64_bits_goes_to_the_portable_kernel() -> None:
     inputs = Case(**SMALL, seqlen=200).inputs()
     inputs = replace(inputs, dt=inputs.dt.double())

@@ -159,11 +159,12 @@ def _fused_hopper_kernel(
     exists = True
     if cu_seqlens_ptr is None:
         sequence, index = rank % sequences, rank // sequences
-        begin, length = sequence * seqlen, seqlen
+        length, dt_begin = seqlen, sequence.to(gl.int64) * dt_strides[0]
         tile, row = sequence, gl.to_tensor(0)
         slot, slot_step = rank, gl.to_tensor(sequences)
     else:
         sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, K)
+        dt_begin = begin.to(gl.int64) * dt_strides[1]
         tile, row = begin + length, seqlen - length
         slot, slot_step = rank - sequence, gl.to_tensor(1)  # the last segment of each sequence needs none
     first = index * K
@@ -178,7 +179,7 @@ def _fused_hopper_kernel(
     if RECOMPUTE:
         goes_back, seen_first, seen = index > 0, 0, first
     segment = Segment(
-        sequence, index, begin, length, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
+        sequence, index, length, dt_begin, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
         slot, slot_step,
     )  # fmt: skip
     # stage setup

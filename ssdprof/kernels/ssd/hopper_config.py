@@ -104,13 +104,11 @@ def unsupported(inputs: SSDInputs) -> str:
         row = row_stride(tensor)
         if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
             return f"strides or alignment of {name}, which the copy engine cannot read"
-        if tensor.shape[0] > 1 and tensor.stride(0) != tensor.shape[1] * row:
-            return f"batch stride of {name}, which is not that of its rows"
+        if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
+            return f"batch stride of {name}, which the copy engine cannot read"
     for name, tensor in (("B", B), ("C", C)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
             return f"group stride of {name}"
     if CHUNK.value * row_stride(inputs.dt) >= 2**31:
         return "2^25 elements from one row of dt to the next"
-    if inputs.dt.shape[0] > 1 and inputs.dt.stride(0) != inputs.dt.shape[1] * row_stride(inputs.dt):
-        return "batch stride of dt, which is not that of its rows"
     return ""

@@ -134,8 +134,8 @@ def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr)
     if dt_bias_ptr is not None:
         dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_strides[0]).to(gl.float32)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    tile = (o_q[:, None] * dt_strides[0] + (o_h * dt_strides[1])[None, :]).to(gl.int32)
-    return A, dt_bias, dt_ptr + segment.begin.to(gl.int64) * dt_strides[0], tile, dt_strides[0]
+    tile = (o_q[:, None] * dt_strides[1] + (o_h * dt_strides[2])[None, :]).to(gl.int32)
+    return A, dt_bias, dt_ptr + segment.dt_begin, tile, dt_strides[1]
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from ssdprof.kernels.ssd.hopper_segments import ceil_div
 from ssdprof.kernels.ssd.hopper_shared import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
+Strides = tuple[int, int, int]
 GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -57,8 +58,9 @@ class HopperLaunch:
         packed = inputs.cu_seqlens is not None
         nheads, headdim = inputs.x.shape[2:]
         own = CHUNK.value // halves  # positions of a chunk whose output one role finishes
-        self._x = _units(inputs.x, (row_stride(inputs.x), inputs.x.stride(2)), CHUNK.value, packed=packed)
-        self._out = _units(inputs.x, (nheads * headdim, headdim), own, packed=packed)
+        self._x = _units(inputs.x, _steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
+        rows = inputs.x.shape[1] * nheads * headdim
+        self._out = _units(inputs.x, (rows, nheads * headdim, headdim), own, packed=packed)
         self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
         self._programs = segment_count(inputs, config) * program_count(inputs)
         self._launcher = Launcher(
@@ -88,7 +90,7 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
     """Strides (dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
     D = inputs.D
     return (
-        _strides(inputs.dt), inputs.A.stride(),
+        (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)), inputs.A.stride(),
         (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
         (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
         (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
@@ -117,9 +119,10 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, l
     }
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of positions, then of what each has."""
-    return (row_stride(tensor), *tensor.stride()[2:])
+def _steps(tensor: torch.Tensor, step: int) -> Strides:
+    """From one sequence to the next, of which there may be one, from one position to the next, and `step`."""
+    row = row_stride(tensor)
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
 
 
 class _Base:
@@ -141,18 +144,18 @@ class _Tiles:
     before the tensor; at an address before the tensor's own nothing is read.
 
     like: of the tensor's dtype, batch and length; itself over no tensor yet
-    strides: of l and k, in elements
+    strides: of b, l and k, in elements
     sizes: of k and columns
     block: a tile's k, positions and columns
     """
 
     def __init__(
-        self, like: torch.Tensor, strides: tuple[int, int], *, sizes: tuple[int, int], block: tuple[int, int, int],
+        self, like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int],
         packed: bool,
     ) -> None:  # fmt: skip
         batch, seqlen = like.shape[:2]
-        row, step = strides
-        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, seqlen * row)
+        sequence, row, step = strides
+        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
         self._ahead = seqlen * row * like.element_size() if packed else 0
         self._descriptor = TensorDescriptor(
             _nothing(like.dtype),
@@ -169,7 +172,7 @@ class _Tiles:
         return copy
 
 
-def _units(x: torch.Tensor, strides: tuple[int, int], positions: int, *, packed: bool) -> _Tiles:
+def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> _Tiles:
     """Tiles of (one head, positions, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
     nheads, headdim = x.shape[2:]
     return _Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
@@ -180,7 +183,7 @@ def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> _Tiles:
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
     return _Tiles(
-        tensor, (row_stride(tensor), COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
+        tensor, _steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
         block=(blocks // halves, CHUNK.value, COLUMNS.value), packed=packed,
     )  # fmt: skip
 

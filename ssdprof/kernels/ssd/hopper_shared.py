@@ -105,8 +105,8 @@ class Segment:
 
     sequence: gl.tensor
     index: gl.tensor  # of the segment in its sequence
-    begin: gl.tensor  # row at which the sequence begins, among those of all sequences
     length: gl.tensor  # of the sequence
+    dt_begin: gl.tensor  # where its dt begins
     tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
     row: gl.tensor  # and by the third; past the sequence's end are zeros
     first: gl.tensor  # chunk
@@ -121,10 +121,10 @@ class Segment:
 
     @gluon.constexpr_function
     def __init__(
-        self, sequence, index, begin, length, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
+        self, sequence, index, length, dt_begin, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
         slot, slot_step,
     ):  # fmt: skip
-        self.sequence, self.index, self.begin, self.length = sequence, index, begin, length
+        self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
         self.tile, self.row = tile, row
         self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
         self.goes_back, self.seen_first, self.seen = goes_back, seen_first, seen
