@@ -92,6 +92,8 @@ def _recomputed(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfi
 
 def _segments_nearby(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
     """One to three segments more and fewer; long ones a little longer and shorter."""
+    if config.shares:
+        return
     left = nchunks(inputs) - config.long_count * config.long_segment
     if left <= 0:
         return

@@ -27,6 +27,7 @@ class HopperSettings(Record):
     long_count: NotNegative
     long_segment: NotNegative
     recompute: bool
+    shares: NotNegative
     ring: Positive
     score_ring: Positive
     unit_registers: Positive

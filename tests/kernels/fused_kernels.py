@@ -12,7 +12,7 @@ from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -56,11 +56,20 @@ def hopper_alone(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     return ssd_fused_hopper(inputs, precision, config=fine if inputs.cu_seqlens is None else HopperConfig(segment=1))
 
 
+def hopper_shared(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    """Fewer programs than pairs of heads, each with an equal share of all sequences."""
+    assert unsupported(inputs) == ""
+    whole = max(1, -(-inputs.x.shape[1] // 64))
+    shares = max(1, inputs.sequences * program_count(inputs) * 5 // 6)
+    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=whole, shares=shares))
+
+
 CHOSEN = [pytest.param(portable, id="portable"), pytest.param(hopper, id="hopper", marks=ON_HOPPER)]
 FINE = [
     pytest.param(portable_fine, id="portable, fine"),
     pytest.param(hopper_fine, id="hopper, fine", marks=ON_HOPPER),
     pytest.param(hopper_uneven, id="hopper, uneven", marks=ON_HOPPER),
     pytest.param(hopper_alone, id="hopper, alone", marks=ON_HOPPER),
+    pytest.param(hopper_shared, id="hopper, shared", marks=ON_HOPPER),
 ]
 EVERY_KERNEL = CHOSEN + FINE

@@ -28,7 +28,8 @@ from ssdprof.kernels.ssd import hopper_launch
 
 FOLDER = Path(hopper_launch.__file__).parent
 FILES = (
-    "hopper_shared", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit", "fused_hopper",
+    "hopper_shared", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit", "hopper_work",
+    "fused_hopper",
 )  # fmt: skip
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
@@ -303,7 +304,7 @@ class Machine:
             self.turns.local.roles = functions
 
         return SimpleNamespace(
-            constexpr=lambda value: value,
+            constexpr=_Constant,
             **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
             uint32=torch.int64,
             tensor=object, shared_memory_descriptor=Shared,
@@ -322,6 +323,7 @@ class Machine:
             convert_layout=lambda value, _layout: value,
             inline_asm_elementwise=self.assembly,
             static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),
+            num_programs=lambda _axis: self.count,
             barrier=lambda: None,
             cast=_bitcast, to_tensor=torch.as_tensor,
             load=self.load, store=self.store, atomic_add=self.atomic_add, atomic_xchg=self.atomic_xchg,
@@ -483,9 +485,20 @@ class Machine:
                 self.turns.local.program = number
                 kernel(*map(_argument, tensors), *scalars, **constants)
 
-            return lambda count, *tensors: self.launch([partial(program, number, tensors) for number in range(count)])
+            def launch(count: int, *tensors: Any) -> None:
+                self.count = count
+                self.launch([partial(program, number, tensors) for number in range(count)])
+
+            return launch
 
         return make
+
+
+class _Constant:
+    """A class, for it stands in annotations, too."""
+
+    def __new__(cls, value: Any) -> Any:
+        return value
 
 
 def _argument(value: Any) -> Any:

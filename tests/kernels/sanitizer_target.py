@@ -26,7 +26,7 @@ from ssdprof.measure.accuracy import assert_passes
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)
 # several segments; whole and broken chunks, one position, empty sequences
 CASES = {
-    "batch": (replace(SMALL, batch=2, seqlen=192), RELAXED),
+    "batch": (replace(SMALL, batch=3, seqlen=192), RELAXED),
     "ragged": (replace(SMALL, seqlen=300, initial_states=True), EXACT),
     "packed": (replace(SMALL, lengths=(1, 0, 170, 64, 0), skip="(h, p)", initial_states=True), EXACT),
 }
@@ -42,9 +42,15 @@ def hopper(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=2))
 
 
+def hopper_shared(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+    """Two programs, where there are three sequences of one pair of heads."""
+    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=5, shares=2))
+
+
 KERNELS: dict[str, Callable[[SSDInputs, Precision], SSDOutput]] = {
     "portable": portable,
     "hopper": hopper,
+    "hopper, shared": hopper_shared,
     "unfused": ssd_unfused,
 }
 

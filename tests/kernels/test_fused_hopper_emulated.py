@@ -8,10 +8,10 @@ from gluon_emulator import emulate
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_hopper import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
 from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.hopper_segments import Segments
+from ssdprof.kernels.ssd.hopper_work import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import assert_passes
@@ -107,6 +107,21 @@ def test_sequences_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = replace(whole, **{name: getattr(whole, name)[:, 7:300] for name in ("x", "dt", "B", "C")})
     assert inputs.x.stride(0) > inputs.x.shape[1] * inputs.x.stride(1)
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["even"])), inputs, EXACT)
+
+
+@pytest.mark.parametrize("shares", range(1, 12))
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_equal_shares_of_all_sequences(monkeypatch: pytest.MonkeyPatch, dstate: int, shares: int) -> None:
+    """Six pairs of heads, or twelve of halves, of five chunks each.  To the last bit as if no sequence were divided."""
+    emulate(monkeypatch, seed=shares)
+    inputs = Case(**SMALL | dict(dstate=dstate), heads=4, batch=3, seqlen=300, initial_states=True).inputs()
+    ours, whole = (
+        ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, Segments(segment=5, shares=how_many)))
+        for how_many in (shares, 0)
+    )
+    assert_passes(ours, inputs, EXACT)
+    assert torch.equal(ours.out, whole.out)
+    assert torch.equal(ours.final_states, whole.final_states)
 
 
 @pytest.mark.parametrize("name", ["ragged batch", "n 256"])

@@ -88,6 +88,28 @@ def test_a_first_pass_over_all_that_went_before(name: str) -> None:
     assert_passes(hopper(inputs, segments=segments), inputs, EXACT)
 
 
+@pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(**SMALL | dict(heads=80), batch=7, seqlen=3000, initial_states=True),
+        Case(**SMALL | dict(heads=24, dstate=64), groups=4, batch=13, seqlen=1, skip="(h, p)"),
+        Case(**SMALL | dict(heads=16, headdim=80), groups=2, batch=40, seqlen=100),
+        Case(**WIDE | dict(heads=32, headdim=128), batch=5, seqlen=1000, initial_states=True),
+    ],
+    ids=str,
+)
+def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(case: Case, precision: Precision) -> None:
+    """A state goes from share to share in fp32, relaxed or not.  With all multiprocessors, and with few programs."""
+    inputs = case.inputs()
+    nchunks = -(-case.seqlen // 64)
+    whole = hopper(inputs, precision, Segments(segment=nchunks))
+    assert_passes(whole, inputs, precision)
+    for shares in (132, 131, 7, 1):
+        for _ in range(3):
+            assert_bitwise(hopper(inputs, precision, Segments(segment=nchunks, shares=shares)), whole)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("dstate", [128, 256])

@@ -27,9 +27,12 @@ def test_a_short_sequence_is_one_wave_of_programs_of_which_none_waits_for_anothe
     assert config.count(16) == 3
 
 
-def test_a_batch_that_fills_the_gpu_is_not_cut() -> None:
-    assert chosen(1024, batch=32).count(16) == 1
-    assert chosen(4096, batch=8).count(64) == 1
+def test_of_a_batch_that_fills_the_gpu_every_multiprocessor_has_an_equal_share() -> None:
+    for seqlen, batch in ((1024, 32), (4096, 8), (4096, 4)):
+        config = chosen(seqlen, batch)
+        assert config.shares == H200
+        assert config.count(seqlen // 64) == 1
+        assert "equal shares" in config.reason
 
 
 def test_batch_invariant_ignores_the_batch() -> None:
@@ -87,3 +90,14 @@ def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> N
         assert sizes.workspace_bytes == 2 * 3 * of_a_slot + 32  # and the ticket
     whole = replace(config, segment=64)
     assert buffer_sizes(inputs, Precision(), whole).workspace_bytes == 0
+
+
+def test_the_workspace_of_shares_is_a_state_in_fp32_for_each_and_flags() -> None:
+    """Four pairs of heads."""
+    inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    config = replace(HopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Segments(segment=64, shares=3)))
+    for state_dtype in (torch.float32, torch.float16):
+        sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
+        assert sizes.workspace_bytes == 3 * 2 * (64 * 128 * 4 + 32) + 32
+    for segments in (Segments(segment=64, shares=4), Segments(segment=64, shares=9)):  # a program for each pair
+        assert buffer_sizes(inputs, Precision(), replace(config, **asdict(segments))).workspace_bytes == 0

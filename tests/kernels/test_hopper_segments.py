@@ -42,6 +42,15 @@ def test_a_first_pass_over_all_that_went_before_is_for_short_sequences() -> None
     assert not cut(256, MAMBA2_2_7B, 1, H200).recompute
 
 
+@pytest.mark.parametrize("nchunks", LENGTHS)
+def test_more_pairs_than_multiprocessors_are_shared_equally_and_fewer_are_not(nchunks: int) -> None:
+    assert cut(nchunks, H200, 1, H200).shares == 0
+    for pairs in (H200 + 1, 2 * H200, 1000):
+        segments = cut(nchunks, pairs, 1, H200)
+        assert segments.shares == H200
+        assert segments.count(nchunks) == 1
+
+
 @pytest.mark.parametrize("pairs", [1, 2, 16, MAMBA2_2_7B, 64])
 def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
     """Slow heads of short sequences would be less exact: of 4 chunks in segments of 2, 1 and 1 by 7 %."""
@@ -67,7 +76,9 @@ def test_the_simulated_best_is_close_to_the_measured_best() -> None:
     losses, of_models = [], []
     for cell in json.loads(MEASURED.read_text())["cells"]:
         measured = {
-            Segments(**{field.name: one[field.name] for field in fields(Segments)}): one["device_us"]
+            Segments(**{field.name: one[field.name] for field in fields(Segments) if field.name in one}): one[
+                "device_us"
+            ]
             for one in cell["cuts"]
         }
         best = min(measured, key=lambda one: simulated_time(one, cell["nchunks"], cell["pairs"], cell["halves"], H200))

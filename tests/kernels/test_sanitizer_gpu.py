@@ -14,10 +14,12 @@ import torch
 
 TARGET = Path(__file__).with_name("sanitizer_target.py")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 KERNELS = [
     "portable",
     "unfused",
-    pytest.param("hopper", marks=pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")),
+    pytest.param("hopper", marks=ON_HOPPER),
+    pytest.param("hopper, shared", marks=ON_HOPPER),
 ]
 
 pytestmark = pytest.mark.gpu
@@ -60,18 +62,19 @@ def test_races(kernel: str) -> None:
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
 
-ROLE_ENDS = (128, 256, 384, 448, 512)  # threads of scores, of each unit's state, of gates, of loads and stores
+ROLE_ENDS = (128, 256, 384, 448, 512)  # threads of scores and each unit's state, of gates, of loads and stores
 
 
 def role(thread: int) -> int:
     return next(i for i, end in enumerate(ROLE_ENDS) if thread < end)
 
 
-@pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
-def test_races_within_a_role() -> None:
+@ON_HOPPER
+@pytest.mark.parametrize(("kernel", "case"), [("hopper", "ragged"), ("hopper, shared", "batch")])
+def test_races_within_a_role(kernel: str, case: str) -> None:
     """Between roles the tool sees races that are none: a role meets at a barrier of its own, one of its threads then
     arrives at an mbarrier, and racecheck does not follow that chain for the role's other threads."""
-    said = sanitized("racecheck", "hopper", "--racecheck-report", "hazard", cases=("ragged",))
+    said = sanitized("racecheck", kernel, "--racecheck-report", "hazard", cases=(case,))
     pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)
     assert "RACECHECK SUMMARY" in said, said
     assert len(pairs) == len(re.findall("hazard detected", said))

@@ -150,7 +150,7 @@ def test_there_are_kernels_to_look_at() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_jit_function_has_a_stage_that_exists(file: Path) -> None:
     parsed = parse(file.read_text())
-    assert {f.name for f in parsed.functions} == set(re.findall(r"^@\w+\.jit.*\ndef (\w+)", file.read_text(), re.M))
+    assert {f.name for f in parsed.functions} == set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", file.read_text(), re.M))
     for function in parsed.functions:
         assert function.stage != UNKNOWN, f"{file.name}: STAGES lacks {function.name}"
         for stage in (function.stage, *(stage for _, stage in function.starts)):

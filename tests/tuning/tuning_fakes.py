@@ -116,6 +116,7 @@ def outcome(sequences: int = 1, nchunks: int = 16, segment: int | None = 4, crea
         long_count=0,
         long_segment=0,
         recompute=False,
+        shares=0,
         ring=3,
         score_ring=2,
         unit_registers=192,

@@ -3,18 +3,21 @@
 
 The algorithm is that of `fused_portable.py`: a program goes over its segment backwards for the state that the segment
 adds, and forwards for the output.  In between it publishes what it adds, and sums what those before it have published,
-so that no segment waits for more than the first passes of others.  Here a program owns two units (heads, or slices of
-64 of a head's P) that share B and C, or one where N is 256, and its warps have roles (`hopper_shared.py`).
-States and outputs are held transposed, so that the state is a matrix operand straight from registers and x, loaded
-once, serves all three products.  Why so, and what was tried: docs/ssd-performance.md.
+so that no segment waits for more than the first passes of others.  Where there are more pairs of units than SMs, there
+are no first passes: programs have equal shares of all sequences, one after the other (`hopper_work.py`).  A program
+works on two units at once (heads, or slices of 64 of a head's P) that share B and C, or on one where N is 256, and its
+warps have roles (`hopper_shared.py`).  States and outputs are held transposed, so that the state is a matrix operand
+straight from registers and x, loaded once, serves all three products.  Why so, and what was tried:
+docs/ssd-performance.md.
 
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: states (slots, lanes, 64 * n) state_dtype: what each segment but a sequence's last adds to a state
+Work: states (slots, lanes, 64 * n) state_dtype: what each segment but a sequence's last adds to a state; or fp32
+      (programs, 2, 64 * n / halves): the state after the beginning of a sequence that the next program goes on with
       sync int32, zeroed: the ticket counter, and for each slot and lane the segment's decay, once the state is there
-Grid: (segments * lanes / 2), units fastest, then sequences, segments; an upper bound if packed.  A program waits only
-      for lower tickets, which have started, so that progress needs no two programs at once.
+Grid: (segments * lanes / 2), units fastest, then sequences, segments; an upper bound if packed; or one program for each
+      SM.  A program waits only for lower tickets, which have started, so that progress needs no two programs at once.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
@@ -29,45 +32,27 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper_roles import loads, scores, stores
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, FirstPass, Segment, Shared, add, role_barrier
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, FirstPass, Shared, role_barrier
 from ssdprof.kernels.ssd.hopper_unit import unit_state
+from ssdprof.kernels.ssd.hopper_work import packed_segment_of, segment_of, share_of
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
-SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
-STAGES = {"find_segment": "ticket", "first_role": "bmm_chunk", "_fused_hopper_kernel": "setup"}
-
-
-@gluon.jit
-def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
-    """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    sequence = 0  # how many end before the segment
-    segments_before = 0  # of those
-    counted = 0  # segments of all sequences that were looked at
-    for block in range(0, sequences, SEQUENCE_BLOCK):
-        o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
-        # past the last sequence as if empty ones followed: none of them ends before a segment that exists
-        start = gl.load(cu_seqlens_ptr + gl.minimum(o_s, sequences) * cu_seqlens_stride).to(gl.int32)
-        stop = gl.load(cu_seqlens_ptr + gl.minimum(o_s + 1, sequences) * cu_seqlens_stride).to(gl.int32)
-        # an empty sequence has one segment of no chunks, which makes its initial state its final one
-        segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
-        ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
-        sequence += gl.sum(ends_before.to(gl.int32), 0)
-        segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
-        counted += gl.sum(segments, 0)
-    exists = sequence < sequences
-    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1) * cu_seqlens_stride
-    begin = gl.load(p).to(gl.int32)
-    return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
+STAGES = {"first_role": "caller", "_fused_hopper_kernel": "setup"}
 
 
 @gluon.jit
 def first_role(
-    shared, segment, rates, low, high,
-    SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
+    shared, work, tensors, rates, low, high, INITIAL_STRIDES: gl.constexpr,
+    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr,
+    RELAXED: gl.constexpr, PASSING: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """`scores`, called: what Triton builds as a first role itself, it files under this file with that file's lines."""
-    scores(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS, RELAXED)
+    """`scores`, or `unit_state` of lane 0, called: what Triton builds as a first role itself, it files under this file
+    with that file's lines.  The machine code of the first role comes last."""
+    if SCORES:
+        scores(shared, work, rates, low, high, SLICES, DT_SOFTPLUS, RELAXED)
+    else:
+        lane = gl.to_tensor(0)
+        unit_state(lane, shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING)
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +75,7 @@ def _fused_hopper_kernel(
     dt_strides, A_strides, dt_bias_strides, D_strides, INITIAL_STRIDES: gl.constexpr,
     cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K, LONG_COUNT, K_LONG,
     HEADS: gl.constexpr, HEADS_PER_GROUP: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
-    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
+    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, PASSING: gl.constexpr,
     RING: gl.constexpr, SCORE_RING: gl.constexpr, UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
@@ -147,73 +132,68 @@ def _fused_hopper_kernel(
     for i in gl.static_range(WORDS):
         mbarrier.init(first_pass.told.index(i), count=1)
 
-    # stage ticket: which segment of which units is mine
+    # stage ticket: what is mine
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
     PROGRAMS: gl.constexpr = HEADS * SLICES // UNITS  # of a segment
     ticket = gl.program_id(0)
-    if LOOKS_BACK:
+    if PASSING == "look back" or PASSING == "hand on":
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
         role_barrier()  # the ticket reaches its threads through memory that warp_specialize writes next
-    rank = ticket // PROGRAMS
-    unit = ticket % PROGRAMS * UNITS
     exists = True
-    if cu_seqlens_ptr is None:
-        sequence, index = rank % sequences, rank // sequences
-        length, dt_begin = seqlen, sequence.to(gl.int64) * dt_strides[0]
-        tile, row = sequence, gl.to_tensor(0)
-        slot, slot_step = rank, gl.to_tensor(sequences)
+    if PASSING == "hand on":
+        work = share_of(ticket, seqlen, sequences, dt_strides, PROGRAMS, UNITS)
+    elif cu_seqlens_ptr is None:
+        work = segment_of(
+            ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING, PROGRAMS, UNITS
+        )  # fmt: skip
     else:
-        sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, K)
-        dt_begin = begin.to(gl.int64) * dt_strides[1]
-        tile, row = begin + length, seqlen - length
-        slot, slot_step = rank - sequence, gl.to_tensor(1)  # the last segment of each sequence needs none
-    first = index * K
-    size = K
-    if cu_seqlens_ptr is None:
-        is_long = index < LONG_COUNT
-        first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
-        size = gl.where(is_long, K_LONG, K)
-    nchunks = gl.maximum(gl.minimum(size, gl.cdiv(length, CHUNK) - first), 0)
-    last = (first + nchunks) * CHUNK >= length
-    goes_back, seen_first, seen = not last, first, nchunks
-    if RECOMPUTE:
-        goes_back, seen_first, seen = index > 0, 0, first
-    segment = Segment(
-        sequence, index, length, dt_begin, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
-        slot, slot_step,
-    )  # fmt: skip
+        work, exists = packed_segment_of(
+            ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_strides[0], dt_strides, K, PASSING, PROGRAMS, UNITS,
+        )  # fmt: skip
     # stage setup
     if exists:
         sync = sync_ptr + FLAGS
         tensors = (D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
         rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
+        # To the kernel's first product ptxas adds a wait for the one before it.  That of the first pass is waited for
+        # at once anyway, and so is that of the scores, whose code is to be the first if there is no first pass.
+        FIRST_PASS: gl.constexpr = PASSING == "look back" or PASSING == "recompute"
+        # of four times 128 threads; the first role has what is left
+        SCORE_REGISTERS: gl.constexpr = 512 - 2 * UNIT_REGISTERS - OTHER_REGISTERS
+        SECOND_REGISTERS: gl.constexpr = UNIT_REGISTERS if FIRST_PASS else SCORE_REGISTERS
         gl.warp_specialize(
             [
-                (first_role, (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED)),
                 (
-                    unit_state,
+                    first_role,
                     (
-                        gl.to_tensor(0), shared, segment, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
-                        DSTATE, SLICES, RELAXED, LOOKS_BACK, RECOMPUTE,
+                        shared, work, tensors, rates, dt_low, dt_high, INITIAL_STRIDES, HEADS, HEADDIM,
+                        DSTATE, SLICES, DT_SOFTPLUS, RELAXED, PASSING, FIRST_PASS,
+                    ),
+                ),
+                (
+                    first_role,
+                    (
+                        shared, work, tensors, rates, dt_low, dt_high, INITIAL_STRIDES, HEADS, HEADDIM,
+                        DSTATE, SLICES, DT_SOFTPLUS, RELAXED, PASSING, not FIRST_PASS,
                     ),
                 ),
                 (
                     unit_state,
                     (
-                        gl.to_tensor(1), shared, segment, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
-                        DSTATE, SLICES, RELAXED, LOOKS_BACK, RECOMPUTE,
+                        gl.to_tensor(1), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
+                        DSTATE, SLICES, RELAXED, PASSING,
                     ),
                 ),
                 (
                     gates,
-                    (shared, segment, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS),
+                    (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS),
                 ),
                 (
                     loads,
-                    (shared, segment, x_desc, B_desc, C_desc, DSTATE, SLICES, HEADS_PER_GROUP),
+                    (shared, work, x_desc, B_desc, C_desc, DSTATE, SLICES, HEADS_PER_GROUP),
                 ),
-                (stores, (shared, segment, out_desc, SLICES)),
+                (stores, (shared, work, out_desc, SLICES)),
             ],
             [4, 4, 2, 1, 1],
-            [UNIT_REGISTERS, UNIT_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [SECOND_REGISTERS, UNIT_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip

@@ -42,7 +42,8 @@ class HopperConfig(Segments):
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
             segments = cut(nchunks, sequences * program_count(inputs), half_count(inputs.B.shape[3]), sm_count)
-            reason = f"least simulated time of {sequences} x {nchunks} chunks on {sm_count} SMs"
+            how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
+            reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
         call = Call(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
         row = first_fit(HOPPER, call)
         return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")

@@ -30,6 +30,7 @@ STAGES = {
     "hand_over_two": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum",
     "put_gates": "chunk_cumsum",
+    "segment_gates": "chunk_cumsum",
     "gates": "chunk_cumsum",
 }
 # What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
@@ -241,10 +242,10 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
 
 
 @gluon.jit
-def put_gates(shared, i, dt, a, a_end):
-    """All that is made of chunk i's dt, a (q, lane) and a_end (lane)."""
-    slot = place_in(i, shared.RING)
-    mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
+def put_gates(shared, n, dt, a, a_end):
+    """All that is made of dt of the program's n-th chunk, a (q, lane) and a_end (lane)."""
+    slot = place_in(n, shared.RING)
+    mbarrier.wait(shared.empty.index(slot), phase(n, shared.RING) ^ 1)
     # each is made when it is stored: with N = 256, gates that take more registers make the heads' loops longer, too
     put(shared.gates.index(slot * 4 + ROW), a)
     put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
@@ -256,8 +257,8 @@ def put_gates(shared, i, dt, a, a_end):
 
 
 @gluon.jit
-def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
-    """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
+def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Those of a segment's second pass, after n chunks of others."""
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
@@ -269,4 +270,12 @@ def gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: 
         t += CHUNK
         bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
         dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
-        put_gates(shared, i, dt, a, a_end)
+        put_gates(shared, n + i, dt, a, a_end)
+
+
+@gluon.jit
+def gates(shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
+    for turn in range(work.turns()):
+        segment, n = work.in_turn(turn)
+        segment_gates(shared, segment, n, rates, low, high, SLICES, DT_SOFTPLUS)

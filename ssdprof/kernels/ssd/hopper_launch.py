@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -30,6 +31,13 @@ def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
     return int(inputs.sequences + seqlen // (config.segment * CHUNK.value))
 
 
+def share_count(inputs: SSDInputs, config: HopperConfig) -> int:
+    """Programs that stay, or 0 if there is one for each segment."""
+    whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
+    pairs = inputs.sequences * program_count(inputs)
+    return config.shares if whole and inputs.x.shape[1] > 0 and config.shares < pairs else 0
+
+
 def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
     """Segments that leave something for others: all but the last of each sequence.  An upper bound if packed."""
     seqlen = inputs.x.shape[1]
@@ -42,10 +50,14 @@ def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
     dstate = inputs.B.shape[3]
-    slots, units = slot_count(inputs, config), unit_count(inputs)
-    states = slots * units * SLICE.value * dstate
-    flags = slots * units * half_count(dstate) * FLAG_STRIDE.value
-    return BufferSizes.of(inputs, precision, states=states, sync=FLAGS.value + flags if slots else 0)
+    halves, shares = half_count(dstate), share_count(inputs, config)
+    lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * halves
+    sizes = BufferSizes.of(
+        inputs, precision, states=lanes * SLICE.value * dstate // halves,
+        sync=FLAGS.value + lanes * FLAG_STRIDE.value if lanes else 0,
+    )  # fmt: skip
+    # a state goes from share to share as it is: results are those of sequences that nobody has divided
+    return replace(sizes, state_dtype=torch.float32) if shares else sizes
 
 
 class HopperLaunch:
@@ -62,11 +74,15 @@ class HopperLaunch:
         rows = inputs.x.shape[1] * nheads * headdim
         self._out = _units(inputs.x, (rows, nheads * headdim, headdim), own, packed=packed)
         self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
-        self._programs = segment_count(inputs, config) * program_count(inputs)
+        shares = share_count(inputs, config)
+        self._programs = shares or segment_count(inputs, config) * program_count(inputs)
+        passing = (
+            "hand on" if shares else "recompute" if config.recompute else "look back" if self._sizes.sync else "none"
+        )
         self._launcher = Launcher(
             _fused_hopper_kernel,
             _scalars(inputs, config),
-            _options(inputs, precision, config, looks_back=self._sizes.sync > 0),
+            _options(inputs, precision, config, passing),
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
@@ -100,7 +116,7 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, looks_back: bool) -> dict[str, Any]:
+def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, passing: str) -> dict[str, Any]:
     _, _, nheads, headdim = inputs.x.shape
     return {
         "HEADS": nheads,
@@ -109,8 +125,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, *, l
         "DSTATE": inputs.B.shape[3],
         "DT_SOFTPLUS": inputs.dt_softplus,
         "RELAXED": not precision.exact,
-        "LOOKS_BACK": looks_back,
-        "RECOMPUTE": config.recompute,
+        "PASSING": passing,
         "RING": config.ring,
         "SCORE_RING": config.score_ring,
         "UNIT_REGISTERS": config.unit_registers,

@@ -6,6 +6,8 @@ there, and then holds the segment's decay.  The state that enters segment k is t
 part_j times the decays of j + 1 .. k - 1, and the initial state times all decays.  Parts are summed from the nearest
 on, always in that order, and no further than where the decays have multiplied to zero: what is not finite there is
 not seen.
+
+A share (`hopper_work.py`) leaves the state itself, in fp32, with a decay of zero: nothing before it counts any more.
 """
 
 from triton.experimental import gluon
@@ -22,7 +24,9 @@ STAGES = {
     "published": "state_passing.wait",
     "load_acquire": "caller",
     "publish": "state_passing.store",
-    "pass_on": "state_passing.load",
+    "place_of": "caller",
+    "leave": "state_passing.store",
+    "sum_before": "state_passing.load",
 }
 
 
@@ -65,20 +69,31 @@ def published(flag_ptr, wanted):
 
 
 @gluon.jit
-def pass_on(segment, lane, states_ptr, sync_ptr, added, decay, LANES: gl.constexpr, layout: gl.constexpr):
-    """Leaves the part (p, n) that the segment has `added`, and its decay, for those after it.
+def place_of(segment, lane, states_ptr, sync_ptr, LANES: gl.constexpr, N: gl.constexpr):
+    """Where a lane's part and flag are in slot 0, and how many lanes further those of the segment are."""
+    return (
+        states_ptr + lane.to(gl.int64) * (SLICE * N),
+        sync_ptr + lane * FLAG_STRIDE,
+        segment.slot.to(gl.int64) * LANES,
+    )
 
-    Returns the sum of the parts of all segments before, decayed, and the decay of all of them.
-    lane: of a slot's LANES.
-    """
-    N: gl.constexpr = added.shape[1]
-    PART: gl.constexpr = SLICE * N
-    row = gl.arange(0, PART, in_fours)
-    parts_ptr = states_ptr + lane.to(gl.int64) * PART
-    flags_ptr = sync_ptr + lane * FLAG_STRIDE
-    mine = segment.slot.to(gl.int64) * LANES
+
+@gluon.jit
+def leave(segment, place, added, decay):
+    """For the segments after it: the part (p, n) that the segment has `added`, or its state, and its decay."""
+    parts_ptr, flags_ptr, mine = place
+    PART: gl.constexpr = SLICE * added.shape[1]
     if not segment.last:
+        row = gl.arange(0, PART, in_fours)
         publish(parts_ptr + mine * PART, flags_ptr + mine * FLAG_STRIDE, row, added, decay)
+
+
+@gluon.jit
+def sum_before(segment, place, LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """The sum of the parts of all segments before, decayed, and the decay of all of them."""
+    PART: gl.constexpr = SLICE * N
+    parts_ptr, flags_ptr, mine = place
+    row = gl.arange(0, PART, in_fours)
     sum_of_parts = gl.full([PART], 0.0, gl.float32, in_fours)
     # in assembly: of gl.fma LLVM makes one of vectors of all that a thread has, and takes long over it
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"

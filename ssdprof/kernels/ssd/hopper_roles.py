@@ -36,6 +36,7 @@ STAGES = {
     "load_rows": "loads",
     "load_first": "loads",
     "load_chunk": "loads",
+    "segment_loads": "loads",
     "loads": "loads",
     "store_chunk": "chunk_scan.residual",
     "stores": "chunk_scan.residual",
@@ -101,32 +102,29 @@ def load_first(shared, segment, seen, k: gl.constexpr, descs, first_block, SLICE
 
 
 @gluon.jit
-def load_chunk(shared, segment, seen, i, descs, first_block, SLICES: gl.constexpr):
-    """What chunk i of the second pass needs."""
+def load_chunk(shared, segment, seen, i, n, descs, first_block, SLICES: gl.constexpr):
+    """What chunk i of the segment's second pass needs, the program's n-th."""
     first = shared.first
     x_desc, B_desc, C_desc = descs
-    slot = place_in(i, shared.RING)
+    slot = place_in(n, shared.RING)
     full = shared.full.index(slot)
     t = (segment.first + i) * CHUNK
     # the last chunk of the first pass that was where these go
-    before = seen - first.RING + (i + 1) * shared.HALVES - 1
-    here = (i < shared.RING) & (before >= 0)
+    before = seen - first.RING + (n + 1) * shared.HALVES - 1
+    here = (n < shared.RING) & (before >= 0)
     before = gl.maximum(before, 0)
     mbarrier.wait(first.empty.index(place_in(before, first.RING)), phase(before, first.RING), pred=here)
-    mbarrier.wait(shared.empty.index(slot), phase(i, shared.RING) ^ 1)
+    mbarrier.wait(shared.empty.index(slot), phase(n, shared.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
-    B, C, x = places_of(shared, seen, i)
+    B, C, x = places_of(shared, seen, n)
     load_rows(shared, segment, B, t, B_desc, first_block, full)
     load_x(shared, segment, x, t, x_desc, full, SLICES)
     load_rows(shared, segment, C, t, C_desc, first_block, full)
 
 
 @gluon.jit
-def loads(
-    shared, segment, x_desc, B_desc, C_desc,
-    DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr,
-):  # fmt: skip
-    descs = (x_desc, B_desc, C_desc)
+def segment_loads(shared, segment, n, descs, DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr):
+    """What a segment needs, after n chunks of others."""
     first_block = segment.unit // SLICES // HEADS_PER_GROUP * (DSTATE // COLUMNS)
     first = shared.first
     seen = 0
@@ -140,21 +138,32 @@ def loads(
             go = scalar(first.goes_on.index(place_in(word, first.WORDS))) != 0
             seen += first.TURN
     for i in range(segment.nchunks):
-        load_chunk(shared, segment, seen, i, descs, first_block, SLICES)
+        load_chunk(shared, segment, seen, i, n + i, descs, first_block, SLICES)
+
+
+@gluon.jit
+def loads(
+    shared, work, x_desc, B_desc, C_desc,
+    DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr,
+):  # fmt: skip
+    descs = (x_desc, B_desc, C_desc)
+    for turn in range(work.turns()):
+        segment, n = work.in_turn(turn)
+        segment_loads(shared, segment, n, descs, DSTATE, SLICES, HEADS_PER_GROUP)
 
 
 # --- stores
 
 
 @gluon.jit
-def store_chunk(shared, segment, i, out_desc, SLICES: gl.constexpr):
-    """The output of chunk i, up to the sequence's end."""
+def store_chunk(shared, segment, i, n, out_desc, SLICES: gl.constexpr):
+    """The output of chunk i of the segment, the program's n-th, up to the sequence's end."""
     OWN: gl.constexpr = shared.out.shape[1]
     t = (segment.first + i) * CHUNK
     for k in gl.static_range(2):
         unit, row = segment.unit + k // shared.HALVES, segment.row + t + k % shared.HALVES * OWN
         out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
-        mbarrier.wait(shared.written.index(k), i & 1)
+        mbarrier.wait(shared.written.index(k), n & 1)
         async_store(out_desc, [segment.tile, unit // SLICES, row, unit % SLICES * SLICE], out)
     tma.store_wait(0)
     for k in gl.static_range(2):
@@ -162,9 +171,11 @@ def store_chunk(shared, segment, i, out_desc, SLICES: gl.constexpr):
 
 
 @gluon.jit
-def stores(shared, segment, out_desc, SLICES: gl.constexpr):
-    for i in range(segment.nchunks):
-        store_chunk(shared, segment, i, out_desc, SLICES)
+def stores(shared, work, out_desc, SLICES: gl.constexpr):
+    for turn in range(work.turns()):
+        segment, n = work.in_turn(turn)
+        for i in range(segment.nchunks):
+            store_chunk(shared, segment, i, n + i, out_desc, SLICES)
 
 
 # --- scores
@@ -185,9 +196,9 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def bmm_chunk(shared, seen, i):
-    """C B^T of chunk i, begun."""
-    B, C, _ = places_of(shared, seen, i)
+def bmm_chunk(shared, seen, n):
+    """C B^T of the n-th chunk, begun."""
+    B, C, _ = places_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK))
     for k in gl.static_range(shared.HALVES):
         B_t = rows_of(shared, B, k).permute((1, 0))
@@ -196,15 +207,15 @@ def bmm_chunk(shared, seen, i):
 
 
 @gluon.jit
-def decayed_scores(shared, seen, i, causal, RELAXED: gl.constexpr):
-    """Both units' scores of chunk i.  Vectors of gates are loaded while the product runs."""
+def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
+    """Both units' scores of the n-th chunk.  Vectors of gates are loaded while the product runs."""
     layout: gl.constexpr = product_layout(CHUNK)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
-    slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
-    mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
-    CB_begun = bmm_chunk(shared, seen, i)
+    slot, stage = place_in(n, shared.RING), place_in(n, shared.SCORE_RING)
+    mbarrier.wait(shared.full.index(slot), phase(n, shared.RING))
+    CB_begun = bmm_chunk(shared, seen, n)
     row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
     key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
     if shared.UNITS == 2:
@@ -214,7 +225,7 @@ def decayed_scores(shared, seen, i, causal, RELAXED: gl.constexpr):
     m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
     if shared.UNITS == 2:
         key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
-    mbarrier.wait(shared.unscored.index(stage), phase(i, shared.SCORE_RING) ^ 1)
+    mbarrier.wait(shared.unscored.index(stage), phase(n, shared.SCORE_RING) ^ 1)
     if shared.UNITS == 2:
         shared.scores.index(stage * 2).store(m)
         m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
@@ -226,13 +237,14 @@ def decayed_scores(shared, seen, i, causal, RELAXED: gl.constexpr):
 
 @gluon.jit
 def scores(
-    shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
+    shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = product_layout(CHUNK)
+    segment, _ = work.in_turn(0)
     seen = 0
     if segment.goes_back:
         seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
     o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
-    for i in range(segment.nchunks):
-        decayed_scores(shared, seen, i, causal, RELAXED)
+    for n in range(work.chunks()):
+        decayed_scores(shared, seen, n, causal, RELAXED)

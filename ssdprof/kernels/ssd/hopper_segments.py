@@ -29,12 +29,15 @@ class Segments:
     A schedule is good when long segments fill the GPU first (their first pass stops early, so they read less twice) and
     short ones even out the end.
     recompute: a segment's first pass goes over all that is before it, and none waits for another; for short sequences
+    shares: with whole sequences as segments, programs that stay for equal shares of all chunks (`hopper_work.py`); if
+        there are no more pairs of units than that, or this is 0, there is a program for each segment
     """
 
     segment: int
     long_count: int = 0
     long_segment: int = 0
     recompute: bool = False
+    shares: int = 0
 
     def lengths(self, nchunks: int) -> list[int]:
         """Of the segments of a sequence of `nchunks` chunks; at least one, if empty."""
@@ -66,8 +69,8 @@ def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
 
 @lru_cache(maxsize=1024)
 def _cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
-    if pairs > 2 * sm_count:  # no more parallelism is needed than the heads give
-        return Segments(segment=max(1, nchunks))
+    if pairs > sm_count:  # no more parallelism is needed than they give
+        return Segments(segment=max(1, nchunks), shares=sm_count)
     exact = (s for s in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(s, nchunks))
     return min(exact, key=lambda segments: simulated_time(segments, nchunks, pairs, halves, sm_count))
 

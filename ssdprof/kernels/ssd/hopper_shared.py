@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the roles of `fused_hopper.py` have in common: rings in shared memory, barriers, and the segment to work on.
+"""What the roles of `fused_hopper.py` have in common: rings in shared memory, and barriers.
 
     gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both lanes
     loads       1 warp    B, C and x of a chunk, by the copy engine
@@ -7,11 +7,12 @@
     scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
     unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
 
-They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`; what segments leave for
-others is in `hopper_passing.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has two lanes: two units
-of one group, or, where N is 256, the two halves of N of one unit, which exchange parts of the output
-(`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of
-decayed scores, `written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
+They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`; what a program has to do
+is in `hopper_work.py`, and what segments leave for others in `hopper_passing.py`.  A unit is a head, or a slice of 64
+of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one unit,
+which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of
+chunks, `scored`/`unscored` a ring of decayed scores, `written`/`unwritten` each lane's output, `told` the word on
+whether the first pass goes on.
 
 The first pass has rings and barriers of its own, for other roles take part in it.  It takes turns of one chunk, or of
 two where N is 256.  Waits are for one of two phases: who missed a turn of a ring would take the one before for it.
@@ -97,38 +98,6 @@ class Shared:
         self.written, self.unwritten = written, unwritten
         self.RING, self.SCORE_RING = gl.constexpr(RING), gl.constexpr(SCORE_RING)
         self.HALVES, self.UNITS = gl.constexpr(HALVES), gl.constexpr(2 // HALVES)
-
-
-@aggregate
-class Segment:
-    """Which positions and units are this program's."""
-
-    sequence: gl.tensor
-    index: gl.tensor  # of the segment in its sequence
-    length: gl.tensor  # of the sequence
-    dt_begin: gl.tensor  # where its dt begins
-    tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
-    row: gl.tensor  # and by the third; past the sequence's end are zeros
-    first: gl.tensor  # chunk
-    nchunks: gl.tensor
-    unit: gl.tensor  # the first, if there are two
-    last: gl.tensor  # the sequence ends with this segment
-    goes_back: gl.tensor  # there is a first pass
-    seen_first: gl.tensor  # chunk at which it ends, for it goes backwards
-    seen: gl.tensor  # chunks that it has at most
-    slot: gl.tensor  # where it leaves what it adds to a state, for the segments after it
-    slot_step: gl.tensor  # from the slot of the segment before
-
-    @gluon.constexpr_function
-    def __init__(
-        self, sequence, index, length, dt_begin, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
-        slot, slot_step,
-    ):  # fmt: skip
-        self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
-        self.tile, self.row = tile, row
-        self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
-        self.goes_back, self.seen_first, self.seen = goes_back, seen_first, seen
-        self.slot, self.slot_step = slot, slot_step
 
 
 # what later versions of Triton renamed: the barrier of a role's threads, copies by the copy engine, shared memory by

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels.ssd.hopper_halves import give_part, half_and_rest, take_part
-from ssdprof.kernels.ssd.hopper_passing import pass_on
+from ssdprof.kernels.ssd.hopper_passing import leave, place_of, sum_before
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
     ENTERING,
@@ -43,6 +43,7 @@ STAGES = {
     "segment_state": "chunk_state.first_pass",
     "hand_out": "chunk_scan.residual",
     "scan_chunk": "setup",
+    "scan_segment": "setup",
     "unit_state": "setup",
 }
 WAITS = {
@@ -218,8 +219,8 @@ def hand_out(shared, lane):
 
 
 @gluon.jit
-def scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED: gl.constexpr):
-    """Output of chunk i of the segment, and the state after it.
+def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constexpr):
+    """Output of chunk i of the segment, the program's n-th, and the state after it.
 
     seen: chunks that the first pass read.
     """
@@ -232,10 +233,10 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED: gl.constexpr)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
     n_operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
     half = half_of(shared, lane)
-    slot, stage = place_in(i, shared.RING), place_in(i, shared.SCORE_RING)
-    mbarrier.wait(shared.full.index(slot), phase(i, shared.RING))
+    slot, stage = place_in(n, shared.RING), place_in(n, shared.SCORE_RING)
+    mbarrier.wait(shared.full.index(slot), phase(n, shared.RING))
     # stage chunk_state: its operands
-    B_place, C_place, x_place = places_of(shared, seen, i)
+    B_place, C_place, x_place = places_of(shared, seen, n)
     x = load_transposed(shared, x_place, lane, q_operand)
     weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
     decay = scalar(lane_of(shared.decay, slot, lane))
@@ -263,17 +264,17 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED: gl.constexpr)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous
     if HALVES == 2:
-        out = give_part(exchange, out, i, half, by_own)
+        out = give_part(exchange, out, n, half, by_own)
     entering = own_rows(lane_of(shared.gates, slot * 4 + ENTERING, lane), OWN, half)
     entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
     # stage chunk_scan.current: what the chunk adds
-    mbarrier.wait(shared.scored.index(stage), phase(i, shared.SCORE_RING))
+    mbarrier.wait(shared.scored.index(stage), phase(n, shared.SCORE_RING))
     m = own_rows(shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)), OWN, half)
     out_begun = warpgroup_mma(x, m.permute((1, 0)), out, is_async=True)
     if AT_ONCE:
         # stage chunk_scan.previous
-        theirs = take_part(exchange, i, half, by_own)
+        theirs = take_part(exchange, n, half, by_own)
         # stage chunk_scan.current
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
     mbarrier.arrive(shared.unscored.index(stage), count=1)
@@ -287,21 +288,21 @@ def scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED: gl.constexpr)
     if HALVES == 2:  # this late, so that neither half waits for the other
         # stage chunk_scan.previous
         if not AT_ONCE:
-            theirs = take_part(exchange, i, half, by_own)
+            theirs = take_part(exchange, n, half, by_own)
         out += entering * theirs
         # stage chunk_scan.residual
-    mbarrier.wait(shared.unwritten.index(lane), (i & 1) ^ 1)
+    mbarrier.wait(shared.unwritten.index(lane), (n & 1) ^ 1)
     shared.out.index(lane).permute((1, 0)).store(out.to(dtype))
     return state
 
 
 @gluon.jit
-def unit_state(
-    lane, shared, segment, tensors, INITIAL_STRIDES: gl.constexpr,
+def scan_segment(
+    lane, shared, segment, n, tensors, INITIAL_STRIDES: gl.constexpr,
     HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
-    LOOKS_BACK: gl.constexpr, RECOMPUTE: gl.constexpr,
+    PASSING: gl.constexpr,
 ):  # fmt: skip
-    """lane: no compile-time number, so that Triton's front end goes over this once for both."""
+    """Outputs of a segment, after n chunks of others, and the state after it."""
     D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     HALVES: gl.constexpr = shared.HALVES
     WIDTH: gl.constexpr = DSTATE // HALVES
@@ -322,11 +323,15 @@ def unit_state(
     added, decay = state, 1.0
     if segment.goes_back:
         added, decay, seen = segment_state(shared, state, lane, RELAXED)
-    if RECOMPUTE:
+    if PASSING == "recompute":
         state = added
-    if LOOKS_BACK:
-        LANES: gl.constexpr = HEADS * SLICES * HALVES
-        state, decay = pass_on(segment, unit * HALVES + half, states_ptr, sync_ptr, added, decay, LANES, by_n)
+    if PASSING == "look back" or PASSING == "hand on":
+        LANES: gl.constexpr = HEADS * SLICES * HALVES if PASSING == "look back" else 2
+        own_lane = unit * HALVES + half if PASSING == "look back" else lane
+        place = place_of(segment, own_lane, states_ptr, sync_ptr, LANES, WIDTH)
+        if PASSING == "look back":
+            leave(segment, place, added, decay)
+        state, decay = sum_before(segment, place, LANES, WIDTH, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         # past a head's P anything: those rows meet no others, and are not stored
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
@@ -339,10 +344,26 @@ def unit_state(
         o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     for i in range(segment.nchunks):
-        state = scan_chunk(shared, exchange, state, D, i, seen, lane, RELAXED)
+        state = scan_chunk(shared, exchange, state, D, i, n + i, seen, lane, RELAXED)
     if segment.nchunks > 0:
         hand_out(shared, lane)
     # stage state_passing.store
+    if PASSING == "hand on":
+        leave(segment, place, state, gl.to_tensor(0.0))  # in the state is all that was before it
     if segment.last:
         own = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
         gl.store((final_ptr + own + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)
+
+
+@gluon.jit
+def unit_state(
+    lane, shared, work, tensors, INITIAL_STRIDES: gl.constexpr,
+    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
+    PASSING: gl.constexpr,
+):  # fmt: skip
+    """lane: no compile-time number, so that Triton's front end goes over this once for both."""
+    for turn in range(work.turns()):
+        segment, n = work.in_turn(turn)
+        scan_segment(
+            lane, shared, segment, n, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING
+        )  # fmt: skip

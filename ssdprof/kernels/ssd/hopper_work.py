@@ -1,0 +1,233 @@
+# mypy: ignore-errors
+"""Which positions of which units are a program's: a segment of a sequence, or a share of all sequences.
+
+With fewer pairs of units than the GPU has SMs, sequences are cut into segments (`hopper_segments.py`), one program
+each.  With more, a program for each SM stays for an equal share of all chunks: so many pairs whole, and, as these do
+not come out even, the end of a sequence of which another program has the beginning, and the beginning of another one.
+The beginning comes first, and its state is left for the next program, which has the rest last: a sequence later, so
+that it does not wait.  Seven pairs of eight chunks for four programs, 14 chunks each, the pairs 0 to 3 whole:
+
+    program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
+    program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
+    program 2   4 4 . 1 1 1 1 1 1 1 1 . 5 5 5 5
+    program 3   0 0 0 0 0 0 0 0 . 4 4 4 4 4 4
+
+Programs that are about as far in their sequences have pairs side by side, which have B and C in common: what one of
+them has loaded is in L2 when the next one needs it.  So pairs are given away by programs' ranks.
+
+Source: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix products.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, add
+
+SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
+
+STAGES = {
+    "turns": "ticket",
+    "in_turn": "ticket",
+    "chunks": "ticket",
+    "first_pass_of": "ticket",
+    "segment_of": "ticket",
+    "find_segment": "ticket",
+    "packed_segment_of": "ticket",
+    "share_of": "ticket",
+}
+
+
+@aggregate
+class Segment:
+    """A part of a sequence, and the work of a program that has one."""
+
+    sequence: gl.tensor
+    index: gl.tensor  # of the segment in its sequence; in a share 1 if it takes over a state
+    length: gl.tensor  # of the sequence
+    dt_begin: gl.tensor  # where its dt begins
+    tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
+    row: gl.tensor  # and by the third; past the sequence's end are zeros
+    first: gl.tensor  # chunk
+    nchunks: gl.tensor
+    unit: gl.tensor  # the first, if there are two
+    last: gl.tensor  # the sequence ends with this segment
+    goes_back: gl.tensor | gl.constexpr  # there is a first pass; False if the kernel has none
+    seen_first: gl.tensor  # chunk at which it ends, for it goes backwards
+    seen: gl.tensor  # chunks that it has at most
+    slot: gl.tensor  # where it leaves a state, or what it adds to one, for the segments after it
+    slot_step: gl.tensor  # from the slot of the segment before
+
+    @gluon.constexpr_function
+    def __init__(
+        self, sequence, index, length, dt_begin, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
+        slot, slot_step,
+    ):  # fmt: skip
+        self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
+        self.tile, self.row = tile, row
+        self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
+        self.goes_back = gl.constexpr(False) if goes_back is False else goes_back
+        self.seen_first, self.seen = seen_first, seen
+        self.slot, self.slot_step = slot, slot_step
+
+    @gluon.jit
+    def turns(self):
+        return 1
+
+    @gluon.jit
+    def in_turn(self, turn):  # noqa: ARG002
+        return self, 0
+
+    @gluon.jit
+    def chunks(self):
+        return self.nchunks
+
+
+@aggregate
+class Share:
+    """The work of a program that stays."""
+
+    program: gl.tensor
+    programs: gl.tensor
+    rank: gl.tensor  # of the program, by how many chunks of others it has first
+    length: gl.tensor  # of a sequence
+    nchunks: gl.tensor  # of a sequence
+    dt_step: gl.tensor  # from one sequence's dt to the next one's
+    wholes: gl.tensor  # pairs that it has whole
+    leads: gl.tensor  # pair whose beginning it has
+    led: gl.tensor  # chunks of that, or 0
+    takes: gl.tensor  # pair that it takes over
+    rest: gl.tensor  # chunks of that, or 0
+    PROGRAMS: gl.constexpr  # pairs of a sequence
+    UNITS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, program, programs, rank, length, nchunks, dt_step, wholes, leads, led, takes, rest, PROGRAMS, UNITS
+    ):  # fmt: skip
+        self.program, self.programs, self.rank = program, programs, rank
+        self.length, self.nchunks, self.dt_step = length, nchunks, dt_step
+        self.wholes, self.leads, self.led, self.takes, self.rest = wholes, leads, led, takes, rest
+        self.PROGRAMS, self.UNITS = gl.constexpr(PROGRAMS), gl.constexpr(UNITS)
+
+    @gluon.jit
+    def turns(self):
+        return gl.minimum(self.led, 1) + self.wholes + gl.minimum(self.rest, 1)
+
+    @gluon.jit
+    def in_turn(self, turn):
+        """The segment of a turn, and the program's chunks before it."""
+        k = turn - gl.minimum(self.led, 1)
+        begins, ends = k < 0, k == self.wholes
+        pair = gl.where(begins, self.leads, gl.where(ends, self.takes, k * self.programs + self.rank))
+        sequence = pair // self.PROGRAMS
+        first = gl.where(ends, self.nchunks - self.rest, 0)
+        nchunks = gl.where(begins, self.led, self.nchunks - first)
+        segment = Segment(
+            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
+            gl.to_tensor(0), first, nchunks, pair % self.PROGRAMS * self.UNITS, k >= 0, False, first, nchunks,
+            self.program, gl.to_tensor(1),
+        )  # fmt: skip
+        return segment, gl.where(begins, 0, self.led + k * self.nchunks)
+
+    @gluon.jit
+    def chunks(self):
+        return self.led + self.wholes * self.nchunks + self.rest
+
+
+@gluon.jit
+def first_pass_of(index, first, nchunks, last, PASSING: gl.constexpr):
+    """Whether a segment has one, the chunk at which it ends, and how many it has at most."""
+    if PASSING == "recompute":
+        return index > 0, gl.to_tensor(0), first
+    elif PASSING == "look back":
+        return not last, first, nchunks
+    else:
+        return False, first, nchunks
+
+
+@gluon.jit
+def segment_of(
+    ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING: gl.constexpr,
+    PROGRAMS: gl.constexpr, UNITS: gl.constexpr,
+):  # fmt: skip
+    """Units fastest, then sequences, segments."""
+    rank = ticket // PROGRAMS
+    sequence, index = rank % sequences, rank // sequences
+    is_long = index < LONG_COUNT
+    first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
+    nchunks = gl.maximum(gl.minimum(gl.where(is_long, K_LONG, K), gl.cdiv(seqlen, CHUNK) - first), 0)
+    last = (first + nchunks) * CHUNK >= seqlen
+    goes_back, seen_first, seen = first_pass_of(index, first, nchunks, last, PASSING)
+    return Segment(
+        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
+        ticket % PROGRAMS * UNITS, last, goes_back, seen_first, seen, rank, gl.to_tensor(sequences),
+    )  # fmt: skip
+
+
+@gluon.jit
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
+    """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    sequence = 0  # how many end before the segment
+    segments_before = 0  # of those
+    counted = 0  # segments of all sequences that were looked at
+    for block in range(0, sequences, SEQUENCE_BLOCK):
+        o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
+        # past the last sequence as if empty ones followed: none of them ends before a segment that exists
+        start = gl.load(cu_seqlens_ptr + gl.minimum(o_s, sequences) * cu_seqlens_stride).to(gl.int32)
+        stop = gl.load(cu_seqlens_ptr + gl.minimum(o_s + 1, sequences) * cu_seqlens_stride).to(gl.int32)
+        # an empty sequence has one segment of no chunks, which makes its initial state its final one
+        segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
+        ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
+        sequence += gl.sum(ends_before.to(gl.int32), 0)
+        segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
+        counted += gl.sum(segments, 0)
+    exists = sequence < sequences
+    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1) * cu_seqlens_stride
+    begin = gl.load(p).to(gl.int32)
+    return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
+
+
+@gluon.jit
+def packed_segment_of(
+    ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, PASSING: gl.constexpr,
+    PROGRAMS: gl.constexpr, UNITS: gl.constexpr,
+):  # fmt: skip
+    """Units fastest, then segments, sequences; and whether there is one."""
+    rank = ticket // PROGRAMS
+    sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
+    first = index * K
+    nchunks = gl.maximum(gl.minimum(K, gl.cdiv(length, CHUNK) - first), 0)
+    last = (first + nchunks) * CHUNK >= length
+    goes_back, seen_first, seen = first_pass_of(index, first, nchunks, last, PASSING)
+    segment = Segment(
+        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
+        ticket % PROGRAMS * UNITS, last, goes_back, seen_first, seen,
+        rank - sequence, gl.to_tensor(1),  # the last segment of each sequence needs no slot
+    )  # fmt: skip
+    return segment, exists
+
+
+@gluon.jit
+def share_of(program, seqlen, sequences, dt_strides, PROGRAMS: gl.constexpr, UNITS: gl.constexpr):
+    """Of the pairs of all sequences, units fastest, of which there are at least as many as programs.
+
+    With `extra` more pairs than whole ones for all, program p gives away its lead after a part of a sequence that is
+    (p + 1) * extra / programs, without its integer part, and so all shares are equal.
+    """
+    programs, pairs, nchunks = gl.num_programs(0), sequences * PROGRAMS, gl.cdiv(seqlen, CHUNK)
+    extra = pairs % programs
+    led, taken = (program + 1) * extra % programs, program * extra % programs  # in parts of 1 / programs
+    divisor, left = programs, extra
+    while left > 0:
+        divisor, left = left, divisor % left
+    # so many programs give away equal leads: one after the other
+    rank, rank_before = led + program * divisor // programs, taken + (program - 1) * divisor // programs
+    wholes = pairs // programs - 1 + (led <= extra).to(gl.int32)
+    rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
+    split = pairs - programs
+    return Share(
+        program, programs, rank, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
+        split + rank, nchunks * led // programs, split + rank_before, rest, PROGRAMS, UNITS,
+    )  # fmt: skip
