@@ -60,7 +60,7 @@ def ssd_fused(
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
 
     batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it the Hopper kernel cuts
-        sequences by how many there are, which is faster for large batches of short ones.
+        sequences by how many there are, or not at all, which is faster for large batches of short ones.
 
     Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32: bitwise the same in every call,
     whatever the other sequences of the batch or pack hold.  A packed sequence's result depends on no other's length
