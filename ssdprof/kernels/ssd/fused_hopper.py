@@ -171,12 +171,14 @@ def _fused_hopper_kernel(
                     ),
                 ),
                 (
-                    first_role,
+                    unit_state,
                     (
-                        shared, work, tensors, rates, dt_low, dt_high, INITIAL_STRIDES, HEADS, HEADDIM,
-                        DSTATE, SLICES, DT_SOFTPLUS, RELAXED, PASSING, not FIRST_PASS,
+                        gl.to_tensor(0), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
+                        DSTATE, SLICES, RELAXED, PASSING,
                     ),
-                ),
+                )
+                if FIRST_PASS
+                else (scores, (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED)),
                 (
                     unit_state,
                     (

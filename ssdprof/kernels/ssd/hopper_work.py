@@ -222,12 +222,11 @@ def share_of(program, seqlen, sequences, dt_strides, PROGRAMS: gl.constexpr, UNI
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
-    # so many programs give away equal leads: one after the other
-    rank, rank_before = led + program * divisor // programs, taken + (program - 1) * divisor // programs
+    same = program * divisor // programs  # of `divisor` programs with equal leads, how many come before it
     wholes = pairs // programs - 1 + (led <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs
     return Share(
-        program, programs, rank, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
-        split + rank, nchunks * led // programs, split + rank_before, rest, PROGRAMS, UNITS,
+        program, programs, led + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
+        split + led + same, nchunks * led // programs, split + taken + same, rest, PROGRAMS, UNITS,
     )  # fmt: skip
