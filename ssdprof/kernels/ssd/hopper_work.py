@@ -89,7 +89,7 @@ class Share:
 
     program: gl.tensor
     programs: gl.tensor
-    rank: gl.tensor  # of the program, by how many chunks of others it has first
+    rank: gl.tensor  # of the program, by the chunks of its lead
     length: gl.tensor  # of a sequence
     nchunks: gl.tensor  # of a sequence
     dt_step: gl.tensor  # from one sequence's dt to the next one's
