@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 
+import pytest
 import torch
 from compile_target import compiled
 from ssd_cases import Case
@@ -53,6 +54,22 @@ def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
     assert unsupported(Case().inputs()) == "anything but a Hopper GPU"
+
+
+def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiples of 16 bytes; sequences may lie apart, but not on each other."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("ssdprof.kernels.ssd.hopper_config.capability", lambda _tensor: (9, 0))
+    inputs = Case(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    assert unsupported(inputs) == ""
+    for name in ("x", "B", "C", "dt"):
+        tensor = getattr(inputs, name)
+        sequence, *within = tensor.stride()
+        for apart, refused in ((8, False), (4, name != "dt"), (-sequence, name != "dt")):
+            strides = (sequence + apart, *within)
+            moved = torch.empty(3 * sequence, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+            reason = unsupported(replace(inputs, **{name: moved}))
+            assert reason == (f"batch stride of {name}, which the copy engine cannot read" if refused else ""), apart
 
 
 def test_shared_memory_is_what_the_compiler_takes() -> None:

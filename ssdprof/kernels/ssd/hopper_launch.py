@@ -71,18 +71,15 @@ class HopperLaunch:
         nheads, headdim = inputs.x.shape[2:]
         own = CHUNK.value // halves  # positions of a chunk whose output one role finishes
         self._x = _units(inputs.x, _steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
-        rows = inputs.x.shape[1] * nheads * headdim
-        self._out = _units(inputs.x, (rows, nheads * headdim, headdim), own, packed=packed)
+        row = nheads * headdim
+        self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
         self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
         shares = share_count(inputs, config)
         self._programs = shares or segment_count(inputs, config) * program_count(inputs)
-        passing = (
-            "hand on" if shares else "recompute" if config.recompute else "look back" if self._sizes.sync else "none"
-        )
         self._launcher = Launcher(
             _fused_hopper_kernel,
             _scalars(inputs, config),
-            _options(inputs, precision, config, passing),
+            _options(inputs, precision, config, _passing(config, shares, self._sizes)),
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
@@ -114,6 +111,19 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
         *map(float, inputs.dt_limit), inputs.x.shape[1], inputs.sequences,
         config.segment, config.long_count, config.long_segment,
     )  # fmt: skip
+
+
+def _passing(config: HopperConfig, shares: int, sizes: BufferSizes) -> str:
+    """How a segment comes by the state that enters it; `hopper_passing.py`.  With the last two there is no first pass.
+
+    "recompute": by its first pass, over all that is before it.  "look back": it sums what those before it have added,
+    each in its first pass.  "hand on": from the share that began the sequence.  "none": every segment begins one.
+    """
+    if shares:
+        return "hand on"
+    if config.recompute:
+        return "recompute"
+    return "look back" if sizes.sync else "none"
 
 
 def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, passing: str) -> dict[str, Any]:

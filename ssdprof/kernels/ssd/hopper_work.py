@@ -30,7 +30,7 @@ STAGES = {
     "turns": "ticket",
     "in_turn": "ticket",
     "chunks": "ticket",
-    "first_pass_of": "ticket",
+    "extent_of": "ticket",
     "segment_of": "ticket",
     "find_segment": "ticket",
     "packed_segment_of": "ticket",
@@ -136,14 +136,17 @@ class Share:
 
 
 @gluon.jit
-def first_pass_of(index, first, nchunks, last, PASSING: gl.constexpr):
-    """Whether a segment has one, the chunk at which it ends, and how many it has at most."""
+def extent_of(index, first, most, length, PASSING: gl.constexpr):
+    """A segment's chunks, whether it is its sequence's last, and of its first pass: whether there is one, the chunk at
+    which it ends, and how many it has at most."""
+    nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
+    last = (first + nchunks) * CHUNK >= length
     if PASSING == "recompute":
-        return index > 0, gl.to_tensor(0), first
+        return nchunks, last, index > 0, gl.to_tensor(0), first
     elif PASSING == "look back":
-        return not last, first, nchunks
+        return nchunks, last, not last, first, nchunks
     else:
-        return False, first, nchunks
+        return nchunks, last, False, first, nchunks
 
 
 @gluon.jit
@@ -156,9 +159,8 @@ def segment_of(
     sequence, index = rank % sequences, rank // sequences
     is_long = index < LONG_COUNT
     first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
-    nchunks = gl.maximum(gl.minimum(gl.where(is_long, K_LONG, K), gl.cdiv(seqlen, CHUNK) - first), 0)
-    last = (first + nchunks) * CHUNK >= seqlen
-    goes_back, seen_first, seen = first_pass_of(index, first, nchunks, last, PASSING)
+    most = gl.where(is_long, K_LONG, K)
+    nchunks, last, goes_back, seen_first, seen = extent_of(index, first, most, seqlen, PASSING)
     return Segment(
         sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
         ticket % PROGRAMS * UNITS, last, goes_back, seen_first, seen, rank, gl.to_tensor(sequences),
@@ -198,9 +200,7 @@ def packed_segment_of(
     rank = ticket // PROGRAMS
     sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
     first = index * K
-    nchunks = gl.maximum(gl.minimum(K, gl.cdiv(length, CHUNK) - first), 0)
-    last = (first + nchunks) * CHUNK >= length
-    goes_back, seen_first, seen = first_pass_of(index, first, nchunks, last, PASSING)
+    nchunks, last, goes_back, seen_first, seen = extent_of(index, first, K, length, PASSING)
     segment = Segment(
         sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
         ticket % PROGRAMS * UNITS, last, goes_back, seen_first, seen,
