@@ -35,7 +35,6 @@ ORDER = (
     "waiting",
     "waiting.chunk",
     "waiting.scores",
-    "waiting.half",
     "waiting.gates",
     "chunk_state",
     "chunk_state.first_pass",
@@ -52,7 +51,7 @@ ORDER = (
 )
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
-_ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect")
+_ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -228,7 +227,8 @@ def _waits(tree: ast.Module, waits: Mapping[str, str] | None) -> dict[int, str]:
 
 
 def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Functions with `mbarrier.arrive(shared.NAME...)` or `mbarrier.expect(...)`, or of a variable that is one."""
+    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of a variable that is
+    one."""
     found: dict[str, tuple[str, ...]] = {}
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):

@@ -37,6 +37,7 @@ class Compiled:
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
     loads_ahead: of 16-bit numbers, from global memory, in a loop whose next turn is the first to read them
+    meetings: how often all threads of the role with states wait for each other in a chunk; 0 of other kernels
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
     """
 
@@ -47,6 +48,7 @@ class Compiled:
     num_warps: int
     product_waits: int
     loads_ahead: int
+    meetings: int
     fuses: bool
     metadata: dict[str, Any]
 
@@ -116,27 +118,46 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
         loads_ahead=_loads_ahead(code),
+        meetings=_meetings(code) if kernel.metadata.name == "_fused_hopper_kernel" else 0,
         fuses=kernel.metadata.enable_fp_fusion,
         metadata=metadata,
     )
 
 
-def _loads_ahead(code: str) -> int:
-    """Of machine code.  Of its branches back, long ones are not loops of roles: waits and the loop over roles."""
+def _loops(code: str) -> list[dict[int, str]]:
+    """Of machine code, each loop's instructions by their addresses.  Of branches back, long ones are not loops of
+    roles: waits, and the loop over roles."""
     instructions = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)}
     backwards = {
         at: int(found[1], 16)
         for at, what in instructions.items()
         if (found := re.search(r"\bBRA\b.*0x([0-9a-f]+)", what)) and 0 < at - int(found[1], 16) < 500 * 16
     }
+    return [{at: what for at, what in instructions.items() if begin <= at < end} for end, begin in backwards.items()]
+
+
+def _loads_ahead(code: str) -> int:
+    """How many 16-bit loads nothing in the rest of their turn of a loop takes up."""
     count = 0
-    for at, what in instructions.items():
+    by_end = sorted(_loops(code), key=max)
+    for at, what in {at: what for loop in by_end for at, what in loop.items()}.items():
         load = re.search(r"LDG\.E\.U16\S* (R\d+),", what)
-        ends = [end for end, begin in backwards.items() if begin <= at < end]
-        if load and ends:
-            rest = [later for place, later in instructions.items() if at < place <= min(ends)]
-            count += not any(re.search(rf"\b{load[1]}\b", later) for later in rest)
+        if load:
+            loop = next(loop for loop in by_end if at in loop)
+            count += not any(re.search(rf"\b{load[1]}\b", later) for place, later in loop.items() if place > at)
     return count
+
+
+def _meetings(code: str) -> int:
+    """How often all threads of the role with states wait for each other in a chunk."""
+    state, output = re.compile(r"HGMMA\S* .*tnspB"), re.compile(r"HGMMA\S* (?!.*tnspB)")
+    chunks = [
+        loop
+        for loop in _loops(code)
+        if all(any(product.match(what) for what in loop.values()) for product in (state, output))
+    ]
+    assert chunks, "no loop has both kinds of products"
+    return sum("BAR.SYNC" in what for what in min(chunks, key=len).values())
 
 
 def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> dict[str, list[Compiled]]:

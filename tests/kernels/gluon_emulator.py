@@ -1,10 +1,10 @@
 """The Hopper kernel's own source, run on a CPU: what Gluon gives it, in torch, and its roles in turns at random.
 
-Each role is a thread, and one runs at a time.  At a barrier, an atomic or a wait another takes over, drawn at random;
-copies by the copy engine happen at some time between.  A matrix product is computed when it is waited for, the latest
-time that the hardware may read its operands, so that a place that was let go too early is seen.  Shared memory holds
-NaN at first.  Layouts mean nothing here.  Some programs are there at once, and one more begins when
-one has ended, in no order.
+Each role is a thread, or one for each lane if it has both, and one runs at a time.  At a barrier, an atomic or a wait
+another takes over, drawn at random; copies by the copy engine happen at some time between.  A matrix product is
+computed when it is waited for, the latest time that the hardware may read its operands, so that a place that was let go
+too early is seen.  Shared memory holds NaN at first.  Layouts mean nothing here.  Some programs are there at once, and
+one more begins when one has ended, in no order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ssdprof.kernels.ssd import hopper_launch
 
 FOLDER = Path(hopper_launch.__file__).parent
 FILES = (
-    "hopper_shared", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit", "hopper_work",
-    "fused_hopper",
+    "hopper_shared", "hopper_lanes", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit",
+    "hopper_work", "fused_hopper",
 )  # fmt: skip
+LANE = 128  # threads
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
 
@@ -118,8 +119,9 @@ class Turns:
 
 
 class Barrier:
-    def __init__(self) -> None:
-        self.count = self.pending = self.bytes = self.phase = 0
+    def __init__(self, count: int = 0) -> None:
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
         assert self.pending >= count, "more arrivals than the barrier was made for"
@@ -163,8 +165,10 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Halves of rows, as rows; rows in two parts; an operand's 16-bit rows, which lie in blocks of 64 columns."""
+        """Halves of rows, as rows; rows in parts; an operand's 16-bit rows, which lie in blocks of 64 columns."""
         rows, *columns = self.content.shape
+        if shape == [rows, 1, *columns]:
+            return Shared(self.content[:, None])
         if len(shape) == 4:
             assert shape == [1, columns[0] // 64, rows, 64]
             return Shared(self.content.view(rows, -1, 64).transpose(0, 1)[None])
@@ -267,18 +271,22 @@ class Machine:
         def body() -> None:
             self.turns.local.roles = []
             program()
-            roles = self.turns.local.roles
+            first, *others = self.turns.local.roles or [None]
+            meeting = Barrier(2)  # of the first role's lanes
+            roles = [(first, 0), (first, 1), *((role, None) for role in others)] if first else []
             left = len(roles)
 
-            def role(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+            def live(role: tuple[Callable[..., None], tuple[Any, ...]], lane: int | None) -> None:
                 nonlocal left
+                self.turns.local.lane, self.turns.local.meeting = lane, meeting
+                function, args = role
                 function(*args)
                 left -= 1
                 if left == 0:
                     self.start(programs)
 
-            for function, args in roles:
-                self.turns.add(partial(role, function, args))
+            for role, lane in roles:
+                self.turns.add(partial(live, role, lane))
             if not roles:
                 self.start(programs)
 
@@ -309,6 +317,7 @@ class Machine:
             uint32=torch.int64,
             tensor=object, shared_memory_descriptor=Shared,
             BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
+            DistributedLinearLayout=layout, to_linear_layout=_LinearLayout,
             SwizzledSharedLayout=layout, SharedLinearLayout=layout,
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             arange=lambda start, end, _layout: torch.arange(start, end),
@@ -320,15 +329,22 @@ class Machine:
             associative_scan=lambda value, axis, _function: value.cumsum(axis),
             permute=lambda value, order: value.permute(order),
             split=lambda value: (value[..., 0], value[..., 1]), join=lambda a, b: torch.stack((a, b), -1),
-            convert_layout=lambda value, _layout: value,
+            convert_layout=lambda value, _layout: value, broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=self.assembly,
             static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),
             num_programs=lambda _axis: self.count,
-            barrier=lambda: None,
+            barrier=self.meet,
             cast=_bitcast, to_tensor=torch.as_tensor,
             load=self.load, store=self.store, atomic_add=self.atomic_add, atomic_xchg=self.atomic_xchg,
             allocate_shared_memory=self.allocate, warp_specialize=specialize,
         )  # fmt: skip
+
+    def meet(self) -> None:
+        """All threads of a role: of the lanes, each of which has a thread here, if it has both."""
+        if getattr(self.turns.local, "lane", None) is not None:
+            meeting, phase = self.turns.local.meeting, self.turns.local.meeting.phase
+            meeting.arrive()
+            self.turns.wait(lambda: meeting.phase != phase)
 
     @staticmethod
     def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
@@ -393,6 +409,10 @@ class Machine:
                 barrier.arrive(count)
                 self.turns.wait()
 
+        def arrive_of_lane(barrier: Barrier, increment_count: bool) -> None:
+            assert not increment_count
+            arrive(barrier, count=LANE)
+
         mbarrier = SimpleNamespace(
             init=init, wait=wait, arrive=arrive,
             expect=lambda barrier, size: barrier.arrive(expected=size),
@@ -421,6 +441,7 @@ class Machine:
             "mbarrier": mbarrier,
             "tma": tma,
             "fence_async_shared": lambda: None,
+            "async_copy": SimpleNamespace(mbarrier_arrive=arrive_of_lane),
             "warpgroup_mma": product,
             "warpgroup_mma_wait": product_wait,
         }
@@ -455,6 +476,7 @@ class Machine:
             ),
             "triton.experimental.gluon.language": self.language(),
             "triton.experimental.gluon.language.nvidia.hopper": SimpleNamespace(**self.hopper()),
+            "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(**self.hopper()),
             "triton.language.core": SimpleNamespace(_aggregate=lambda one: one),
         }
         fakes: dict[str, Any] = {}
@@ -472,6 +494,8 @@ class Machine:
                 assert spec.loader is not None
                 sys.modules[full] = fakes[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(fakes[full])
+                if name == "hopper_lanes":
+                    fakes[full].LANES, fakes[full].lane_number = 1, lambda: torch.tensor(self.turns.local.lane)
         return fakes["ssdprof.kernels.ssd.fused_hopper"]._fused_hopper_kernel  # type: ignore[no-any-return]
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
@@ -492,6 +516,15 @@ class Machine:
             return launch
 
         return make
+
+
+class _LinearLayout:
+    """Of which there is nothing to know but the shape."""
+
+    reg_bases = lane_bases = warp_bases = block_bases = ()
+
+    def __init__(self, _layout: Any, shape: list[int]) -> None:
+        self.shape = shape
 
 
 class _Constant:

@@ -76,6 +76,7 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
         return _of_half(_float(values[0]), HALVES[to]) if of == "f32" else _bits(_half(values[0], HALVES[of]).float())
     if operation == "prmt":
         return _permuted(*values)
+    assert operation != "setp" or modifiers[0] == "ne"
     if operation in BITWISE:
         return BITWISE[operation](*values)
     compute, kind = ARITHMETIC[operation], modifiers[-1]
@@ -124,4 +125,6 @@ BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,
     "shl": torch.bitwise_left_shift,
     "mov": lambda a: a,
+    "setp": lambda a, b: (a != b).to(torch.int32),  # .ne, which is the only one
+    "selp": lambda a, b, predicate: torch.where(predicate != 0, a, b),
 }

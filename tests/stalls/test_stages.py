@@ -134,7 +134,7 @@ def gates(shared):
     mbarrier.arrive(other)
 def scores(shared):
     mbarrier.wait(shared.full.index(0), 1)
-    mbarrier.arrive(shared.scored.index(0), count=1)
+    arrive(shared.scored.index(0))
 """
     assert parse(source).fillers == {"waiting.chunk": ("load", "gates"), "waiting.scores": ("scores",)}
     assert Sources({"/a/k.py": source, "/a/other.py": "x = 1\n"}).fillers() == parse(source).fillers
@@ -176,7 +176,7 @@ def test_every_mark_is_inside_a_kernel() -> None:
 
 
 def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
-    for name in ("hopper_gates", "hopper_roles", "hopper_unit", "hopper_halves"):
+    for name in ("hopper_gates", "hopper_roles", "hopper_unit"):
         text = (KERNELS / "ssd" / f"{name}.py").read_text()
         waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
         assert waits

@@ -81,8 +81,8 @@ HOPPER = (
         why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
     ),
     Row(
-        take=Roles(ring=2, score_ring=2, unit_registers=208, other_registers=24),
-        why="two chunks of B, C and x fill shared memory; with fewer registers ptxas serialises products",
+        take=Roles(ring=2, score_ring=3, unit_registers=208, other_registers=24),
+        why="two chunks, and scores of three, fill shared memory; with fewer registers ptxas serialises products",
     ),
 )
 

@@ -31,28 +31,26 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
+from ssdprof.kernels.ssd.hopper_lanes import THREADS, lane_number
 from ssdprof.kernels.ssd.hopper_roles import loads, scores, stores
 from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, FirstPass, Shared, role_barrier
-from ssdprof.kernels.ssd.hopper_unit import unit_state
+from ssdprof.kernels.ssd.hopper_unit import unit_states
 from ssdprof.kernels.ssd.hopper_work import packed_segment_of, segment_of, share_of
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
-STAGES = {"first_role": "caller", "_fused_hopper_kernel": "setup"}
+STAGES = {"units": "caller", "_fused_hopper_kernel": "setup"}
 
 
 @gluon.jit
-def first_role(
-    shared, work, tensors, rates, low, high, INITIAL_STRIDES: gl.constexpr,
-    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr,
-    RELAXED: gl.constexpr, PASSING: gl.constexpr, SCORES: gl.constexpr,
+def units(
+    shared, work, tensors, INITIAL_STRIDES: gl.constexpr,
+    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
+    PASSING: gl.constexpr,
 ):  # fmt: skip
-    """`scores`, or `unit_state` of lane 0, called: what Triton builds as a first role itself, it files under this file
-    with that file's lines.  The machine code of the first role comes last."""
-    if SCORES:
-        scores(shared, work, rates, low, high, SLICES, DT_SOFTPLUS, RELAXED)
-    else:
-        lane = gl.to_tensor(0)
-        unit_state(lane, shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING)
+    """The role that begins with the program's first thread."""
+    unit_states(
+        lane_number(), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING
+    )  # fmt: skip
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -115,20 +113,20 @@ def _fused_hopper_kernel(
         RING, SCORE_RING, HALVES,
     )  # fmt: skip
     for i in gl.static_range(2):
-        mbarrier.init(shared.written.index(i), count=1)
+        mbarrier.init(shared.written.index(i), count=THREADS)
         mbarrier.init(shared.unwritten.index(i), count=1)
     exchange = ()
     if HALVES == 2:
         exchange = allocate_exchange(SLICE, CHUNK)
     for i in gl.static_range(RING):
         mbarrier.init(shared.full.index(i), count=2)  # gates, loads
-        mbarrier.init(shared.empty.index(i), count=3)  # scores, both lanes
+        mbarrier.init(shared.empty.index(i), count=1 + 2 * THREADS)  # scores, both lanes
     for i in gl.static_range(SCORE_RING):
         mbarrier.init(shared.scored.index(i), count=1)
-        mbarrier.init(shared.unscored.index(i), count=2)
+        mbarrier.init(shared.unscored.index(i), count=2 * THREADS)
     for i in gl.static_range(FIRST_RING):
         mbarrier.init(first_pass.full.index(i), count=1 if i % HALVES > 0 else 2)  # loads; in a turn's first scores too
-        mbarrier.init(first_pass.empty.index(i), count=2)  # both lanes
+        mbarrier.init(first_pass.empty.index(i), count=2 * THREADS)  # both lanes
     for i in gl.static_range(WORDS):
         mbarrier.init(first_pass.told.index(i), count=1)
 
@@ -155,47 +153,21 @@ def _fused_hopper_kernel(
         sync = sync_ptr + FLAGS
         tensors = (D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
         rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
-        # To the kernel's first product ptxas adds a wait for the one before it.  That of the first pass is waited for
-        # at once anyway, and so is that of the scores, whose code is to be the first if there is no first pass.
-        FIRST_PASS: gl.constexpr = PASSING == "look back" or PASSING == "recompute"
         # of four times 128 threads; the first role has what is left
         SCORE_REGISTERS: gl.constexpr = 512 - 2 * UNIT_REGISTERS - OTHER_REGISTERS
-        SECOND_REGISTERS: gl.constexpr = UNIT_REGISTERS if FIRST_PASS else SCORE_REGISTERS
         gl.warp_specialize(
             [
                 (
-                    first_role,
+                    units,
                     (
-                        shared, work, tensors, rates, dt_low, dt_high, INITIAL_STRIDES, HEADS, HEADDIM,
-                        DSTATE, SLICES, DT_SOFTPLUS, RELAXED, PASSING, FIRST_PASS,
+                        shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING,
                     ),
                 ),
-                (
-                    unit_state,
-                    (
-                        gl.to_tensor(0), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
-                        DSTATE, SLICES, RELAXED, PASSING,
-                    ),
-                )
-                if FIRST_PASS
-                else (scores, (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED)),
-                (
-                    unit_state,
-                    (
-                        gl.to_tensor(1), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM,
-                        DSTATE, SLICES, RELAXED, PASSING,
-                    ),
-                ),
-                (
-                    gates,
-                    (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS),
-                ),
-                (
-                    loads,
-                    (shared, work, x_desc, B_desc, C_desc, DSTATE, SLICES, HEADS_PER_GROUP),
-                ),
+                (scores, (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED)),
+                (gates, (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS)),
+                (loads, (shared, work, x_desc, B_desc, C_desc, DSTATE, SLICES, HEADS_PER_GROUP)),
                 (stores, (shared, work, out_desc, SLICES)),
             ],
-            [4, 4, 2, 1, 1],
-            [SECOND_REGISTERS, UNIT_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+            [4, 2, 1, 1],
+            [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip

@@ -19,7 +19,7 @@ from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
 class HopperConfig(Segments):
     """Segments of chunks of 64 positions, and
     ring, score_ring: chunks, and chunks' scores, in shared memory at once
-    unit_registers, other_registers: per thread of the two roles with states, and of gates and loads
+    unit_registers, other_registers: per thread of the role with states, and of gates and loads
     """
 
     ring: int = HOPPER[0].take.ring
@@ -55,7 +55,7 @@ def unit_count(inputs: SSDInputs) -> int:
 
 
 def half_count(dstate: int) -> int:
-    """1, or 2 where N is shared by two roles."""
+    """1, or 2 where the two lanes of a program share N."""
     return ceil_div(dstate, MAX_WIDTH.value)
 
 
@@ -73,7 +73,7 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     chunk = 2 * rows + 4 * vector + 8  # B and C, gates, decays
     first_chunk = tiles + vector  # x, for both passes, weights
     words = 8 * ring + 4 * (ring + 2)  # of the first pass, decays and whether it goes on
-    exchange = 4 * (4 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
+    exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
     return int(ring * chunk + ring * halves * first_chunk + words + score_ring * tiles + tiles + exchange)
 
 

@@ -140,7 +140,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, pass
         "SCORE_RING": config.score_ring,
         "UNIT_REGISTERS": config.unit_registers,
         "OTHER_REGISTERS": config.other_registers,
-        "num_warps": 4,
+        "num_warps": 8,
     }
 
 

@@ -13,9 +13,9 @@ A share (`hopper_work.py`) leaves the state itself, in fp32, with a decay of zer
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ssdprof.kernels.ssd.hopper_lanes import LANES, first_of, of_lanes
 from ssdprof.kernels.ssd.hopper_shared import FLAG_STRIDE, SLICE, role_barrier
 
-in_fours = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # of a row: four numbers a thread
 SIGN = gl.constexpr(-(1 << 31))  # set in a flag that holds a decay, which is not negative
 
 STAGES = {
@@ -30,27 +30,39 @@ STAGES = {
 }
 
 
-@gluon.jit
-def part_of(state):
-    """A state (p, n) as a row of numbers, in an order in which each thread has four at once, and a warp 128."""
-    N: gl.constexpr = state.shape[1]
-    fragments = state.reshape([4, 2, 8, N // 8, 4, 2])  # p: warp, 8 rows, row; n: 8 columns, pair, column
-    return gl.convert_layout(fragments.permute((3, 0, 2, 4, 1, 5)).reshape([SLICE * N]), in_fours)
+@gluon.constexpr_function
+def in_fours(part):
+    """Of a row of `part` numbers for each lane: four numbers a thread."""
+    registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
+    threads = [[4 << k] for k in range(5)]
+    return gl.DistributedLinearLayout(registers, threads, [[128], [256], [part]], [], [LANES * part])
 
 
 @gluon.jit
-def state_of(part, N: gl.constexpr, layout: gl.constexpr):
+def part_of(states):
+    """States (lane p, n) as a row of numbers, in an order in which each thread has four at once, and a warp 128."""
+    N: gl.constexpr = states.shape[1]
+    # p: warp, 8 rows, row; n: 8 columns, pair, column
+    fragments = states.reshape([LANES, 4, 2, 8, N // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6))
+    return gl.convert_layout(fragments.reshape([LANES * SLICE * N]), in_fours(SLICE * N))
+
+
+@gluon.jit
+def state_of(parts, N: gl.constexpr, layout: gl.constexpr):
     """What `part_of` made a row."""
-    fragments = part.reshape([N // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-    return gl.convert_layout(fragments.reshape([SLICE, N]), layout)
+    fragments = parts.reshape([LANES, N // 8, 4, 8, 4, 2, 2]).permute((0, 2, 5, 3, 1, 4, 6))
+    return gl.convert_layout(fragments.reshape([LANES * SLICE, N]), layout)
 
 
 @gluon.jit
-def publish(part_ptr, flag_ptr, row, added, decay):
-    """What a segment adds to a state, and its decay."""
-    gl.store(part_ptr + row, part_of(added).to(part_ptr.dtype.element_ty))
-    role_barrier()  # every thread's numbers are stored before the flag says so
-    gl.atomic_xchg(flag_ptr, gl.cast(decay, gl.int32, bitcast=True) | SIGN, sem="release")
+def publish(parts_ptr, flag_ptr, added, decay):
+    """What a segment adds to states, and its decay: one of each for each lane."""
+    row = gl.arange(0, LANES * SLICE * added.shape[1], in_fours(SLICE * added.shape[1]))
+    gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
+    role_barrier()  # every thread's numbers are stored before the flags say so
+    flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
+    none = gl.full([LANES], 0, gl.int32, of_lanes)  # a number for each lane, or lane 0 would do it for both
+    gl.atomic_xchg(flag_ptr + none, flag + none, sem="release")
 
 
 @gluon.jit
@@ -69,35 +81,37 @@ def published(flag_ptr, wanted):
 
 
 @gluon.jit
-def place_of(segment, lane, states_ptr, sync_ptr, LANES: gl.constexpr, N: gl.constexpr):
-    """Where a lane's part and flag are in slot 0, and how many lanes further those of the segment are."""
+def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
+    """Where in slot 0 the lanes' parts and a lane's flag are, and how many lanes further those of the segment are.
+
+    begin: how many lanes there are before the program's, of ALL_LANES in a slot.
+    """
     return (
-        states_ptr + lane.to(gl.int64) * (SLICE * N),
-        sync_ptr + lane * FLAG_STRIDE,
-        segment.slot.to(gl.int64) * LANES,
+        states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
+        sync_ptr + (begin + lane) * FLAG_STRIDE,
+        segment.slot.to(gl.int64) * ALL_LANES,
     )
 
 
 @gluon.jit
 def leave(segment, place, added, decay):
-    """For the segments after it: the part (p, n) that the segment has `added`, or its state, and its decay."""
+    """For the segments after it: the parts (lane p, n) that the segment has `added`, or its states, and the decay."""
     parts_ptr, flags_ptr, mine = place
-    PART: gl.constexpr = SLICE * added.shape[1]
     if not segment.last:
-        row = gl.arange(0, PART, in_fours)
-        publish(parts_ptr + mine * PART, flags_ptr + mine * FLAG_STRIDE, row, added, decay)
+        PART: gl.constexpr = SLICE * added.shape[1]
+        publish(parts_ptr + mine * PART, flags_ptr + mine * FLAG_STRIDE, added, decay)
 
 
 @gluon.jit
-def sum_before(segment, place, LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """The sum of the parts of all segments before, decayed, and the decay of all of them."""
     PART: gl.constexpr = SLICE * N
     parts_ptr, flags_ptr, mine = place
-    row = gl.arange(0, PART, in_fours)
-    sum_of_parts = gl.full([PART], 0.0, gl.float32, in_fours)
+    row = gl.arange(0, LANES * PART, in_fours(PART))
+    sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
     # in assembly: of gl.fma LLVM makes one of vectors of all that a thread has, and takes long over it
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
-    step = segment.slot_step.to(gl.int64) * LANES
+    step = segment.slot_step.to(gl.int64) * ALL_LANES
     theirs = mine - step  # of the segment before
     left = segment.index
     passed = 1.0

@@ -199,7 +199,7 @@ def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
 def bmm_chunk(shared, seen, n):
     """C B^T of the n-th chunk, begun."""
     B, C, _ = places_of(shared, seen, n)
-    CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK))
+    CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
     for k in gl.static_range(shared.HALVES):
         B_t = rows_of(shared, B, k).permute((1, 0))
         CB = warpgroup_mma(rows_of(shared, C, k), B_t, CB, use_acc=k > 0, is_async=True)
@@ -209,7 +209,7 @@ def bmm_chunk(shared, seen, n):
 @gluon.jit
 def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
     """Both units' scores of the n-th chunk.  Vectors of gates are loaded while the product runs."""
-    layout: gl.constexpr = product_layout(CHUNK)
+    layout: gl.constexpr = product_layout(CHUNK, 4)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
@@ -239,7 +239,7 @@ def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
 def scores(
     shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = product_layout(CHUNK)
+    layout: gl.constexpr = product_layout(CHUNK, 4)
     segment, _ = work.in_turn(0)
     seen = 0
     if segment.goes_back:

@@ -5,14 +5,14 @@
     loads       1 warp    B, C and x of a chunk, by the copy engine
     stores      1 warp    the outputs of a chunk, likewise
     scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
-    unit_state  4 warps each, two of them: chunk_state, state_passing and chunk_scan of one lane
+    units       8 warps   chunk_state, state_passing and chunk_scan, four warps for each lane
 
-They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`; what a program has to do
-is in `hopper_work.py`, and what segments leave for others in `hopper_passing.py`.  A unit is a head, or a slice of 64
-of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one unit,
-which exchange parts of the output (`hopper_halves.py`).  Roles meet at mbarriers: `full`/`empty` guard a ring of
-chunks, `scored`/`unscored` a ring of decayed scores, `written`/`unwritten` each lane's output, `told` the word on
-whether the first pass goes on.
+They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores) and `hopper_unit.py`; how two lanes share a
+role is in `hopper_lanes.py`, what a program has to do in `hopper_work.py`, and what segments leave for others in
+`hopper_passing.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has two lanes: two units of one
+group, or, where N is 256, the two halves of N of one unit, which exchange parts of the output (`hopper_halves.py`).
+Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
+`written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
 
 The first pass has rings and barriers of its own, for other roles take part in it.  It takes turns of one chunk, or of
 two where N is 256.  Waits are for one of two phases: who missed a turn of a ring would take the one before for it.
@@ -116,9 +116,9 @@ def for_dtype(code, dtype):
 
 
 @gluon.constexpr_function
-def product_layout(columns):
-    """How a product (64, columns) lies in the registers of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def product_layout(columns, warps):
+    """How a product of `columns` columns, and 16 rows for each warp, lies in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
-"""The role that holds the state of one lane, in registers, and makes its output.
+"""The role that holds the states of both lanes, in registers, and makes their outputs.
 
-State and output are transposed, (p, n) and (p, q), so that the state is a matrix operand straight from registers.
+States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand straight from
+registers.  How both lanes are in one role: `hopper_lanes.py`.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels.ssd.hopper_halves import give_part, half_and_rest, take_part
+from ssdprof.kernels.ssd.hopper_halves import give_part, own_positions, take_part
+from ssdprof.kernels.ssd.hopper_lanes import LANES, arrive, lanes_layout, load_tiles, store_tiles, tiles_of
 from ssdprof.kernels.ssd.hopper_passing import leave, place_of, sum_before
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
@@ -25,8 +27,8 @@ from ssdprof.kernels.ssd.hopper_shared import (
     phase,
     place_in,
     places_of,
-    product_layout,
     reinterpret,
+    role_barrier,
     rows_of,
     scalar,
 )
@@ -44,7 +46,7 @@ STAGES = {
     "hand_out": "chunk_scan.residual",
     "scan_chunk": "setup",
     "scan_segment": "setup",
-    "unit_state": "setup",
+    "unit_states": "setup",
 }
 WAITS = {
     "full": "waiting.chunk",
@@ -58,7 +60,7 @@ WAITS = {
 
 @gluon.jit
 def weighted(x, weight, WHOLE: gl.constexpr):
-    """x^T (p, q) times a weight per position, as a matrix operand: times the first part of the weight, or the WHOLE."""
+    """x^T (lane p, q) times a weight per position, as an operand: times the first part of the weight, or the WHOLE."""
     if WHOLE:
         code: gl.constexpr = for_dtype(
             """{
@@ -156,8 +158,8 @@ def own_rows(tile, ROWS: gl.constexpr, half):
 
 @gluon.jit
 def load_transposed(shared, place, lane, layout: gl.constexpr):
-    """x^T (p, q) of a lane's unit."""
-    return shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)).load(layout)
+    """x^T (lane p, q) of the lanes' units."""
+    return load_tiles(shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout)
 
 
 @gluon.jit
@@ -166,7 +168,7 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
 
     Returns those of the next turn, too, the decay of all chunks until this turn's end, and whether there is a next one.
     """
-    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
     half = half_of(shared, lane)
     first = shared.first
@@ -182,14 +184,14 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     decay = scalar(lane_of(first.decay, slot // first.TURN, lane))
     if first.TURN == 2:
         begun = warpgroup_mma_wait(1, deps=[begun])
-        mbarrier.arrive(first.empty.index(slot), count=1)
+        arrive(first.empty.index(slot))
     # the next turn's first operands, under this one's last product; after the last turn they are not used
     following = place_in(seen + first.TURN, first.RING)
     mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.RING), pred=go)
     x = load_transposed(shared, following, lane, operand)
     weight = lane_of(first.weights, following, lane).load(weights)
     state = warpgroup_mma_wait(0, deps=[begun])
-    mbarrier.arrive(first.empty.index(slot + first.TURN - 1), count=1)
+    arrive(first.empty.index(slot + first.TURN - 1))
     return state, x, weight, decay, go
 
 
@@ -197,7 +199,7 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
 def segment_state(shared, state, lane, RELAXED: gl.constexpr):
     """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
     chunks it read."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     first = shared.first
     mbarrier.wait(first.full.index(0), 0)
     x = load_transposed(shared, 0, lane, operand)
@@ -215,7 +217,7 @@ def segment_state(shared, state, lane, RELAXED: gl.constexpr):
 def hand_out(shared, lane):
     """The output of a chunk to `stores`."""
     fence_async_shared()
-    mbarrier.arrive(shared.written.index(lane), count=1)
+    arrive(shared.written.index(lane))
 
 
 @gluon.jit
@@ -228,10 +230,11 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
     HALVES: gl.constexpr = shared.HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
     AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # there are registers for it
-    by_q: gl.constexpr = product_layout(CHUNK)  # (p, q)
-    by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
+    by_q: gl.constexpr = lanes_layout(CHUNK)  # (lane p, q)
+    by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
-    n_operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(shared.rows.shape[2]), 2)
+    n_operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LANES, OWN, SLICE], dtype)
     half = half_of(shared, lane)
     slot, stage = place_in(n, shared.RING), place_in(n, shared.SCORE_RING)
     mbarrier.wait(shared.full.index(slot), phase(n, shared.RING))
@@ -242,7 +245,7 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
     decay = scalar(lane_of(shared.decay, slot, lane))
     # stage chunk_scan.previous: what entered the chunk
     C = rows_of(shared, C_place, half).permute((1, 0))
-    zero = gl.full([SLICE, CHUNK], 0.0, gl.float32, by_q)
+    zero = gl.full([LANES * SLICE, CHUNK], 0.0, gl.float32, by_q)
     entered = gl.convert_layout(state.to(dtype), q_operand)
     out_begun = warpgroup_mma(entered, C, zero, use_acc=False, is_async=True)
     # stage chunk_state
@@ -264,7 +267,7 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous
     if HALVES == 2:
-        out = give_part(exchange, out, n, half, by_own)
+        out = give_part(exchange, out, lane, by_own)
     entering = own_rows(lane_of(shared.gates, slot * 4 + ENTERING, lane), OWN, half)
     entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
@@ -272,27 +275,28 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
     mbarrier.wait(shared.scored.index(stage), phase(n, shared.SCORE_RING))
     m = own_rows(shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)), OWN, half)
     out_begun = warpgroup_mma(x, m.permute((1, 0)), out, is_async=True)
-    if AT_ONCE:
+    # all threads have to meet once in each turn of a loop that waits; here it costs least
+    if HALVES == 2:
         # stage chunk_scan.previous
-        theirs = take_part(exchange, n, half, by_own)
+        theirs = take_part(exchange, lane, by_own)
         # stage chunk_scan.current
+    else:
+        role_barrier()
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
-    mbarrier.arrive(shared.unscored.index(stage), count=1)
-    mbarrier.arrive(shared.empty.index(slot), count=1)
+    arrive(shared.unscored.index(stage))
+    arrive(shared.empty.index(slot))
     # stage chunk_scan.residual
     if D is not None:
         own_x = gl.convert_layout(x, by_q)
         if HALVES == 2:
-            own_x, _ = half_and_rest(own_x, half, by_own)
+            own_x = own_positions(own_x, half, by_own)
         out = add_residual(out, own_x, D[:, None])
-    if HALVES == 2:  # this late, so that neither half waits for the other
+    if HALVES == 2:
         # stage chunk_scan.previous
-        if not AT_ONCE:
-            theirs = take_part(exchange, n, half, by_own)
         out += entering * theirs
         # stage chunk_scan.residual
     mbarrier.wait(shared.unwritten.index(lane), (n & 1) ^ 1)
-    shared.out.index(lane).permute((1, 0)).store(out.to(dtype))
+    store_tiles(tiles_of(shared.out, 0, lane, out_layout).permute((0, 2, 1)), out.to(dtype))
     return state
 
 
@@ -302,17 +306,17 @@ def scan_segment(
     HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
     PASSING: gl.constexpr,
 ):  # fmt: skip
-    """Outputs of a segment, after n chunks of others, and the state after it."""
+    """Outputs of a segment, after n chunks of others, and the states after it."""
     D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     HALVES: gl.constexpr = shared.HALVES
     WIDTH: gl.constexpr = DSTATE // HALVES
     OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
-    by_own: gl.constexpr = product_layout(OWN)  # (p, own q)
-    by_n: gl.constexpr = product_layout(WIDTH)  # (p, n)
+    by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
+    by_n: gl.constexpr = lanes_layout(WIDTH)  # (lane p, n)
     unit, half = segment.unit + unit_of(shared, lane), half_of(shared, lane)
     i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
-    state = gl.full([SLICE, WIDTH], 0.0, gl.float32, by_n)
-    o_p = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_n))
+    state = gl.full([LANES * SLICE, WIDTH], 0.0, gl.float32, by_n)
+    o_p = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_n)) % SLICE
     o_n = half * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
     inside = None  # all are
     if HEADDIM % SLICE != 0:
@@ -326,12 +330,12 @@ def scan_segment(
     if PASSING == "recompute":
         state = added
     if PASSING == "look back" or PASSING == "hand on":
-        LANES: gl.constexpr = HEADS * SLICES * HALVES if PASSING == "look back" else 2
-        own_lane = unit * HALVES + half if PASSING == "look back" else lane
-        place = place_of(segment, own_lane, states_ptr, sync_ptr, LANES, WIDTH)
+        ALL_LANES: gl.constexpr = HEADS * SLICES * HALVES if PASSING == "look back" else 2
+        begin = segment.unit * HALVES if PASSING == "look back" else gl.to_tensor(0)
+        place = place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES, WIDTH)
         if PASSING == "look back":
             leave(segment, place, added, decay)
-        state, decay = sum_before(segment, place, LANES, WIDTH, by_n)
+        state, decay = sum_before(segment, place, ALL_LANES, WIDTH, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         # past a head's P anything: those rows meet no others, and are not stored
         own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
@@ -341,8 +345,9 @@ def scan_segment(
     # stage setup: the output, chunk after chunk
     D = None
     if D_ptr is not None:
-        o_d = p_0 + gl.arange(0, SLICE, gl.SliceLayout(1, by_own))
+        o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
+    role_barrier()
     for i in range(segment.nchunks):
         state = scan_chunk(shared, exchange, state, D, i, n + i, seen, lane, RELAXED)
     if segment.nchunks > 0:
@@ -356,12 +361,11 @@ def scan_segment(
 
 
 @gluon.jit
-def unit_state(
+def unit_states(
     lane, shared, work, tensors, INITIAL_STRIDES: gl.constexpr,
     HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
     PASSING: gl.constexpr,
 ):  # fmt: skip
-    """lane: no compile-time number, so that Triton's front end goes over this once for both."""
     for turn in range(work.turns()):
         segment, n = work.in_turn(turn)
         scan_segment(

@@ -170,7 +170,7 @@ def segment_of(
 @gluon.jit
 def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     sequence = 0  # how many end before the segment
     segments_before = 0  # of those
     counted = 0  # segments of all sequences that were looked at
