@@ -124,11 +124,13 @@ def _fused_hopper_kernel(
     for i in gl.static_range(SCORE_RING):
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2 * THREADS)
-    for i in gl.static_range(FIRST_RING):
-        mbarrier.init(first_pass.full.index(i), count=1 if i % HALVES > 0 else 2)  # loads; in a turn's first scores too
-        mbarrier.init(first_pass.empty.index(i), count=2 * THREADS)  # both lanes
-    for i in gl.static_range(WORDS):
-        mbarrier.init(first_pass.told.index(i), count=1)
+    if PASSING == "look back" or PASSING == "recompute":  # else Triton has something else in their place
+        for i in gl.static_range(FIRST_RING):
+            # by loads; in a turn's first by scores, too
+            mbarrier.init(first_pass.full.index(i), count=1 if i % HALVES > 0 else 2)
+            mbarrier.init(first_pass.empty.index(i), count=2 * THREADS)  # both lanes
+        for i in gl.static_range(WORDS):
+            mbarrier.init(first_pass.told.index(i), count=1)
 
     # stage ticket: what is mine
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE

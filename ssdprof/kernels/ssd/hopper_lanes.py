@@ -3,11 +3,10 @@
 
 Tensors of the role have the rows of both lanes, lane 0's first.  A scalar is each lane's own, for Triton takes
 `lane_number` for one number.  So what is loaded from a place that depends on it is what the rows of this lane need, a
-product takes its operand for them from there, and a lane goes on when its own barrier lets it.  All threads meet only
-where tensors cross from one lane's warps to the other's, which they never do here, and where Triton sees to it that
-shared memory is not read too early.
+product takes its operand for them from there, and a lane goes on when its own barrier lets it.  So a lane's number is in
+no condition around anything at which all threads meet: a barrier, or what Triton makes one of.
 
-In two roles the same code is compiled twice, which takes half as long again, and is not faster.
+In two roles the same code would be compiled twice, which takes half as long again, and is not faster.
 """
 
 from triton.experimental import gluon
@@ -100,5 +99,9 @@ def store_tiles(tiles, value):
 
 @gluon.jit
 def arrive(barrier):
-    """By each thread of a lane for itself, so that no warp waits for others."""
+    """By each thread of a lane for itself, so that no warp waits for others.
+
+    Nothing of a thread's is left to be read or written then: what it loaded has been used in products, which are
+    waited for, and behind its stores is a fence.
+    """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
