@@ -38,6 +38,7 @@ class Compiled:
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
     loads_ahead: of 16-bit numbers, from global memory, in a loop whose next turn is the first to read them
     meetings: how often all threads of the role with states wait for each other in a chunk; 0 of other kernels
+    polls, meetings_while_polling: loops that ask for another program's flag, and how often all threads meet in them
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
     """
 
@@ -49,6 +50,8 @@ class Compiled:
     product_waits: int
     loads_ahead: int
     meetings: int
+    polls: int
+    meetings_while_polling: int
     fuses: bool
     metadata: dict[str, Any]
 
@@ -109,6 +112,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
             for dump in ("--dump-resource-usage", "--dump-sass")
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    polls = _polls(code)
     assert found, usage
     return Compiled(
         kernel=kernel.metadata.name,
@@ -119,6 +123,8 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         product_waits=code.count("WARPGROUP.DEPBAR"),
         loads_ahead=_loads_ahead(code),
         meetings=_meetings(code) if kernel.metadata.name == "_fused_hopper_kernel" else 0,
+        polls=len(polls),
+        meetings_while_polling=sum("BAR.SYNC" in what for loop in polls for what in loop.values()),
         fuses=kernel.metadata.enable_fp_fusion,
         metadata=metadata,
     )
@@ -158,6 +164,16 @@ def _meetings(code: str) -> int:
     ]
     assert chunks, "no loop has both kinds of products"
     return sum("BAR.SYNC" in what for what in min(chunks, key=len).values())
+
+
+def _polls(code: str) -> list[dict[int, str]]:
+    """Loops over flags, and over what these are for."""
+    return [
+        loop
+        for loop in _loops(code)
+        if any(re.match(r"(@\S+ )?LDG?\.E\S*\.STRONG\.GPU", what.strip()) for what in loop.values())
+        and not any("HGMMA" in what for what in loop.values())
+    ]
 
 
 def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> dict[str, list[Compiled]]:

@@ -87,6 +87,14 @@ def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", CASES)
+def test_lanes_do_not_meet_where_one_may_go_on_longer(label: str) -> None:
+    """Each lane asks for flags of its own, and sums until its own decays are zero."""
+    (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
+    assert bool(kernel.polls) == (CASES[label][2] in (CUT, SHARES))
+    assert kernel.meetings_while_polling == 0
+
+
+@pytest.mark.parametrize("label", CASES)
 def test_lanes_meet_once_a_chunk_or_twice_where_they_exchange_parts(label: str) -> None:
     """Triton lets all threads of a role meet where it fears for shared memory; five times it was slower."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]

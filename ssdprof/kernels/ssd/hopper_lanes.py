@@ -3,8 +3,8 @@
 
 Tensors of the role have the rows of both lanes, lane 0's first.  A scalar is each lane's own, for Triton takes
 `lane_number` for one number.  So what is loaded from a place that depends on it is what the rows of this lane need, a
-product takes its operand for them from there, and a lane goes on when its own barrier lets it.  So a lane's number is in
-no condition around anything at which all threads meet: a barrier, or what Triton makes one of.
+product takes its operand for them from there, and a lane goes on when its own barrier lets it.  So a lane's number is
+in no condition around anything at which all threads meet: a barrier, or what Triton makes one of.
 
 In two roles the same code would be compiled twice, which takes half as long again, and is not faster.
 """
