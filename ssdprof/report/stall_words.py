@@ -5,6 +5,7 @@ from __future__ import annotations
 PARTS = {
     "waiting.chunk": "for a chunk and its gates",
     "waiting.scores": "for the scores",
+    "waiting.half": "for the other half of N",
     "waiting.gates": "for the gates' word",
     "chunk_state.first_pass": "first pass",
     "state_passing.wait": "waiting for the segment before",

@@ -35,6 +35,7 @@ ORDER = (
     "waiting",
     "waiting.chunk",
     "waiting.scores",
+    "waiting.half",  # of kernels until November 2026
     "waiting.gates",
     "chunk_state",
     "chunk_state.first_pass",

@@ -59,7 +59,7 @@ def own_positions(x, half, layout: gl.constexpr):
 def give_part(exchange, part, half, layout: gl.constexpr):
     """Each half's `part` (half p, q) of a sum over N -> that for its own positions (half p, q / 2); gives the rest."""
     first, second = halves_of(part, layout)
-    tiles = tiles_of(exchange, 0, half, of_both)
+    tiles = tiles_of(exchange, half, of_both)
     store_tiles(tiles, gl.where(half == 1, first, second))
     return gl.where(half == 1, second, first)
 

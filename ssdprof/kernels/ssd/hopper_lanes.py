@@ -86,9 +86,9 @@ def by_lane(shape):
 
 
 @gluon.jit
-def tiles_of(tiles, i, lane, layout: gl.constexpr):
-    """Of tiles for one lane after the other, the i-th pair (lane, row, column)."""
-    return reinterpret(tiles, tiles.dtype, by_lane(tiles.shape), layout).index((2 * i + first_of(lane)) // LANES)
+def tiles_of(tiles, lane, layout: gl.constexpr):
+    """Two tiles, one for each lane, as (lane, row, column)."""
+    return reinterpret(tiles, tiles.dtype, by_lane(tiles.shape), layout).index(first_of(lane))
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def store_tiles(tiles, value):
 def arrive(barrier):
     """By each thread of a lane for itself, so that no warp waits for others.
 
-    Nothing of a thread's is left to be read or written then: what it loaded has been used in products, which are
-    waited for, and behind its stores is a fence.
+    A warp's accesses to shared memory happen in order, products that read it have been waited for, and between stores
+    and the arrival that tells of them is a fence.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)

@@ -296,7 +296,7 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
         out += entering * theirs
         # stage chunk_scan.residual
     mbarrier.wait(shared.unwritten.index(lane), (n & 1) ^ 1)
-    store_tiles(tiles_of(shared.out, 0, lane, out_layout).permute((0, 2, 1)), out.to(dtype))
+    store_tiles(tiles_of(shared.out, lane, out_layout).permute((0, 2, 1)), out.to(dtype))
     return state
 
 
@@ -347,7 +347,7 @@ def scan_segment(
     if D_ptr is not None:
         o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
         D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
-    role_barrier()
+    role_barrier()  # else, in kernels without a first pass, all threads would meet once more in each chunk
     for i in range(segment.nchunks):
         state = scan_chunk(shared, exchange, state, D, i, n + i, seen, lane, RELAXED)
     if segment.nchunks > 0:
