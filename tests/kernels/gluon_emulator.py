@@ -36,8 +36,14 @@ PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
 
 
+SLOW = 0.02  # how often it is the turn of a slow one, beside others
+
+
 class Turns:
-    """Threads of which one runs at a time: programs, and the roles that each of them starts."""
+    """Threads of which one runs at a time: programs, and the roles that each of them starts.
+
+    One in three is slow, and copies are in every third run: what others do meanwhile then goes far ahead of them.
+    """
 
     def __init__(self, turns: random.Random) -> None:
         self.turns = turns
@@ -49,10 +55,16 @@ class Turns:
         self.changed = threading.Condition()
         self.local = threading.local()
         self.threads: list[threading.Thread] = []
+        self.speeds: list[float] = []
+        self.speed_of_copies = self.speed()
+
+    def speed(self) -> float:
+        return self.turns.choice((SLOW, 1.0, 1.0))
 
     def add(self, function: Callable[[], None]) -> None:
         me = len(self.threads)
         self.waits[me] = None
+        self.speeds.append(self.speed())
         self.threads.append(threading.Thread(target=self.live, args=(me, function), daemon=True))
         self.threads[me].start()
 
@@ -103,7 +115,8 @@ class Turns:
             if self.left == 0:
                 self.failure = RuntimeError("someone polls for what never comes")
                 break
-            chosen = self.turns.choice(choices)
+            speeds = [self.speed_of_copies if one is None else self.speeds[one] for one in choices]
+            (chosen,) = self.turns.choices(choices, speeds)
             if chosen is not None:
                 self.running = chosen
                 break
@@ -165,7 +178,8 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Halves of rows, as rows; rows in parts; an operand's 16-bit rows, which lie in blocks of 64 columns."""
+        """Halves of rows, as rows; pairs of rows, as rows; rows in parts; an operand's 16-bit rows, which lie in blocks
+        of 64 columns."""
         rows, *columns = self.content.shape
         if shape == [rows, 1, *columns]:
             return Shared(self.content[:, None])
@@ -173,7 +187,8 @@ class Shared:
             assert shape == [1, columns[0] // 64, rows, 64]
             return Shared(self.content.view(rows, -1, 64).transpose(0, 1)[None])
         halves = [2 * rows, columns[0] // 2] if columns else []
-        assert shape in (halves, [1, rows, *columns], [2, rows // 2, *columns])
+        pairs = [rows // 2, 2 * columns[0]] if columns else []
+        assert shape in (halves, pairs, [1, rows, *columns], [2, rows // 2, *columns])
         return Shared(self.content.view(shape))
 
     def load(self, _layout: Any) -> torch.Tensor:
@@ -328,7 +343,7 @@ class Machine:
             reduce=lambda value, axis, function: reduce(function, value.unbind(axis)),
             associative_scan=lambda value, axis, _function: value.cumsum(axis),
             permute=lambda value, order: value.permute(order),
-            split=lambda value: (value[..., 0], value[..., 1]), join=lambda a, b: torch.stack((a, b), -1),
+            split=lambda value: (value[..., 0], value[..., 1]),
             convert_layout=lambda value, _layout: value, broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=self.assembly,
             static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),

@@ -82,6 +82,34 @@ def test_a_first_pass_over_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch,
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, segments)), inputs, EXACT)
 
 
+@pytest.mark.parametrize("ring", [2, 3, 4])
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_weights_that_nobody_has_read_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, dstate: int, ring: int
+) -> None:
+    """A first pass that goes round every ring more than once, with roles in several orders."""
+    inputs = Case(**SMALL | dict(dstate=dstate), seqlen=64 * 12 + 5).inputs()
+    inputs.A.mul_(0.01)
+    config = replace(config_of(inputs, Segments(long_count=1, long_segment=12, segment=1, recompute=True)), ring=ring)
+    for seed in range(4):
+        emulate(monkeypatch, seed=seed)
+        assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
+
+
+@pytest.mark.parametrize("before", [2, 3, 4])
+@pytest.mark.parametrize("rates", [(-4.0, -0.01), (-0.01, -4.0)], ids=["the second", "the first"])
+def test_a_first_pass_ends_when_both_heads_have_forgotten(
+    monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float], before: int
+) -> None:
+    """One of a program's two heads forgets within a chunk, the other hardly ever does."""
+    emulate(monkeypatch, seed=9)
+    inputs = Case(**SMALL | dict(heads=2), seqlen=64 * before + 50).inputs()
+    inputs.A.copy_(torch.tensor(rates))
+    inputs.dt.fill_(1.0)
+    segments = Segments(long_count=1, long_segment=before, segment=1, recompute=True)
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, segments)), inputs, EXACT)
+
+
 def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=8)
     lengths = (1, 0) * 66 + (70, 0, 65)

@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from compile_target import compiled
+from compile_target import compiled, on_meta
 from ssd_cases import Case
 
 from ssdprof.kernels.precision import Precision
@@ -70,6 +70,17 @@ def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.Monkey
             moved = torch.empty(3 * sequence, dtype=tensor.dtype).as_strided(tensor.shape, strides)
             reason = unsupported(replace(inputs, **{name: moved}))
             assert reason == (f"batch stride of {name}, which the copy engine cannot read" if refused else ""), apart
+
+
+def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their offsets have 32 bits."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("ssdprof.kernels.ssd.hopper_config.capability", lambda _tensor: (9, 0))
+    inputs = on_meta(Case(seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
+    for row, head, refused in ((1 << 24, 1, False), (1 << 25, 1, True), (4, 1 << 28, False), (4, 1 << 29, True)):
+        dt = torch.empty_strided((1, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)
+        reason = unsupported(replace(inputs, dt=dt))
+        assert reason == ("2^31 elements between the gates of a chunk" if refused else ""), (row, head)
 
 
 def test_shared_memory_is_what_the_compiler_takes() -> None:

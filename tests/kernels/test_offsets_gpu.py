@@ -51,7 +51,11 @@ def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
 
 
 @pytest.mark.parametrize("kernel", CHOSEN)
-@pytest.mark.parametrize(("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"])
+@pytest.mark.parametrize(
+    ("seqlen", "row"),
+    [(5000, 500_032), (300, 1 << 24), (70, 1 << 25)],
+    ids=["of chunks", "of two chunks", "within a chunk"],
+)
 def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None:
     inputs = Case(seqlen=seqlen, **SMALL).inputs()
     names = TOKENS if row < 1 << 25 else ("x", "B", "C")

@@ -33,7 +33,7 @@ from ssdprof.kernels.ssd.hopper_gates import gates
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper_lanes import THREADS, lane_number
 from ssdprof.kernels.ssd.hopper_roles import loads, scores, stores
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, FirstPass, Shared, role_barrier
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, FirstPass, Shared, role_barrier, weight_places
 from ssdprof.kernels.ssd.hopper_unit import unit_states
 from ssdprof.kernels.ssd.hopper_work import packed_segment_of, segment_of, share_of
 
@@ -86,10 +86,11 @@ def _fused_hopper_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK // HALVES, SLICE], dtype)
     FIRST_RING: gl.constexpr = RING * HALVES  # without C there is room for as many halves
+    WEIGHTS: gl.constexpr = weight_places(FIRST_RING, HALVES)
     WORDS: gl.constexpr = RING + 2
     first_pass = FirstPass(
-        gl.allocate_shared_memory(gl.float32, [FIRST_RING, 2 * CHUNK], vector),
-        gl.allocate_shared_memory(gl.float32, [RING, 2], vector),
+        gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2 * CHUNK], vector),
+        gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2], vector),
         gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector),
         gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),

@@ -11,7 +11,7 @@ from ssdprof.kernels._gpu import capability
 from ssdprof.kernels.ssd.config_table import HOPPER, Call, first_fit
 from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut, packed_segment
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE
+from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, weight_places
 from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
 
 
@@ -70,11 +70,10 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     tiles = 2 // halves * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
     rows = 2 * CHUNK.value * dstate  # bytes of B, or C
     vector = 4 * 2 * CHUNK.value
-    chunk = 2 * rows + 4 * vector + 8  # B and C, gates, decays
-    first_chunk = tiles + vector  # x, for both passes, weights
-    words = 8 * ring + 4 * (ring + 2)  # of the first pass, decays and whether it goes on
+    chunk = 2 * rows + 4 * vector + 8 + halves * tiles  # B and C, gates, decays, x for both passes
+    first_pass = weight_places(ring * halves, halves) * (vector + 8) + 4 * (ring + 2)  # weights, decays, words
     exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
-    return int(ring * chunk + ring * halves * first_chunk + words + score_ring * tiles + tiles + exchange)
+    return int(ring * chunk + first_pass + score_ring * tiles + tiles + exchange)
 
 
 def row_stride(tensor: torch.Tensor) -> int:
@@ -110,6 +109,6 @@ def unsupported(inputs: SSDInputs) -> str:
     for name, tensor in (("B", B), ("C", C)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
             return f"group stride of {name}"
-    if CHUNK.value * row_stride(inputs.dt) >= 2**31:
-        return "2^25 elements from one row of dt to the next"
+    if CHUNK.value * row_stride(inputs.dt) + x.shape[2] * inputs.dt.stride(2) >= 2**31:
+        return "2^31 elements between the gates of a chunk"
     return ""

@@ -6,11 +6,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, ENTERING, KEY, ROW, WEIGHT, add, for_dtype, phase, place_in
+from ssdprof.kernels.ssd.hopper_shared import (
+    CHUNK,
+    ENTERING,
+    KEY,
+    ROW,
+    WEIGHT,
+    add,
+    for_dtype,
+    phase,
+    place_in,
+    reinterpret,
+)
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
+# (q, column) in the first pass: a warp for each lane of each of two chunks
+by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
 STAGES = {
     "exp2_approx": "caller",
@@ -25,8 +38,9 @@ STAGES = {
     "rates_of": "chunk_cumsum",
     "tell": "chunk_cumsum",
     "wait_for_place": "chunk_cumsum",
-    "put_weight": "chunk_cumsum",
     "hand_over": "chunk_cumsum",
+    "pairs_of": "caller",
+    "by_lane": "chunk_cumsum",
     "hand_over_two": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum",
     "put_gates": "chunk_cumsum",
@@ -121,21 +135,25 @@ def two_parts(v, dtype: gl.constexpr):
 
 @gluon.jit
 def put(vector, v):
-    """v (q, lane) into a vector of a ring."""
-    vector.store(gl.permute(v, (1, 0)).reshape([2 * CHUNK]))
+    """v (q, column) into a vector of a ring."""
+    vector.store(gl.permute(v, (1, 0)).reshape([v.shape[0] * v.shape[1]]))
 
 
 @gluon.jit
-def rates_of(shared, segment, rates, SLICES: gl.constexpr, layout: gl.constexpr):
-    """A log2(e) and dt_bias (lane), dt's row at the sequence's begin, and the offsets of a chunk in it (q, lane)."""
+def rates_of(shared, segment, rates, SLICES: gl.constexpr, CHUNKS: gl.constexpr, layout: gl.constexpr):
+    """A log2(e) and dt_bias (column), dt's row at the sequence's begin, and offsets of CHUNKS chunks in it (q, column).
+
+    Columns are lanes: first both of a chunk, then those of the chunk before.
+    """
     dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
-    o_h = (segment.unit + gl.arange(0, 2, gl.SliceLayout(0, layout)) // shared.HALVES) // SLICES
+    o_c = gl.arange(0, 2 * CHUNKS, gl.SliceLayout(0, layout))
+    o_h = (segment.unit + o_c % 2 // shared.HALVES) // SLICES
     A = gl.load(A_ptr + o_h * A_strides[0]).to(gl.float32) * LOG2_E
-    dt_bias = gl.full([2], 0.0, gl.float32, gl.SliceLayout(0, layout))
+    dt_bias = gl.full([2 * CHUNKS], 0.0, gl.float32, gl.SliceLayout(0, layout))
     if dt_bias_ptr is not None:
         dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_strides[0]).to(gl.float32)
-    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    tile = (o_q[:, None] * dt_strides[1] + (o_h * dt_strides[2])[None, :]).to(gl.int32)
+    o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None] - (o_c // 2 * CHUNK)[None, :]
+    tile = (o_t * dt_strides[1] + (o_h * dt_strides[2])[None, :]).to(gl.int32)
     return A, dt_bias, dt_ptr + segment.dt_begin, tile, dt_strides[1]
 
 
@@ -154,61 +172,60 @@ def wait_for_place(first, chunk):
 
 
 @gluon.jit
-def put_weight(shared, chunk, weight):
-    """The weights of a chunk of the first pass."""
-    put(shared.first.weights.index(place_in(chunk, shared.first.RING)), two_parts(weight, shared.x.dtype))
+def hand_over(first, chunk):
+    """The turn that begins with `chunk`, whose weights and decay are there."""
+    mbarrier.arrive(first.full.index(place_in(chunk, first.RING)), count=1)
 
 
 @gluon.jit
-def hand_over(first, seen, decay):
-    """A turn whose weights are there, and the log2 of the decay of all until its end."""
-    slot = place_in(seen, first.RING)
-    first.decay.index(slot // first.TURN).store(exp2_approx(decay))
-    mbarrier.arrive(first.full.index(slot), count=1)
+def pairs_of(vectors):
+    """A ring of vectors, two by two."""
+    pairs: gl.constexpr = [vectors.shape[0] // 2, 2 * vectors.shape[1]]
+    return reinterpret(vectors, vectors.dtype, pairs, vectors.layout)
 
 
 @gluon.jit
-def hand_over_two(shared, seen, c, decay, of_1, of_2):
-    """Weights of chunk c of the first pass and of the one before, from dt, a and a_end of each.
+def by_lane(v):
+    """v (chunk, lane), a column each, as four numbers: those of lane 0, then those of lane 1."""
+    four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    two: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    lane_0, lane_1 = gl.split(gl.convert_layout(v, four).reshape([2, 2]))
+    return gl.split(gl.convert_layout(lane_0, two)), gl.split(gl.convert_layout(lane_1, two))
 
-    decay: log2 of that of all chunks after c.  Returns it with these two, how many chunks were seen then, and whether
-    there are more to see.
+
+@gluon.jit
+def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
+    """Weights of chunk c of the first pass and of the one before, from dt and a (q, column), and a_end (column).
+
+    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns those with these two, how many chunks
+    were seen then, and whether there are more to see.
     """
     first = shared.first
-    dt, a, a_end = of_1
-    dt_2, a_2, a_end_2 = of_2
+    o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
+    ends_0, ends_1 = by_lane(a_end)
+    once_0, once_1 = decay_0 + ends_0[0], decay_1 + ends_1[0]
+    decay = gl.where(o_c < 2, gl.where(o_c == 0, decay_0, decay_1), gl.where(o_c == 2, once_0, once_1))
     weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
-    decay += a_end
-    weight_2 = decay_exp2(a_end_2[None, :] - a_2) * exp2_approx(decay)[None, :] * dt_2
-    decay_2 = decay + a_end_2
-    if first.TURN == 2:
-        go = (c > 1) & (gl.max(decay_2, 0) > FORGOTTEN)
-        tell(first, seen, go)
-        wait_for_place(first, seen + 1)
-        put_weight(shared, seen, weight)
-        put_weight(shared, seen + 1, weight_2)
-        hand_over(first, seen, decay_2)
-        seen += 2
-    else:
-        least, least_2 = gl.split(gl.max(gl.join(decay, decay_2), 0))
-        more = (c > 0) & (least > FORGOTTEN)
-        go = more & (c > 1) & (least_2 > FORGOTTEN)
-        tell(first, seen, more)
+    decay_0, decay_1 = once_0 + ends_0[1], once_1 + ends_1[1]
+    more = (c > 0) & (gl.maximum(once_0, once_1) > FORGOTTEN)
+    go = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
+    tell(first, seen, more if first.TURN == 1 else go)
+    wait_for_place(first, seen + first.TURN - 1)
+    pair = place_in(seen // 2, first.weights.shape[0] // 2)
+    put(pairs_of(first.weights).index(pair), two_parts(weight, shared.x.dtype))
+    pairs_of(first.decay).index(pair).store(exp2_approx(decay + a_end))
+    hand_over(first, seen)
+    if first.TURN == 1:
         if more:
             tell(first, seen + 1, go)
-        wait_for_place(first, seen)
-        put_weight(shared, seen, weight)
-        hand_over(first, seen, decay)
-        seen += 1
-        if more:
-            wait_for_place(first, seen)
-            put_weight(shared, seen, weight_2)
-            hand_over(first, seen, decay_2)
-            seen += 1
+            hand_over(first, seen + 1)  # at once: who has made a place for `seen` has had the chunk after that place's
+        seen += 1 + more.to(gl.int32)
+    else:
+        seen += 2
     # no further ahead of the copies: with more of them on their way all are slower
     before = gl.maximum(seen - 2, 0)
     mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
-    return decay_2, seen, go
+    return decay_0, decay_1, seen, go
 
 
 @gluon.jit
@@ -218,25 +235,23 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
     Two chunks at once: what takes long is each one's chain of dependent instructions.  If turns are of two chunks, the
     last one's second may be before the segment: all zeros.
     """
-    # (q, lane): a warp for each lane, and the other two do the same again
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1])
-    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    decay = gl.full([2], 0.0, gl.float32, gl.SliceLayout(0, layout))  # log2 of the decay of all chunks that were seen
-    every = gl.full([CHUNK, 2], 1, gl.int32, layout) > 0
+    # the chunk of a position, counted from c backwards
+    back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
     c = segment.seen - 1
-    step = CHUNK * dt_stride
-    p = dt_ptr + ((segment.seen_first + c) * CHUNK).to(gl.int64) * dt_stride
-    bits, bits_2 = load_bits(p + tile, every), load_bits(p - step + tile, (c > 0) & every)
+    step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
+    p = dt_ptr + (segment.seen_first + c) * step
+    bits = load_bits(p + tile, back <= c)
+    decay_0, decay_1 = 0.0, 0.0
     seen = 0
     go = True
     while go:
         p -= 2 * step
-        raw, raw_2 = number_of(bits, dtype), number_of(bits_2, dtype)
-        bits, bits_2 = load_bits(p + tile, (c > 1) & every), load_bits(p - step + tile, (c > 2) & every)
-        of_1 = chunk_cumsum(raw, dt_bias, A, low, high, every, DT_SOFTPLUS)
-        of_2 = chunk_cumsum(raw_2, dt_bias, A, low, high, (c > 0) & every, DT_SOFTPLUS)
-        decay, seen, go = hand_over_two(shared, seen, c, decay, of_1, of_2)
+        raw = number_of(bits, dtype)
+        bits = load_bits(p + tile, back <= c - 2)
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, back <= c, DT_SOFTPLUS)
+        decay_0, decay_1, seen, go = hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end)
         c -= 2
     return seen
 
@@ -260,7 +275,7 @@ def put_gates(shared, n, dt, a, a_end):
 def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
     """Those of a segment's second pass, after n chunks of others."""
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
-    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, layout)
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 1, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
     t = segment.first * CHUNK

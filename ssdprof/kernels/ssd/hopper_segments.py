@@ -9,10 +9,12 @@ from functools import lru_cache
 
 # In units of a chunk of the second pass (1.8 us on an H200), fitted to the times in
 # benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
-FIRST_PASS = {1: 0.44, 2: 0.36}  # a chunk of the first pass, by halves of N
+# A chunk of the first pass, by halves of N: where all programs begin with one, and where only those that recompute do.
+FIRST_PASS = {1: 0.45, 2: 0.34}
+RECOMPUTED = {1: 0.384, 2: 0.34}
 START = 3.0  # a program's start and end
-PUBLISH = 1.0  # until what a segment adds is seen by others
-PART = 0.45  # for a segment to sum what one before it has published
+PUBLISH = 1.1  # until what a segment adds is seen by others
+PART = 0.36  # for a segment to sum what one before it has published
 CALL = 0.6  # launching, and zeroing the flags
 # Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them.  One never stops:
 # the first, so that it counts where there are few.
@@ -117,6 +119,7 @@ def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm
     """Until the last program ends, in chunks' time, if SMs take programs in order as they come free, one each."""
     lengths = segments.lengths(nchunks)
     looks_back = len(lengths) > 1 and not segments.recompute
+    of_first_pass = (RECOMPUTED if segments.recompute else FIRST_PASS)[halves]
     free = [0.0] * sm_count
     published: list[list[float]] = [[] for _ in range(pairs)]  # when, by segments
     end, before = 0.0, 0
@@ -125,7 +128,7 @@ def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm
         to_see = before if segments.recompute else 0 if last else length
         parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
         for pair in range(pairs):
-            time = free[0] + START + FIRST_PASS[halves] * min(to_see, REACH[pair % len(REACH)])
+            time = free[0] + START + of_first_pass * min(to_see, REACH[pair % len(REACH)])
             if looks_back:
                 if not last:
                     time += PUBLISH

@@ -48,8 +48,8 @@ STAGES = {
 class FirstPass:
     """Its rings: of chunks, of turns, and of words.  Vectors as in `Shared`."""
 
-    weights: gl.shared_memory_descriptor  # (chunks, 2 q)
-    decay: gl.shared_memory_descriptor  # (turns, 2): of all that was seen of the segment
+    weights: gl.shared_memory_descriptor  # (weight_places, 2 q): of chunks
+    decay: gl.shared_memory_descriptor  # (weight_places, 2): of all that was seen of the segment
     goes_on: gl.shared_memory_descriptor  # (words, 1): whether there is another turn after this one
     full: gl.shared_memory_descriptor  # chunks
     empty: gl.shared_memory_descriptor  # chunks
@@ -119,6 +119,16 @@ def for_dtype(code, dtype):
 def product_layout(columns, warps):
     """How a product of `columns` columns, and 16 rows for each warp, lies in registers."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def weight_places(ring, turn):
+    """How many chunks' weights there are places for, beside the first pass's ring of chunks.
+
+    They are made by twos, when there is a place in the ring for a turn of them: the others must not overwrite what has
+    not been read.
+    """
+    return (ring + 3 - turn) // 2 * 2
 
 
 @gluon.jit

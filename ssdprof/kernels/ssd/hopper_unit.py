@@ -172,16 +172,16 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     weights: gl.constexpr = gl.SliceLayout(0, operand)
     half = half_of(shared, lane)
     first = shared.first
-    slot = place_in(seen, first.RING)
+    slot, gate = place_in(seen, first.RING), place_in(seen, first.weights.shape[0])
     xw = weighted(x, weight, not RELAXED)
     begun = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
     if first.TURN == 2:
         mbarrier.wait(first.full.index(slot + 1), phase(seen, first.RING))
         x = load_transposed(shared, slot + 1, lane, operand)
-        xw = weighted(x, lane_of(first.weights, slot + 1, lane).load(weights), not RELAXED)
+        xw = weighted(x, lane_of(first.weights, gate + 1, lane).load(weights), not RELAXED)
         begun = warpgroup_mma(xw, rows_of(shared, slot + 1, half), begun, is_async=True)
     go = scalar(first.goes_on.index(place_in(seen // first.TURN, first.WORDS))) != 0
-    decay = scalar(lane_of(first.decay, slot // first.TURN, lane))
+    decay = scalar(lane_of(first.decay, gate + first.TURN - 1, lane))
     if first.TURN == 2:
         begun = warpgroup_mma_wait(1, deps=[begun])
         arrive(first.empty.index(slot))
@@ -189,7 +189,8 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     following = place_in(seen + first.TURN, first.RING)
     mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.RING), pred=go)
     x = load_transposed(shared, following, lane, operand)
-    weight = lane_of(first.weights, following, lane).load(weights)
+    gate = place_in(seen + first.TURN, first.weights.shape[0])
+    weight = lane_of(first.weights, gate, lane).load(weights)
     state = warpgroup_mma_wait(0, deps=[begun])
     arrive(first.empty.index(slot + first.TURN - 1))
     return state, x, weight, decay, go
