@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.kernels._triton_hash import wait_for_hash
 
 _FIXED = {
     "enable_fp_fusion": True,  # else a setting of Triton chooses, which from Triton 3.10 on is to be off
@@ -42,6 +43,7 @@ class Launcher:
     def __call__(self, programs: int, *tensors: Any) -> None:
         grid = (programs, 1, 1)
         if self._compiled is None:  # the first launch; under the interpreter, every one
+            wait_for_hash()
             # compiling makes so many objects that all of the process's are looked through in between: a twentieth of it
             with no_garbage_collection():
                 self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options, **_FIXED)

@@ -81,6 +81,27 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 # --- one kernel
 
 
+@pytest.mark.parametrize(("interpret", "hashes"), [("0", 1), ("1", 0)])
+def test_triton_hashes_itself_beside_what_comes_before_the_first_call(interpret: str, hashes: int) -> None:
+    """In a process that only imports kernels; the interpreter does without."""
+    code = "from ssdprof.kernels import _triton_hash, ssd_fused; _triton_hash.wait_for_hash()"
+    code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
+    environ = os.environ | {"TRITON_INTERPRET": interpret}
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert int(result.stdout) == hashes
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_only_the_first_launch_waits_for_that_hash(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    kernel, waited = Kernel(), []
+    launcher = Launcher(kernel, (3, 5), {"BLOCK": 16})
+    if which == "second":
+        launcher(7, "a", "b")
+    monkeypatch.setattr(_launch, "wait_for_hash", lambda: waited.append(len(kernel.launches)))
+    launcher(7, "a", "b")
+    assert waited == ([0] if which == "first" else [])
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_no_garbage_is_collected_while_a_kernel_is_compiled(enabled: bool, fails: bool) -> None:
