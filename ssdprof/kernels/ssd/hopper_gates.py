@@ -218,7 +218,8 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     if first.TURN == 1:
         if more:
             tell(first, seen + 1, go)
-            hand_over(first, seen + 1)  # at once: who has made a place for `seen` has had the chunk after that place's
+            # at once: whoever has made a place for `seen` has been given the chunk behind that one
+            hand_over(first, seen + 1)
         seen += 1 + more.to(gl.int32)
     else:
         seen += 2
@@ -232,8 +233,8 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
 def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
     """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many these are.
 
-    Two chunks at once: what takes long is each one's chain of dependent instructions.  If turns are of two chunks, the
-    last one's second may be before the segment: all zeros.
+    Two chunks at once, by different warps: what takes long is each one's chain of dependent instructions.  If turns are
+    of two chunks, the last one's second may be before the segment: all zeros.
     """
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
