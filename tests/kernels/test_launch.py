@@ -81,10 +81,11 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 # --- one kernel
 
 
-@pytest.mark.parametrize(("interpret", "hashes"), [("0", 1), ("1", 0)])
-def test_triton_hashes_itself_beside_what_comes_before_the_first_call(interpret: str, hashes: int) -> None:
-    """In a process that only imports kernels; the interpreter does without."""
-    code = "from ssdprof.kernels import _triton_hash, ssd_fused; _triton_hash.wait_for_hash()"
+@pytest.mark.parametrize(("gpu", "interpret", "hashes"), [(True, "0", 1), (True, "1", 0), (False, "0", 0)])
+def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
+    """In a process that only imports kernels, where they are for a GPU."""
+    code = f"import torch; torch.cuda.is_available = lambda: {gpu}"
+    code += "; from ssdprof.kernels import _triton_hash, ssd_fused; _triton_hash.wait_for_hash()"
     code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
     environ = os.environ | {"TRITON_INTERPRET": interpret}
     result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
