@@ -34,8 +34,6 @@ FILES = (
 LANE = 128  # threads
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
-
-
 SLOW = 0.02  # how often it is the turn of a slow one, beside others
 
 

@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_kernels import CHOSEN, Kernel
+from fused_kernels import CHOSEN, ON_HOPPER, Kernel
 from ssd_cases import EXACT, Case, cu_seqlens
 from test_fused import assert_bitwise, fused
 
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_gpu_memory")]
 
 BF16 = torch.bfloat16
+H200 = 132  # multiprocessors
 SMALL = dict(heads=2, headdim=64, dstate=64, dtype=BF16, device="cuda")
 TOKENS = ("x", "B", "C", "dt")
 
@@ -51,15 +54,22 @@ def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
 
 
 @pytest.mark.parametrize("kernel", CHOSEN)
-@pytest.mark.parametrize(
-    ("seqlen", "row"),
-    [(5000, 500_032), (300, 1 << 24), (70, 1 << 25)],
-    ids=["of chunks", "of two chunks", "within a chunk"],
-)
+@pytest.mark.parametrize(("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"])
 def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None:
     inputs = Case(seqlen=seqlen, **SMALL).inputs()
     names = TOKENS if row < 1 << 25 else ("x", "B", "C")
     assert_bitwise(kernel(spread(inputs, row, names)), kernel(inputs))
+
+
+@ON_HOPPER
+def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes() -> None:
+    """It goes back two chunks at a time: by 2^31 elements."""
+    inputs = Case(seqlen=300, **SMALL).inputs()
+    far = spread(inputs, 1 << 24, ("dt",))
+    assert unsupported(far) == ""
+    chosen = HopperConfig.choose(inputs, H200, batch_invariant=False)
+    config = replace(chosen, long_count=1, long_segment=4, segment=1, recompute=True)
+    assert_bitwise(*(ssd_fused_hopper(one, EXACT, config=config) for one in (far, inputs)))
 
 
 @pytest.mark.parametrize("name", ["dt", "z"])
