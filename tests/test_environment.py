@@ -197,6 +197,14 @@ def test_the_interpreter_is_said() -> None:
     assert check("kernels").status == ("warn" if INTERPRETED else "ok")
 
 
+def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML knows of it, and so kernels are not interpreted; its driver is too old, say."""
+    monkeypatch.setattr("ssdprof.kernels._triton.INTERPRETED", False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert check("kernels").status == "missing"
+    assert "TRITON_INTERPRET=1" in check("kernels").hint
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_everything_about_it_is_known() -> None:
     gpu = environment.collect().gpu

@@ -95,11 +95,16 @@ def _kernels() -> Check:
 
     from ssdprof.kernels._triton import INTERPRETED
 
-    if not INTERPRETED:
+    usable = torch.cuda.is_available()
+    if not INTERPRETED and usable:
         return Check(name="kernels", status="ok", detail="compiled by Triton for the GPU")
+    if not INTERPRETED:
+        detail = "compiled by Triton for a GPU that torch cannot use"
+        hint = "Update NVIDIA's driver or install the torch that it can run; or set TRITON_INTERPRET=1."
+        return Check(name="kernels", status="missing", detail=detail, hint=hint)
     hint = (
         "Unset TRITON_INTERPRET to use the GPU."
-        if torch.cuda.is_available()
+        if usable
         else "Numbers are right and slow to come by; nothing is timed."
     )
     return Check(name="kernels", status="warn", detail="run in Triton's interpreter", hint=hint)

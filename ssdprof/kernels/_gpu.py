@@ -1,8 +1,13 @@
-"""What a launcher asks about a tensor's GPU, remembered, because asking is a good part of the time before a launch."""
+"""What kernels ask about GPUs.  Of a tensor's, remembered: asking is a good part of the time before a launch."""
 
 from functools import cache
 
 import torch
+
+
+def is_there_one() -> bool:
+    """Asked without starting the driver, where NVML answers: a process forked afterwards could not use it."""
+    return torch.cuda.device_count() > 0
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:

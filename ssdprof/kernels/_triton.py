@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels import _interpreter
+from ssdprof.kernels import _gpu, _interpreter
 
-if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+if "TRITON_INTERPRET" not in os.environ and not _gpu.is_there_one():
     _interpreter.interpret()
 
 INTERPRETED: bool = triton.knobs.runtime.interpret

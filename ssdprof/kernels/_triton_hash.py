@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from threading import Thread
 
-import torch
 import triton
 from triton.runtime.cache import triton_key
 
+from ssdprof.kernels import _gpu
+
 _hashing = Thread(target=triton_key, name="Triton's hash of itself", daemon=True)  # which keeps the result
-if torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+if _gpu.is_there_one() and not triton.knobs.runtime.interpret:
     _hashing.start()
 
 

@@ -84,12 +84,32 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 @pytest.mark.parametrize(("gpu", "interpret", "hashes"), [(True, "0", 1), (True, "1", 0), (False, "0", 0)])
 def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
     """In a process that only imports kernels, where they are for a GPU."""
-    code = f"import torch; torch.cuda.is_available = lambda: {gpu}"
+    code = f"import torch; torch.cuda.device_count = lambda: {int(gpu)}"
     code += "; from ssdprof.kernels import _triton_hash, ssd_fused; _triton_hash.wait_for_hash()"
     code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
     environ = os.environ | {"TRITON_INTERPRET": interpret}
     result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert int(result.stdout) == hashes
+
+
+DRIVER_REFUSED = """
+import torch
+
+def start():
+    raise AssertionError("the driver was started")
+
+torch.cuda._is_compiled = lambda: True
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = start
+torch.cuda._device_count_nvml = lambda: 1
+"""
+
+
+def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = DRIVER_REFUSED + "from ssdprof.kernels import _triton, ssd_fused; print(_triton.INTERPRETED)"
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "False\n", "NVML was not asked"
 
 
 @pytest.mark.parametrize("which", ["first", "second"])

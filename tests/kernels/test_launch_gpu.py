@@ -1,7 +1,9 @@
-"""Kept launches on a GPU: the results of calls that were prepared for themselves, and seen by profilers."""
+"""Launches on a GPU: kept ones give what calls that were prepared for themselves give, and profilers see them."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +106,28 @@ def test_on_the_stream_that_is_current() -> None:
     stream.synchronize()
     assert not torch.equal(doubled.out, expected.out)
     assert_bitwise(doubled, fused._prepare(inputs, EXACT, False)(inputs))
+
+
+FORKED = """
+import multiprocessing
+import torch
+from ssdprof.kernels import ssd_fused
+
+def call():
+    x, B = torch.ones(1, 100, 4, 64, device="cuda"), torch.ones(1, 100, 1, 64, device="cuda")
+    out, _ = ssd_fused(x, x[..., 0], -x[0, 0, :, 0], B, B)
+    assert out.isfinite().all()
+
+process = multiprocessing.get_context("fork").Process(target=call)
+process.start()
+process.join()
+raise SystemExit(process.exitcode)
+"""
+
+
+def test_in_a_process_forked_from_one_that_imported_kernels() -> None:
+    result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

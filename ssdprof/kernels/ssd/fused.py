@@ -219,7 +219,7 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
     if not MIN_DSTATE <= dstate <= MAX_DSTATE or dstate & (dstate - 1):
         raise UnsupportedError(f"fused: dstate must be a power of two from {MIN_DSTATE} to {MAX_DSTATE}, not {dstate}")
     if not x.is_cuda and not INTERPRETED:
-        raise UnsupportedError(f"fused: tensors must be on the GPU, not on {x.device}")
+        raise UnsupportedError(f"fused: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {x.device}")
     if x.is_cuda and capability(x) < (8, 0):
         raise UnsupportedError("fused: needs a GPU of compute capability 8.0 or newer")
 

@@ -98,7 +98,9 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise UnsupportedError("unfused: forward only; call it under torch.no_grad() or detach the inputs")
     if not inputs.x.is_cuda and not INTERPRETED:
-        raise UnsupportedError(f"unfused: tensors must be on the GPU, not on {inputs.x.device}")
+        raise UnsupportedError(
+            f"unfused: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {inputs.x.device}"
+        )
 
 
 register(Implementation(operator="ssd", name="unfused", run=ssd_unfused, plan=_plan))
