@@ -71,9 +71,10 @@ class SSDInputs:
         g, n = self.B.shape[2:]
         if self.x.dtype not in INPUT_DTYPES:
             raise ValueError(f"x must be float32, float16 or bfloat16, not {self.x.dtype}")
-        if l == 0 or b == 0:
-            raise ValueError(f"x is empty: {tuple(self.x.shape)}")
-        if g == 0 or h % g:
+        for name, tensor in (("x", self.x), ("B", self.B)):
+            if tensor.numel() == 0:
+                raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
+        if h % g:
             raise ValueError(f"the number of heads ({h}) must be a multiple of B's number of groups ({g})")
         if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
             raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
