@@ -87,13 +87,15 @@ def _chunk_table_kernel(
     for block_start in range(0, i_s, BLOCK):
         o_s = block_start + tl.arange(0, BLOCK)
         m_s = o_s < i_s
-        begin = tl.load(cu_seqlens_ptr + o_s * cu_seqlens_stride, mask=m_s, other=0)
-        end = tl.load(cu_seqlens_ptr + (o_s + 1) * cu_seqlens_stride, mask=m_s, other=0)
+        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
+        begin = tl.load(p, mask=m_s, other=0)
+        end = tl.load(p + cu_seqlens_stride, mask=m_s, other=0)
         first += tl.sum(tl.cdiv(end - begin, CHUNK_SIZE).to(tl.int64))
 
     # --- mine
-    begin = tl.load(cu_seqlens_ptr + i_s * cu_seqlens_stride).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + (i_s + 1) * cu_seqlens_stride).to(tl.int64)
+    p = cu_seqlens_ptr + i_s.to(tl.int64) * cu_seqlens_stride
+    begin = tl.load(p).to(tl.int64)
+    end = tl.load(p + cu_seqlens_stride).to(tl.int64)
     after = first + tl.cdiv(end - begin, CHUNK_SIZE)
     tl.store(bounds_ptr + i_s, first)
     for block_start in range(first, after, BLOCK):

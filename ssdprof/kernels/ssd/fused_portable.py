@@ -111,7 +111,7 @@ def _fused_kernel(
     # stage setup: where its tensors lie
     i_g = i_h // HEADS_PER_GROUP
     o_q = tl.arange(0, CHUNK)
-    rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P), tl.arange(0, DSTATE)
+    rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P).to(OFFSET), tl.arange(0, DSTATE).to(OFFSET)
     m_p = (o_p < HEADDIM - first_p) | (HEADDIM % BLOCK_P == 0)
     x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
     B_tile = rows * B_strides[1] + o_n[None, :] * B_strides[3]
@@ -133,10 +133,10 @@ def _fused_kernel(
     state_tile = state_p * DSTATE + state_n
 
     # stage chunk_cumsum
-    A = tl.load(A_ptr + i_h * A_strides[0]).to(tl.float32)
+    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + i_h * dt_bias_strides[0]).to(tl.float32)
+        dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
     felt = chunk_cumsum(
         dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high,
         gates_ptr, positions, first, count, length, DT_SOFTPLUS, CHUNK,
@@ -169,7 +169,7 @@ def _fused_kernel(
             D_row = tl.load(D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0)
             D = D_row.to(tl.float32)[None, :]
         else:
-            D = tl.load(D_ptr + i_h * D_strides[0]).to(tl.float32)
+            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
     if z_ptr is not None:
         z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
         z_tile, z_stride = rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1]
@@ -241,10 +241,6 @@ def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
 
 def _options(inputs: SSDInputs, precision: Precision, config: FusedConfig, handover: bool) -> dict[str, Any]:
     nheads, headdim = inputs.x.shape[2:]
-    tiles = [(inputs.x, headdim), (inputs.B, inputs.B.shape[3]), (inputs.C, inputs.B.shape[3]), (_new(inputs), headdim)]
-    if inputs.z is not None:
-        tiles.append((inputs.z, headdim))
-    span = max(config.chunk * tensor.stride(1) + width * tensor.stride(3) for tensor, width in tiles)
     return {
         "HEADS": nheads,
         "HEADS_PER_GROUP": inputs.heads_per_group,
@@ -258,11 +254,22 @@ def _options(inputs: SSDInputs, precision: Precision, config: FusedConfig, hando
         "DT_SOFTPLUS": inputs.dt_softplus,
         "INTERMEDIATE": TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
         "ALIGNED": inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
-        "OFFSET": tl.int32 if span < 2**31 else tl.int64,
+        "OFFSET": tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64,
         "STATE_STAGES": config.state_stages,
         "SCAN_STAGES": config.scan_stages,
         "num_warps": config.num_warps,
     }
+
+
+def _span(inputs: SSDInputs, chunk: int) -> int:
+    """Elements between the first and the last of a tile of positions, or of a state, at most."""
+    tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
+    spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
+    if inputs.initial_states is not None:
+        *_, headdim, dstate = inputs.initial_states.shape
+        *_, p, n = inputs.initial_states.stride()
+        spans.append(headdim * p + dstate * n)
+    return max(spans)
 
 
 def _new(inputs: SSDInputs) -> torch.Tensor:

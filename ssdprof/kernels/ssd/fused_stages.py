@@ -67,8 +67,9 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.c
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + tl.arange(0, SEQUENCE_BLOCK)
         m_s = o_s < sequences
-        start = tl.load(cu_seqlens_ptr + o_s * cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
-        stop = tl.load(cu_seqlens_ptr + (o_s + 1) * cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
+        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
+        start = tl.load(p, mask=m_s, other=0).to(tl.int64)
+        stop = tl.load(p + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
         nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
         # an empty sequence has one segment of no chunks, which makes its initial state its final one
         segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE)), 1)

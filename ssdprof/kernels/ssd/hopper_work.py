@@ -177,8 +177,9 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
         # past the last sequence as if empty ones followed: none of them ends before a segment that exists
-        start = gl.load(cu_seqlens_ptr + gl.minimum(o_s, sequences) * cu_seqlens_stride).to(gl.int32)
-        stop = gl.load(cu_seqlens_ptr + gl.minimum(o_s + 1, sequences) * cu_seqlens_stride).to(gl.int32)
+        o_start, o_stop = gl.minimum(o_s, sequences).to(gl.int64), gl.minimum(o_s + 1, sequences).to(gl.int64)
+        start = gl.load(cu_seqlens_ptr + o_start * cu_seqlens_stride).to(gl.int32)
+        stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
         # an empty sequence has one segment of no chunks, which makes its initial state its final one
         segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
         ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
@@ -186,7 +187,7 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
         segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
         counted += gl.sum(segments, 0)
     exists = sequence < sequences
-    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1) * cu_seqlens_stride
+    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
     begin = gl.load(p).to(gl.int32)
     return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
 
