@@ -117,14 +117,19 @@ def decay_exp2(log2_decay):
 
 @gluon.jit
 def two_parts(v, dtype: gl.constexpr):
-    """v as a sum of two numbers of `dtype`, in the low and the high half of a word: the nearest, and the rest."""
+    """v as a sum of two numbers of `dtype`, in the low and the high half of a word: the nearest, and the rest.
+
+    In fp16 the rest is times 2^11, or it would be lost where v is below 2^-14.
+    """
     code: gl.constexpr = for_dtype(
         """{
             .reg .b16 near, rest;
-            .reg .f32 wide;
+            .reg .f32 wide, scale;
             cvt.rn.DTYPE.f32 near, $1;
             cvt.f32.DTYPE wide, near;
             sub.rn.f32 wide, $1, wide;
+     f16:   mov.b32 scale, 0x45000000;
+     f16:   mul.rn.f32 wide, wide, scale;
             cvt.rn.DTYPE.f32 rest, wide;
             mov.b32 $0, {near, rest};
         }""",
@@ -148,10 +153,10 @@ def rates_of(shared, segment, rates, SLICES: gl.constexpr, CHUNKS: gl.constexpr,
     dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
     o_c = gl.arange(0, 2 * CHUNKS, gl.SliceLayout(0, layout))
     o_h = (segment.unit + o_c % 2 // shared.HALVES) // SLICES
-    A = gl.load(A_ptr + o_h * A_strides[0]).to(gl.float32) * LOG2_E
+    A = gl.load(A_ptr + o_h.to(gl.int64) * A_strides[0]).to(gl.float32) * LOG2_E
     dt_bias = gl.full([2 * CHUNKS], 0.0, gl.float32, gl.SliceLayout(0, layout))
     if dt_bias_ptr is not None:
-        dt_bias = gl.load(dt_bias_ptr + o_h * dt_bias_strides[0]).to(gl.float32)
+        dt_bias = gl.load(dt_bias_ptr + o_h.to(gl.int64) * dt_bias_strides[0]).to(gl.float32)
     o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None] - (o_c // 2 * CHUNK)[None, :]
     tile = (o_t * dt_strides[1] + (o_h * dt_strides[2])[None, :]).to(gl.int32)
     return A, dt_bias, dt_ptr + segment.dt_begin, tile, dt_strides[1]

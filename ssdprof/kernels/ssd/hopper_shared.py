@@ -111,8 +111,10 @@ reinterpret = descriptor.reinterpret if hasattr(descriptor, "reinterpret") else 
 
 @gluon.constexpr_function
 def for_dtype(code, dtype):
-    """Assembly with DTYPE as PTX calls it."""
-    return code.replace("DTYPE", "bf16" if dtype == gl.bfloat16 else "f16")
+    """Assembly with DTYPE as PTX calls it.  Lines that begin with `f16:` or `bf16:` are for that one only."""
+    name = "bf16" if dtype == gl.bfloat16 else "f16"
+    lines = [line.strip().removeprefix(f"{name}:") for line in code.replace("DTYPE", name).splitlines()]
+    return "\n".join(line for line in lines if not line.startswith(("f16:", "bf16:")))
 
 
 @gluon.constexpr_function

@@ -60,14 +60,19 @@ WAITS = {
 
 @gluon.jit
 def weighted(x, weight, WHOLE: gl.constexpr):
-    """x^T (lane p, q) times a weight per position, as an operand: times the first part of the weight, or the WHOLE."""
+    """x^T (lane p, q) times a weight per position, as an operand: times the first part of the weight, or the WHOLE.
+
+    A weight's parts are those of `two_parts`: 0x10001000 is 2^-11, twice.
+    """
     if WHOLE:
         code: gl.constexpr = for_dtype(
             """{
-                .reg .b32 near, rest;
+                .reg .b32 near, rest, scale;
                 prmt.b32 near, $2, $3, 0x5410;
                 prmt.b32 rest, $2, $3, 0x7632;
                 mul.rn.DTYPEx2 rest, $1, rest;
+         f16:   mov.b32 scale, 0x10001000;
+         f16:   mul.rn.f16x2 rest, rest, scale;
                 fma.rn.DTYPEx2 $0, $1, near, rest;
             }""",
             x.dtype,
@@ -92,12 +97,15 @@ def rounded_off(x, weight, product):
     """
     code: gl.constexpr = for_dtype(
         """{
-            .reg .b32 near, rest, lost;
+            .reg .b32 near, rest, lost, scale;
             prmt.b32 near, $2, $3, 0x5410;
             prmt.b32 rest, $2, $3, 0x7632;
             neg.DTYPEx2 lost, $4;
             fma.rn.DTYPEx2 lost, $1, near, lost;
-            fma.rn.DTYPEx2 $0, $1, rest, lost;
+     bf16:  fma.rn.bf16x2 $0, $1, rest, lost;
+     f16:   mul.rn.f16x2 rest, $1, rest;
+     f16:   mov.b32 scale, 0x10001000;
+     f16:   fma.rn.f16x2 $0, rest, scale, lost;
         }""",
         x.dtype,
     )
@@ -339,15 +347,18 @@ def scan_segment(
         state, decay = sum_before(segment, place, ALL_LANES, WIDTH, by_n)
     if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
         # past a head's P anything: those rows meet no others, and are not stored
-        own_ptr = initial_ptr + segment.sequence.to(gl.int64) * INITIAL_STRIDES[0] + i_h * INITIAL_STRIDES[1]
-        initial_tile = (own_ptr + o_p * INITIAL_STRIDES[2])[:, None] + (o_n * INITIAL_STRIDES[3])[None, :]
+        sequence = segment.sequence.to(gl.int64)
+        own_ptr = initial_ptr + sequence * INITIAL_STRIDES[0] + i_h.to(gl.int64) * INITIAL_STRIDES[1]
+        rows = own_ptr + o_p.to(gl.int64) * INITIAL_STRIDES[2]
+        initial_tile = rows[:, None] + (o_n.to(gl.int64) * INITIAL_STRIDES[3])[None, :]
         initial = gl.load(initial_tile, mask=inside).to(gl.float32)
         state = gl.fma(initial, decay, state)
     # stage setup: the output, chunk after chunk
     D = None
     if D_ptr is not None:
         o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
-        D = gl.load(D_ptr + i_h * D_strides[0] + o_d * D_strides[1], mask=o_d < HEADDIM, other=0.0).to(gl.float32)
+        D_row = D_ptr + i_h.to(gl.int64) * D_strides[0] + o_d.to(gl.int64) * D_strides[1]
+        D = gl.load(D_row, mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     role_barrier()  # else, in kernels without a first pass, all threads would meet once more in each chunk
     for i in range(segment.nchunks):
         state = scan_chunk(shared, exchange, state, D, i, n + i, seen, lane, RELAXED)
