@@ -24,11 +24,6 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
         assert min(lengths) > 0
 
 
-def test_an_empty_sequence_has_one_empty_segment() -> None:
-    assert Segments(segment=4).lengths(0) == [0]
-    assert Segments(segment=4).count(0) == 1
-
-
 def test_long_segments_come_first_where_a_gpu_has_several_waves_of_work() -> None:
     """The first wave is 3 long segments of 40 pairs, on 132 multiprocessors; short ones even out the end."""
     segments = cut(2048, MAMBA2_2_7B, 1, H200)

@@ -68,7 +68,7 @@ class FusedConfig:
         times = self.chunk // chunk
         return replace(self, chunk=chunk, min_chunks=self.min_chunks * times, max_chunks=self.max_chunks * times)
 
-    def lanes(self, inputs: SSDInputs) -> int:
+    def units(self, inputs: SSDInputs) -> int:
         """Programs per segment: slices of P of all heads."""
         nheads, headdim = inputs.x.shape[2:]
         return int(nheads * triton.cdiv(headdim, self.block_p))

@@ -90,8 +90,8 @@ def _fused_kernel(
     # stage ticket: which segment of which slice is mine
     SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     ticket = take_ticket(sync_ptr, HANDOVER)
-    lane, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
-    i_h, first_p = lane // SLICES, (lane % SLICES) * BLOCK_P
+    unit, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
+    i_h, first_p = unit // SLICES, (unit % SLICES) * BLOCK_P
     if cu_seqlens_ptr is None:
         sequence, segment, begin, length = rank % sequences, rank // sequences, tl.zeros((), tl.int64), seqlen
         i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
@@ -124,7 +124,7 @@ def _fused_kernel(
     positions = tl.cast(seqlen, tl.int64)  # of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates_ptr += 2 * positions * lane + position
+    gates_ptr += 2 * positions * unit + position
     state_offset = ((tl.cast(sequence, tl.int64) * HEADS + i_h) * HEADDIM + first_p) * DSTATE
     if P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
@@ -151,7 +151,7 @@ def _fused_kernel(
                 state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], gates_ptr, positions,
                 first, count, felt, length, P_ROWS, INTERMEDIATE, STATE_STAGES,
             )  # fmt: skip
-        flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + lane) * FLAG_STRIDE
+        flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
             wait_for_state(flag_ptr, segment)
             state = take_state(states_ptr + state_offset, state_tile, m_state)
@@ -190,15 +190,15 @@ def _fused_kernel(
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> BufferSizes:
-    lanes = config.lanes(inputs)
-    flags = FLAGS.value + inputs.sequences * lanes * FLAG_STRIDE.value
+    units = config.units(inputs)
+    flags = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value
     handover = config.handover(inputs)
     return BufferSizes.of(
         inputs,
         precision,
         states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
         sync=flags if handover else 0,
-        gates=lanes * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
+        gates=units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
     )
 
 
@@ -208,7 +208,7 @@ class PortableLaunch:
     def __init__(self, inputs: SSDInputs, precision: Precision, config: FusedConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
         self._index = inputs.x.get_device()
-        self._programs = config.segments(inputs) * config.lanes(inputs)
+        self._programs = config.segments(inputs) * config.units(inputs)
         self._launcher = Launcher(
             _fused_kernel, _scalars(inputs), _options(inputs, precision, config, self._sizes.sync > 0)
         )

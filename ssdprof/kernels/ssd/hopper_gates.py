@@ -40,7 +40,7 @@ STAGES = {
     "wait_for_place": "chunk_cumsum",
     "hand_over": "chunk_cumsum",
     "pairs_of": "caller",
-    "by_lane": "chunk_cumsum",
+    "of_each_lane": "chunk_cumsum",
     "hand_over_two": "chunk_cumsum",
     "first_pass_gates": "chunk_cumsum",
     "put_gates": "chunk_cumsum",
@@ -190,7 +190,7 @@ def pairs_of(vectors):
 
 
 @gluon.jit
-def by_lane(v):
+def of_each_lane(v):
     """v (chunk, lane), a column each, as four numbers: those of lane 0, then those of lane 1."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     two: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0]))
@@ -207,7 +207,7 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     """
     first = shared.first
     o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
-    ends_0, ends_1 = by_lane(a_end)
+    ends_0, ends_1 = of_each_lane(a_end)
     once_0, once_1 = decay_0 + ends_0[0], decay_1 + ends_1[0]
     decay = gl.where(o_c < 2, gl.where(o_c == 0, decay_0, decay_1), gl.where(o_c == 2, once_0, once_1))
     weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
@@ -245,9 +245,9 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
     # the chunk of a position, counted from c backwards
     back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
-    c = segment.seen - 1
+    c = segment.back_most - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
-    p = dt_ptr + (segment.seen_first + c) * step
+    p = dt_ptr + (segment.back_first + c) * step
     bits = load_bits(p + tile, back <= c)
     decay_0, decay_1 = 0.0, 0.0
     seen = 0
@@ -284,7 +284,7 @@ def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 1, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    t = segment.first * CHUNK
+    t = segment.first_chunk * CHUNK
     bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
     for i in range(segment.nchunks):
         raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
@@ -297,6 +297,6 @@ def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT
 @gluon.jit
 def gates(shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
     """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
-    for turn in range(work.turns()):
-        segment, n = work.in_turn(turn)
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
         segment_gates(shared, segment, n, rates, low, high, SLICES, DT_SOFTPLUS)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ssdprof.kernels.ssd.hopper_shared import SLICE, product_layout, reinterpret
 
-LANES = gl.constexpr(2)  # of a role
+LANES = gl.constexpr(2)  # of a role; tests without a GPU run each for itself, with 1
 THREADS = gl.constexpr(128)  # of a lane
 of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))  # (lane)
 
@@ -81,14 +81,14 @@ def load_tiles(tile, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def by_lane(shape):
+def in_lanes(shape):
     return [shape[0] // LANES, LANES, *shape[1:]]
 
 
 @gluon.jit
 def tiles_of(tiles, lane, layout: gl.constexpr):
     """Two tiles, one for each lane, as (lane, row, column)."""
-    return reinterpret(tiles, tiles.dtype, by_lane(tiles.shape), layout).index(first_of(lane))
+    return reinterpret(tiles, tiles.dtype, in_lanes(tiles.shape), layout).index(first_of(lane))
 
 
 @gluon.jit

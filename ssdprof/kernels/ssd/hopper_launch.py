@@ -35,7 +35,7 @@ def share_count(inputs: SSDInputs, config: HopperConfig) -> int:
     """Programs that stay, or 0 if there is one for each segment."""
     whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
     pairs = inputs.sequences * program_count(inputs)
-    return config.shares if whole and inputs.x.shape[1] > 0 and config.shares < pairs else 0
+    return config.shares if whole and config.shares < pairs else 0
 
 
 def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:

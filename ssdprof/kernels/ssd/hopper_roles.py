@@ -93,8 +93,8 @@ def load_first(shared, segment, seen, k: gl.constexpr, descs, first_block, SLICE
     slot = place_in(seen + k, first.RING)
     full = first.full.index(slot)
     # before the segment there are zeros, which the copy engine has past the sequence's end
-    c = segment.seen - 1 - seen - k
-    t = gl.where(c >= 0, (segment.seen_first + c) * CHUNK, segment.length)
+    c = segment.back_most - 1 - seen - k
+    t = gl.where(c >= 0, (segment.back_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.RING) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
     load_rows(shared, segment, slot, t, B_desc, first_block, full)
@@ -108,7 +108,7 @@ def load_chunk(shared, segment, seen, i, n, descs, first_block, SLICES: gl.const
     x_desc, B_desc, C_desc = descs
     slot = place_in(n, shared.RING)
     full = shared.full.index(slot)
-    t = (segment.first + i) * CHUNK
+    t = (segment.first_chunk + i) * CHUNK
     # the last chunk of the first pass that was where these go
     before = seen - first.RING + (n + 1) * shared.HALVES - 1
     here = (n < shared.RING) & (before >= 0)
@@ -129,7 +129,7 @@ def segment_loads(shared, segment, n, descs, DSTATE: gl.constexpr, SLICES: gl.co
     first = shared.first
     seen = 0
     if segment.goes_back:
-        go = segment.seen > 0
+        go = segment.back_most > 0
         while go:
             for k in gl.static_range(first.TURN):
                 load_first(shared, segment, seen, k, descs, first_block, SLICES)
@@ -147,8 +147,8 @@ def loads(
     DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr,
 ):  # fmt: skip
     descs = (x_desc, B_desc, C_desc)
-    for turn in range(work.turns()):
-        segment, n = work.in_turn(turn)
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
         segment_loads(shared, segment, n, descs, DSTATE, SLICES, HEADS_PER_GROUP)
 
 
@@ -159,7 +159,7 @@ def loads(
 def store_chunk(shared, segment, i, n, out_desc, SLICES: gl.constexpr):
     """The output of chunk i of the segment, the program's n-th, up to the sequence's end."""
     OWN: gl.constexpr = shared.out.shape[1]
-    t = (segment.first + i) * CHUNK
+    t = (segment.first_chunk + i) * CHUNK
     for k in gl.static_range(2):
         unit, row = segment.unit + k // shared.HALVES, segment.row + t + k % shared.HALVES * OWN
         out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
@@ -172,8 +172,8 @@ def store_chunk(shared, segment, i, n, out_desc, SLICES: gl.constexpr):
 
 @gluon.jit
 def stores(shared, work, out_desc, SLICES: gl.constexpr):
-    for turn in range(work.turns()):
-        segment, n = work.in_turn(turn)
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
         for i in range(segment.nchunks):
             store_chunk(shared, segment, i, n + i, out_desc, SLICES)
 
@@ -240,7 +240,7 @@ def scores(
     shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    segment, _ = work.in_turn(0)
+    segment, _ = work.segment_at(0)
     seen = 0
     if segment.goes_back:
         seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)

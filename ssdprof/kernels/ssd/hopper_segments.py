@@ -42,13 +42,13 @@ class Segments:
     shares: int = 0
 
     def lengths(self, nchunks: int) -> list[int]:
-        """Of the segments of a sequence of `nchunks` chunks; at least one, if empty."""
+        """Of the segments of a sequence of `nchunks` chunks, of which there is one at least."""
         lengths: list[int] = []
         left = nchunks
         while left > 0:
             lengths.append(min(left, self.long_segment if len(lengths) < self.long_count else self.segment))
             left -= lengths[-1]
-        return lengths or [0]
+        return lengths
 
     def count(self, nchunks: int) -> int:
         """Segments of a sequence of `nchunks` chunks."""

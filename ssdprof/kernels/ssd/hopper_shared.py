@@ -19,12 +19,15 @@ two where N is 256.  Waits are for one of two phases: who missed a turn of a rin
 Chunk i of the second pass has the barriers of i % RING; where its rows and x are depends on where the first pass ended
 (`places_of`), so that the first ones are copied while it ends.
 
+Functions belong to the stages in STAGES; in a function a line `# stage ...` says which stage follows, to readers and to
+`ssdprof stalls` (docs/reading-stalls.md).
+
 Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 CHUNK = gl.constexpr(64)  # rows of one matrix instruction
@@ -34,6 +37,8 @@ FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
 STAGES = {
+    "allocate": "setup",
+    "begin_barriers": "setup",
     "rows_of": "caller",
     "places_of": "caller",
     "add": "caller",
@@ -56,13 +61,13 @@ class FirstPass:
     told: gl.shared_memory_descriptor  # words
     RING: gl.constexpr  # chunks
     TURN: gl.constexpr  # chunks that are worked on at once
-    WORDS: gl.constexpr  # two more than turns, so that all have read what is overwritten
+    WORDS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, weights, decay, goes_on, full, empty, told, RING, TURN):
         self.weights, self.decay, self.goes_on = weights, decay, goes_on
         self.full, self.empty, self.told = full, empty, told
-        self.RING, self.TURN, self.WORDS = gl.constexpr(RING), gl.constexpr(TURN), gl.constexpr(RING // TURN + 2)
+        self.RING, self.TURN, self.WORDS = gl.constexpr(RING), gl.constexpr(TURN), gl.constexpr(word_places(RING, TURN))
 
 
 @aggregate
@@ -131,6 +136,78 @@ def weight_places(ring, turn):
     not been read.
     """
     return (ring + 3 - turn) // 2 * 2
+
+
+@gluon.constexpr_function
+def word_places(ring, turn):
+    """Of words on whether the first pass goes on: two more than turns, so that all have read what is overwritten."""
+    return ring // turn + 2
+
+
+@gluon.jit
+def allocate(
+    dtype: gl.constexpr, WIDTH: gl.constexpr, HALVES: gl.constexpr, RING: gl.constexpr, SCORE_RING: gl.constexpr
+):
+    """All rings, for numbers of `dtype` and states with WIDTH of N in a lane; barriers are not to be used yet."""
+    UNITS: gl.constexpr = 2 // HALVES
+    FIRST_RING: gl.constexpr = RING * HALVES  # without C there is room for as many halves
+    WEIGHTS: gl.constexpr = weight_places(FIRST_RING, HALVES)
+    WORDS: gl.constexpr = word_places(FIRST_RING, HALVES)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK // HALVES, SLICE], dtype)
+    first = FirstPass(
+        weights=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2 * CHUNK], vector),
+        decay=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2], vector),
+        goes_on=gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector),
+        full=gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
+        empty=gl.allocate_shared_memory(gl.int64, [FIRST_RING, 1], barrier),
+        told=gl.allocate_shared_memory(gl.int64, [WORDS, 1], barrier),
+        RING=FIRST_RING,
+        TURN=HALVES,
+    )
+    return Shared(
+        first=first,
+        rows=gl.allocate_shared_memory(dtype, [2 * RING * HALVES, CHUNK, WIDTH], wide),
+        x=gl.allocate_shared_memory(dtype, [FIRST_RING * UNITS, CHUNK, SLICE], square),
+        scores=gl.allocate_shared_memory(dtype, [SCORE_RING * UNITS, CHUNK, CHUNK], square),
+        out=gl.allocate_shared_memory(dtype, [2, CHUNK // HALVES, SLICE], narrow),
+        gates=gl.allocate_shared_memory(gl.float32, [RING * 4, 2 * CHUNK], vector),
+        decay=gl.allocate_shared_memory(gl.float32, [RING, 2], vector),
+        full=gl.allocate_shared_memory(gl.int64, [RING, 1], barrier),
+        empty=gl.allocate_shared_memory(gl.int64, [RING, 1], barrier),
+        scored=gl.allocate_shared_memory(gl.int64, [SCORE_RING, 1], barrier),
+        unscored=gl.allocate_shared_memory(gl.int64, [SCORE_RING, 1], barrier),
+        written=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        unwritten=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        RING=RING,
+        SCORE_RING=SCORE_RING,
+        HALVES=HALVES,
+    )
+
+
+@gluon.jit
+def begin_barriers(shared, THREADS: gl.constexpr, FIRST_PASS: gl.constexpr):
+    """Says who arrives at each: THREADS of a lane each for itself, of other roles one for all."""
+    first = shared.first
+    for i in gl.static_range(2):
+        mbarrier.init(shared.written.index(i), count=THREADS)
+        mbarrier.init(shared.unwritten.index(i), count=1)
+    for i in gl.static_range(shared.RING):
+        mbarrier.init(shared.full.index(i), count=2)  # gates, loads
+        mbarrier.init(shared.empty.index(i), count=1 + 2 * THREADS)  # scores, both lanes
+    for i in gl.static_range(shared.SCORE_RING):
+        mbarrier.init(shared.scored.index(i), count=1)
+        mbarrier.init(shared.unscored.index(i), count=2 * THREADS)
+    if FIRST_PASS:  # else their memory is used for something else
+        for i in gl.static_range(first.RING):
+            # by loads; in a turn's first by scores, too
+            mbarrier.init(first.full.index(i), count=1 if i % first.TURN > 0 else 2)
+            mbarrier.init(first.empty.index(i), count=2 * THREADS)  # both lanes
+        for i in gl.static_range(first.WORDS):
+            mbarrier.init(first.told.index(i), count=1)
 
 
 @gluon.jit

@@ -115,7 +115,10 @@ def rounded_off(x, weight, product):
 
 @gluon.jit
 def add_residual(out, x, D):
-    """out + D x in fp32.  In assembly, or x would be kept as fp32 from its first use on, and spill."""
+    """out + D x in fp32.  In assembly, or x would be kept as fp32 from its first use on, and spill.
+
+    In fp16 x is negated before and after, or ptxas would take this conversion for an earlier one and keep that.
+    """
     if x.dtype == gl.bfloat16:
         code: gl.constexpr = """{
             .reg .b32 lo, hi;
@@ -232,6 +235,8 @@ def hand_out(shared, lane):
 @gluon.jit
 def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constexpr):
     """Output of chunk i of the segment, the program's n-th, and the state after it.
+
+    out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; of the first term each half of N has a part.
 
     seen: chunks that the first pass read.
     """
@@ -378,8 +383,8 @@ def unit_states(
     HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
     PASSING: gl.constexpr,
 ):  # fmt: skip
-    for turn in range(work.turns()):
-        segment, n = work.in_turn(turn)
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
         scan_segment(
             lane, shared, segment, n, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING
         )  # fmt: skip

@@ -27,8 +27,8 @@ from ssdprof.kernels.ssd.hopper_shared import CHUNK, add
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
 
 STAGES = {
-    "turns": "ticket",
-    "in_turn": "ticket",
+    "segments": "ticket",
+    "segment_at": "ticket",
     "chunks": "ticket",
     "extent_of": "ticket",
     "segment_of": "ticket",
@@ -48,34 +48,34 @@ class Segment:
     dt_begin: gl.tensor  # where its dt begins
     tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
     row: gl.tensor  # and by the third; past the sequence's end are zeros
-    first: gl.tensor  # chunk
+    first_chunk: gl.tensor
     nchunks: gl.tensor
     unit: gl.tensor  # the first, if there are two
     last: gl.tensor  # the sequence ends with this segment
     goes_back: gl.tensor | gl.constexpr  # there is a first pass; False if the kernel has none
-    seen_first: gl.tensor  # chunk at which it ends, for it goes backwards
-    seen: gl.tensor  # chunks that it has at most
+    back_first: gl.tensor  # chunk at which it ends, for it goes backwards
+    back_most: gl.tensor  # chunks that it has at most
     slot: gl.tensor  # where it leaves a state, or what it adds to one, for the segments after it
     slot_step: gl.tensor  # from the slot of the segment before
 
     @gluon.constexpr_function
     def __init__(
-        self, sequence, index, length, dt_begin, tile, row, first, nchunks, unit, last, goes_back, seen_first, seen,
-        slot, slot_step,
+        self, sequence, index, length, dt_begin, tile, row, first_chunk, nchunks, unit, last, goes_back, back_first,
+        back_most, slot, slot_step,
     ):  # fmt: skip
         self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
         self.tile, self.row = tile, row
-        self.first, self.nchunks, self.unit, self.last = first, nchunks, unit, last
+        self.first_chunk, self.nchunks, self.unit, self.last = first_chunk, nchunks, unit, last
         self.goes_back = gl.constexpr(False) if goes_back is False else goes_back
-        self.seen_first, self.seen = seen_first, seen
+        self.back_first, self.back_most = back_first, back_most
         self.slot, self.slot_step = slot, slot_step
 
     @gluon.jit
-    def turns(self):
+    def segments(self):
         return 1
 
     @gluon.jit
-    def in_turn(self, turn):  # noqa: ARG002
+    def segment_at(self, i):  # noqa: ARG002
         return self, 0
 
     @gluon.jit
@@ -98,34 +98,34 @@ class Share:
     led: gl.tensor  # chunks of that, or 0
     takes: gl.tensor  # pair that it takes over
     rest: gl.tensor  # chunks of that, or 0
-    PROGRAMS: gl.constexpr  # pairs of a sequence
+    PAIRS: gl.constexpr  # pairs of a sequence
     UNITS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, program, programs, rank, length, nchunks, dt_step, wholes, leads, led, takes, rest, PROGRAMS, UNITS
+        self, program, programs, rank, length, nchunks, dt_step, wholes, leads, led, takes, rest, PAIRS, UNITS
     ):  # fmt: skip
         self.program, self.programs, self.rank = program, programs, rank
         self.length, self.nchunks, self.dt_step = length, nchunks, dt_step
         self.wholes, self.leads, self.led, self.takes, self.rest = wholes, leads, led, takes, rest
-        self.PROGRAMS, self.UNITS = gl.constexpr(PROGRAMS), gl.constexpr(UNITS)
+        self.PAIRS, self.UNITS = gl.constexpr(PAIRS), gl.constexpr(UNITS)
 
     @gluon.jit
-    def turns(self):
+    def segments(self):
         return gl.minimum(self.led, 1) + self.wholes + gl.minimum(self.rest, 1)
 
     @gluon.jit
-    def in_turn(self, turn):
-        """The segment of a turn, and the program's chunks before it."""
-        k = turn - gl.minimum(self.led, 1)
+    def segment_at(self, i):
+        """Its i-th segment, and the program's chunks before it."""
+        k = i - gl.minimum(self.led, 1)
         begins, ends = k < 0, k == self.wholes
         pair = gl.where(begins, self.leads, gl.where(ends, self.takes, k * self.programs + self.rank))
-        sequence = pair // self.PROGRAMS
+        sequence = pair // self.PAIRS
         first = gl.where(ends, self.nchunks - self.rest, 0)
         nchunks = gl.where(begins, self.led, self.nchunks - first)
         segment = Segment(
             sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
-            gl.to_tensor(0), first, nchunks, pair % self.PROGRAMS * self.UNITS, k >= 0, False, first, nchunks,
+            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
             self.program, gl.to_tensor(1),
         )  # fmt: skip
         return segment, gl.where(begins, 0, self.led + k * self.nchunks)
@@ -152,18 +152,18 @@ def extent_of(index, first, most, length, PASSING: gl.constexpr):
 @gluon.jit
 def segment_of(
     ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING: gl.constexpr,
-    PROGRAMS: gl.constexpr, UNITS: gl.constexpr,
+    PAIRS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Units fastest, then sequences, segments."""
-    rank = ticket // PROGRAMS
+    rank = ticket // PAIRS
     sequence, index = rank % sequences, rank // sequences
     is_long = index < LONG_COUNT
     first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
     most = gl.where(is_long, K_LONG, K)
-    nchunks, last, goes_back, seen_first, seen = extent_of(index, first, most, seqlen, PASSING)
+    nchunks, last, goes_back, back_first, back_most = extent_of(index, first, most, seqlen, PASSING)
     return Segment(
         sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
-        ticket % PROGRAMS * UNITS, last, goes_back, seen_first, seen, rank, gl.to_tensor(sequences),
+        ticket % PAIRS * UNITS, last, goes_back, back_first, back_most, rank, gl.to_tensor(sequences),
     )  # fmt: skip
 
 
@@ -195,29 +195,29 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
 @gluon.jit
 def packed_segment_of(
     ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, PASSING: gl.constexpr,
-    PROGRAMS: gl.constexpr, UNITS: gl.constexpr,
+    PAIRS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Units fastest, then segments, sequences; and whether there is one."""
-    rank = ticket // PROGRAMS
+    rank = ticket // PAIRS
     sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
     first = index * K
-    nchunks, last, goes_back, seen_first, seen = extent_of(index, first, K, length, PASSING)
+    nchunks, last, goes_back, back_first, back_most = extent_of(index, first, K, length, PASSING)
     segment = Segment(
         sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
-        ticket % PROGRAMS * UNITS, last, goes_back, seen_first, seen,
+        ticket % PAIRS * UNITS, last, goes_back, back_first, back_most,
         rank - sequence, gl.to_tensor(1),  # the last segment of each sequence needs no slot
     )  # fmt: skip
     return segment, exists
 
 
 @gluon.jit
-def share_of(program, seqlen, sequences, dt_strides, PROGRAMS: gl.constexpr, UNITS: gl.constexpr):
+def share_of(program, seqlen, sequences, dt_strides, PAIRS: gl.constexpr, UNITS: gl.constexpr):
     """Of the pairs of all sequences, units fastest, of which there are at least as many as programs.
 
     With `extra` more pairs than whole ones for all, program p gives away its lead after a part of a sequence that is
     (p + 1) * extra / programs, without its integer part, and so all shares are equal.
     """
-    programs, pairs, nchunks = gl.num_programs(0), sequences * PROGRAMS, gl.cdiv(seqlen, CHUNK)
+    programs, pairs, nchunks = gl.num_programs(0), sequences * PAIRS, gl.cdiv(seqlen, CHUNK)
     extra = pairs % programs
     led, taken = (program + 1) * extra % programs, program * extra % programs  # in parts of 1 / programs
     divisor, left = programs, extra
@@ -229,5 +229,5 @@ def share_of(program, seqlen, sequences, dt_strides, PROGRAMS: gl.constexpr, UNI
     split = pairs - programs
     return Share(
         program, programs, led + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
-        split + led + same, nchunks * led // programs, split + taken + same, rest, PROGRAMS, UNITS,
+        split + led + same, nchunks * led // programs, split + taken + same, rest, PAIRS, UNITS,
     )  # fmt: skip
