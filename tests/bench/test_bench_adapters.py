@@ -17,7 +17,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.adapters import mamba_ssm, offsets, published
-from ssdprof.kernels.ssd.adapters.tuning import TwoTunings
+from ssdprof.kernels.ssd.adapters.tuning import Tunings
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
@@ -161,18 +161,36 @@ def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
     assert published.version(checkout) != before
 
 
-def test_short_and_long_calls_are_tuned_apart(checkout: Path) -> None:
+def of_size(batch: int, length: int, heads: int = 2, groups: int = 1) -> SSDInputs:
+    x, A = torch.zeros(batch, length, heads, 16, dtype=torch.float16), -torch.ones(heads)
+    B = torch.zeros(batch, length, groups, 16, dtype=torch.float16)
+    return inputs(x=x, dt=x[..., 0], A=A, B=B, C=B)
+
+
+def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
     run = published.load(checkout).run
-    short, long = (torch.zeros(1, length, 2, 16, dtype=torch.float16) for length in (8, 8200))
+    sizes = [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4), (1, 1024, 4, 2)]
+    for size in sizes:
+        assert run(of_size(*size), Precision()).final_states == []
+    for size in sizes:
+        assert run(of_size(*size), Precision()).final_states == [f"tuned for {list(size[:2])}"]
+
+
+def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tuner = tuned(Kernel(), 32, 64)
+    module = ModuleType("mamba_ssm.ops.triton.ssd_chunk_scan")
+    module.tuner = tuner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    run = mamba_ssm.load().run
     seen = []
-    for x in (short, long, short):
-        B = x[:, :, :1]
-        seen.append(run(inputs(x=x, dt=x[..., 0], B=B, C=B), Precision()).final_states)
-    first, second, third = seen
-    assert first == []
-    assert second == []
-    assert third == ["tuned for 8"]
+    for size in ((1, 8), (2, 4096), (1, 8200), (4, 4096), (1, 8)):
+        run(of_size(*size), Precision(state_dtype=torch.float16))
+        seen.append(dict(tuner.cache))
+        tuner.cache[len(calls)] = tuner.configs[0]
+    assert [list(known) for known in seen] == [[], [1], [], [3], [1, 2]]
 
 
 TUNED = """
@@ -186,7 +204,7 @@ def inner(N):
 outer = triton.heuristics({})(inner)
 def _fused5_ssd(x, dt, A, B, C, D, **options):
     known = list(inner.cache.values())
-    inner.cache[x.shape[1]] = f"tuned for {x.shape[1]}"
+    inner.cache["key"] = f"tuned for {list(x.shape[:2])}"
     return x, None, None, known, None, None
 """
 
@@ -203,7 +221,7 @@ class Kernel:
         self.modes.append(_async_compile.active_mode.get() is not None)
 
 
-def tuned(kernel: Kernel, *blocks: int) -> tuple[TwoTunings, Autotuner]:
+def tuned(kernel: Kernel, *blocks: int) -> tuple[Tunings, Autotuner]:
     def plain(x: Any, BLOCK: int) -> None:
         pass
 
@@ -213,7 +231,7 @@ def tuned(kernel: Kernel, *blocks: int) -> tuple[TwoTunings, Autotuner]:
     tuner.fn = kernel
     module = ModuleType("tuned")
     module.tuner = tuner  # type: ignore[attr-defined]
-    return TwoTunings([module]), tuner
+    return Tunings([module]), tuner
 
 
 def test_what_a_tuner_will_try_is_compiled_before_side_by_side() -> None:

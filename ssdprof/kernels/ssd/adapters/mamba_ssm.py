@@ -16,9 +16,10 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.kernels.ssd.adapters.content import content
 from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
-from ssdprof.kernels.ssd.adapters.tuning import TwoTunings
+from ssdprof.kernels.ssd.adapters.tuning import Tunings
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
+SHORT = 8192  # tokens; what they take fits into the L2 cache of a large GPU
 _MODULE = "mamba_ssm.ops.triton.ssd_combined"
 _KERNELS = {
     f"mamba_ssm.ops.triton.{name}" for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
@@ -28,7 +29,7 @@ _KERNELS = {
 def load() -> Implementation:
     """Raises ImportError where the library, or what it needs, is missing."""
     module: Any = import_module(_MODULE)
-    tunings = TwoTunings(import_module(name) for name in sys.modules.keys() & _KERNELS)
+    tunings = Tunings(import_module(name) for name in sys.modules.keys() & _KERNELS)
     five_kernels = _FiveKernels(module._mamba_chunk_scan_combined_fwd, tunings)
     return Implementation(operator="ssd", name="mamba_ssm", run=five_kernels.run, plan=five_kernels.plan)
 
@@ -44,11 +45,12 @@ class _FiveKernels:
     """forward: what the public `mamba_chunk_scan_combined` calls, without the autograd function around it."""
 
     forward: Callable[..., Any]
-    tunings: TwoTunings
+    tunings: Tunings
 
     def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
         self._refuse_unsupported(inputs, precision)
-        self.tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1])
+        # tuned twice only: each time five kernels try dozens of configurations, at two chunk sizes
+        self.tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
         # left out, it is C's dtype, also in versions that know no other
         states = {} if precision.state_dtype == inputs.C.dtype else {"state_dtype": precision.state_dtype}
         with torch.cuda.device(inputs.x.get_device()):

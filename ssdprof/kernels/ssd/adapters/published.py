@@ -21,7 +21,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.kernels.ssd.adapters.content import content
 from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
-from ssdprof.kernels.ssd.adapters.tuning import TwoTunings
+from ssdprof.kernels.ssd.adapters.tuning import Tunings
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _FOLDER = Path("mamba_ssm", "ops", "triton")
@@ -37,7 +37,7 @@ def load(checkout: Path) -> Implementation:
     softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
-    tunings = TwoTunings([kernel])
+    tunings = Tunings([kernel])
     tunings.zero_before_each_try("sync_atomic")  # its tickets and flags: else all tries but the first skip two stages
     published = _Published(kernel._fused5_ssd, tunings)
     return Implementation(operator="ssd", name="published", run=published.run, plan=published.plan)
@@ -74,11 +74,11 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Published:
     launch: Callable[..., Any]
-    tunings: TwoTunings
+    tunings: Tunings
 
     def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
         self._refuse_unsupported(inputs, precision)
-        self.tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1])
+        self.tunings.use_for((inputs.x.shape, inputs.B.shape))
         with torch.cuda.device(inputs.x.get_device()):
             out, _, _, final_states, _, _ = self.launch(
                 inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, chunk_size=inputs.chunk_size,

@@ -1,15 +1,16 @@
 """Libraries that tune themselves, held to their best and not kept waiting for.
 
-Their tuners choose by sizes of the model and not by the number of tokens, so that the first call decides for all later
-ones.  Here short and long calls are tuned apart, which a user of the library does not get.  The tuners still choose
-among the library's own configurations, by the times they measure; they only compile them side by side instead of one
-after the other, and measure each for a quarter of the usual time.
+Their tuners choose by few sizes of the model and not by the number of tokens, so that the first call decides for all
+later ones.  Here calls of different kinds are tuned apart, which a user of the library does not get.  The tuners still
+choose among the library's own configurations, by the times they measure; they only compile them side by side instead of
+one after the other, and measure each for a quarter of the usual time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -20,23 +21,25 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
-SHORT = 8192  # tokens; what they take fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # of each configuration; Triton's own are 25 and 100
 
 
-class TwoTunings:
-    """Keeps what the modules' tuners chose for short calls apart from what they chose for long ones."""
+class Tunings:
+    """Keeps what the modules' tuners chose for calls of one kind apart from what they chose for others.
+
+    What is compiled serves calls of all kinds.
+    """
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         found = [tuner for module in modules for thing in vars(module).values() if (tuner := _tuner(thing)) is not None]
         self._tuners = list({id(tuner): tuner for tuner in found}.values())
-        self._choices: dict[bool, list[dict[Any, Any]]] = {short: [{} for _ in self._tuners] for short in (True, False)}
+        self._choices = defaultdict[Hashable, list[dict[Any, Any]]](lambda: [{} for _ in self._tuners])
         for tuner in self._tuners:
             _hasten(tuner)
 
-    def use_for(self, tokens: int) -> None:
-        """Let the tuners see only what they chose for calls like one of so many tokens."""
-        for tuner, choices in zip(self._tuners, self._choices[tokens <= SHORT], strict=True):
+    def use_for(self, kind: Hashable) -> None:
+        """Let the tuners see only what they chose for calls of this kind."""
+        for tuner, choices in zip(self._tuners, self._choices[kind], strict=True):
             tuner.cache = choices
 
     def zero_before_each_try(self, argument: str) -> None:
