@@ -79,11 +79,41 @@ def test_what_was_not_measured_does_not_hold() -> None:
     assert not check(alone)["first call", "as 2 s, compiling"].holds
 
 
-def test_the_newest_result_that_has_both_counts() -> None:
-    old, new = timed(100.0), timed(200.0, created="2026-01-02T00:00:00+00:00")
-    newest_alone = report(*measured(contender("fused", lambda _: 1.0)), created="2026-01-03T00:00:00+00:00")
-    for order in ((old, new, newest_alone), (newest_alone, new, old)):
+def test_of_several_results_that_have_both_the_least_counts() -> None:
+    less, more = timed(200.0), timed(100.0, created="2026-01-02T00:00:00+00:00")
+    alone = report(*measured(contender("fused", lambda _: 1.0)), created="2026-01-03T00:00:00+00:00")
+    for order in ((less, more, alone), (alone, more, less)):
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
+
+
+@pytest.mark.parametrize("rival", [True, False])
+@pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
+def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: str, *, rival: bool) -> None:
+    good, new = timed(), timed(created="2026-01-02T00:00:00+00:00")
+    (cell,) = new.cells
+    cases = tuple(
+        case.model_copy(update={"status": status, "timing": None}) if case.name.startswith("fused, exact") else case
+        for case in cell.cases
+        if rival or case.implementation == "fused"
+    )
+    failed = new.model_copy(update={"cells": (cell.model_copy(update={"cases": cases}),)})
+    found = check(good, failed)
+    device = found["exact", "as mamba_ssm, device"]
+    assert [reading.ratio for reading in device.missed] == [0]
+    assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in bars["remarks"](found.values())
+    assert found["relaxed", "as fused exact, device"].holds  # what it is compared with failed once, and was timed once
+
+
+def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
+    good, new = timed(), timed(fused_us=1.0)
+    (cell,) = new.cells
+    cases = tuple(
+        case.model_copy(update={"status": "failed", "timing": None}) if case.implementation == "mamba_ssm" else case
+        for case in cell.cases
+    )
+    failed = new.model_copy(update={"cells": (cell.model_copy(update={"cases": cases}),)})
+    assert check(failed, good)["exact", "as mamba_ssm, device"].least.ratio == 3.0
+    assert len(check(failed)["exact", "as mamba_ssm, device"].unmeasured) == 1
 
 
 def test_a_kernel_that_compiles_too_long_is_named() -> None:
@@ -109,6 +139,26 @@ def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
     assert "held" in ended["3"].stdout
     assert ended["4"].returncode == 1
     assert "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x" in ended["4"].stdout
+
+
+def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
+    files = []
+    for number, name in enumerate(("NVIDIA H200", "NVIDIA H200", "NVIDIA H100")):
+        gpu = schema.Gpu(
+            name=name, compute_capability="9.0", sm_count=132, memory_bytes=number, l2_bytes=1, driver="1", cuda="1"
+        )
+        done = timed()
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(
+            dump(done.model_copy(update={"environment": done.environment.model_copy(update={"gpu": gpu})}))
+        )
+    ended = [
+        subprocess.run([sys.executable, str(SCRIPT), *map(str, given)], capture_output=True, text=True, check=False)
+        for given in (files[:2], files)
+    ]
+    assert [one.returncode for one in ended] == [1, 2]  # cells that the bars speak of were not measured
+    assert "the results are of NVIDIA H100 and NVIDIA H200" in ended[1].stderr
+    assert ended[1].stdout == ""
 
 
 def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
