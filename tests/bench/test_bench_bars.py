@@ -14,7 +14,7 @@ from fakes import contender, measured, report
 
 from ssdprof import schema
 from ssdprof.bench.grid import expand, parse_tokens
-from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump
+from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump, load
 from ssdprof.bench.shapes import parse_shapes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "check_bars.py"
@@ -169,3 +169,53 @@ def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
             (shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]
         }
         assert bar["device"]["must"] > 0
+
+
+MODELS = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
+OTHERS = ("nemotron-nano-9b-v2", "codestral-mamba-7b", "falcon-h1-3b", "zamba2-2.7b", "zamba2-7b")
+EXACT, RELAXED_16 = "fused exact fp32", "fused relaxed bf16"
+PACKED = ("64 packed x 1k-4k",)
+FROM_64K, FROM_8K = ("1 x 65,536", "1 x 131,072", "1 x 262,144"), ("1 x 8,192", "1 x 16,384", "1 x 32,768")
+FROM_1K, BATCHES = ("1 x 1,024", "1 x 2,048", "1 x 4,096"), ("32 x 1,024", "8 x 4,096")
+PUBLISHED = {
+    "mamba2-2.7b": ("1 x 1,024", "1 x 4,096", "1 x 16,384", *FROM_64K, *BATCHES),
+    "granite-4.0-h-small": ("1 x 4,096", "1 x 32,768", "1 x 131,072"),
+    "nemotron-3-nano": ("1 x 4,096", "1 x 131,072"),
+}
+# of, over, dtype, shapes, tokens, then (must, goal) by device time and by that of a call
+HELD_TO = [
+    (EXACT, "mamba_ssm", "bf16", MODELS, FROM_64K, (3.25, 5), None),
+    (EXACT, "mamba_ssm", "bf16", MODELS, FROM_8K, (2.6, 4), None),
+    (EXACT, "mamba_ssm", "bf16", MODELS, BATCHES, (3, 4.5), None),
+    (EXACT, "mamba_ssm", "bf16", MODELS, FROM_1K, (1.9, 2.5), (2.5, 4)),
+    (RELAXED_16, EXACT, "bf16", MODELS, (*FROM_1K, *FROM_8K, *FROM_64K, *BATCHES), (1, 1.15), None),
+    *((EXACT, "published", "fp16", (model,), PUBLISHED[model], (1.4, 2.5), None) for model in MODELS),
+    (EXACT, "mamba_ssm", "bf16", OTHERS, ("1 x 4,096", "1 x 65,536"), (2, 4), None),
+    (EXACT, "unfused", "bf16", OTHERS, ("1 x 4,096", "1 x 65,536", *PACKED), (1, None), None),
+    (EXACT, "unfused", "bf16", ("mamba2-2.7b", *OTHERS), PACKED, (2, 4), None),
+    (
+        "unfused exact", "mamba_ssm", "bf16", MODELS, ("1 x 4,096", *FROM_8K, *FROM_64K, *BATCHES), (0.952, None), None,
+    ),
+]  # fmt: skip
+
+
+def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
+    rules = tomllib.loads(bars["BARS"].read_text())
+    found = [
+        (
+            bar["of"], bar["over"], bar.get("dtype", "bf16"), tuple(bar["shapes"]), tuple(bar["tokens"]),
+            *((bar[time]["must"], bar[time].get("goal")) if time in bar else None for time in ("device", "call")),
+        )
+        for bar in rules["bar"]
+    ]  # fmt: skip
+    assert found == HELD_TO
+    assert {name: rules["first_call"][name] for name in ("of", "seconds")} == {"of": ["fused", "unfused"], "seconds": 2}
+
+
+def test_every_bar_but_that_of_first_calls_holds_in_the_committed_results() -> None:
+    rules = tomllib.loads(bars["BARS"].read_text())
+    files = sorted((SCRIPT.parent / "results").glob("bench-ssd-h200*.json"))
+    *found, first_calls = bars["check"](rules, [load(file.read_text()) for file in files])
+    assert first_calls.name == rules["first_call"]["name"]
+    assert found
+    assert list(bars["remarks"](found)) == []
