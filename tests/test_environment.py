@@ -51,6 +51,18 @@ def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
     assert watch.clocks is None
 
 
+def test_the_hash_is_that_of_the_kernels_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = machine.kernels_hash()
+    assert before == machine.kernels_hash()
+    copy = tmp_path / "kernels"
+    (copy / "ssd").mkdir(parents=True)
+    (copy / "ssd" / "fused_hopper.py").write_text("one")
+    monkeypatch.setattr(machine, "files", lambda _: copy)
+    one = machine.kernels_hash()
+    (copy / "ssd" / "fused_hopper.py").write_text("two")
+    assert len({before, one, machine.kernels_hash()}) == 3
+
+
 # --- clocks
 
 

@@ -20,6 +20,7 @@ from ssdprof.bench.inputs import draw
 from ssdprof.bench.judge import BudgetSpent, Judged, Verdict, judge, run_unjudged
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.environment import ClockWatch
+from ssdprof.environment.machine import kernels_hash
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.measure.attempt import first_line
@@ -76,6 +77,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
     end = math.inf if request.budget is None else began + request.budget
     report = BenchReport(
         ssdprof_version=__version__,
+        kernels=kernels_hash(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),

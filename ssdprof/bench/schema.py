@@ -129,11 +129,14 @@ class LeftOut(Record):
 
 
 class BenchReport(Record):
-    """peers: other libraries and their versions.  baseline: whose time the speedups in tables are over."""
+    """kernels: hash of their sources; "" in results from before it was recorded.
+    peers: other libraries and their versions.  baseline: whose time the speedups in tables are over.
+    """
 
     schema_version: Literal[1] = 1
     kind: Literal["bench ssd"] = "bench ssd"
     ssdprof_version: str
+    kernels: str = ""
     created: str  # ISO 8601, UTC
     command: tuple[str, ...]
     state: Literal["complete", "partial"] = "partial"

@@ -1,9 +1,11 @@
-"""What ran: GPU, processor and versions."""
+"""What ran: GPU, processor, versions, and the kernels' sources."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 
 from ssdprof.environment.clocks import driver_version
@@ -58,6 +60,18 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def kernels_hash() -> str:
+    """Of the sources that a kernel's machine code and a configuration's meaning come from."""
+    sources = files("ssdprof.kernels")
+    found = [
+        (f"{part.name}/{file.name}", file.read_bytes())
+        for part in (sources, sources / "ssd")
+        for file in part.iterdir()
+        if file.name.endswith(".py")
+    ]
+    return hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sorted(found))).hexdigest()
 
 
 def _cpu_model() -> str:

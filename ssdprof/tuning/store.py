@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from ssdprof import __version__, runs
-from ssdprof.environment.machine import installed_version
+from ssdprof.environment.machine import installed_version, kernels_hash
 from ssdprof.schema import Environment, Gpu
 from ssdprof.tuning.records import Finds, Outcome
 
@@ -74,18 +72,6 @@ def clear() -> tuple[Path, ...]:
         except OSError as error:
             raise runs.unwritable(file, error) from error
     return gone
-
-
-def kernels_hash() -> str:
-    """Of the sources that a kernel's machine code and a configuration's meaning come from."""
-    sources = files("ssdprof.kernels")
-    found = [
-        (f"{part.name}/{file.name}", file.read_bytes())
-        for part in (sources, sources / "ssd")
-        for file in part.iterdir()
-        if file.name.endswith(".py")
-    ]
-    return hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sorted(found))).hexdigest()
 
 
 def _why_stale(finds: Finds, gpu: Gpu) -> str:

@@ -140,6 +140,16 @@ def test_cases_that_took_a_tuned_configuration_are_counted(done: BenchReport) ->
     assert "tuned" not in before
 
 
+def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
+    named = done.model_copy(update={"kernels": "0123456789abcdef"})
+    (facts,) = [dict(table.rows) for table in tables.tables(named) if table.title == "What ran"]
+    assert facts["kernels"] == "sources of sha256 0123456789ab"
+    before = dump(named).replace(' "kernels": "0123456789abcdef",\n', "")  # as it was written before it was recorded
+    assert load(before) == done
+    (facts,) = [dict(table.rows) for table in tables.tables(load(before)) if table.title == "What ran"]
+    assert "kernels" not in facts
+
+
 def test_the_gate(done: BenchReport) -> None:
     assert gate.too_slow(done, 3.0) == ()
     (line,) = gate.too_slow(done, 3.25)

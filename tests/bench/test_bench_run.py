@@ -17,6 +17,7 @@ from ssdprof.bench.contenders import Entry
 from ssdprof.bench.grid import Cell
 from ssdprof.bench.schema import BenchReport, load
 from ssdprof.cli import app
+from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels._triton import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
@@ -66,6 +67,7 @@ def test_from_words_to_a_file() -> None:
     report = load(out)
     assert report == load(Path("result.json").read_text())
     assert (report.state, report.baseline) == ("complete", "unfused")
+    assert report.kernels == kernels_hash()
     assert [cell.tokens for cell in report.cells] == ["1 x 20", "1 x 40", "2 x 20"]
     for cell in report.cells:
         unfused, fused = cell.cases
