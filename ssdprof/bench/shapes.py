@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ssdprof.errors import BadInputError
+from ssdprof.kernels.ssd.fused import MAX_DSTATE, MIN_DSTATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,5 +57,10 @@ def _shape(name: str) -> Shape:
     if not min(sizes) or nheads % ngroups:
         raise BadInputError(
             f"{name} is no SSD operator: sizes are positive, and groups divide heads.", "Order: heads x P x N x groups."
+        )
+    if not MIN_DSTATE <= dstate <= MAX_DSTATE or dstate & (dstate - 1):
+        raise BadInputError(
+            f"{name} has N = {dstate}, and fused takes powers of two from {MIN_DSTATE} to {MAX_DSTATE}.",
+            "Order: heads x P x N x groups.",
         )
     return Shape(name=name, nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups)

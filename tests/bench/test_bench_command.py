@@ -22,6 +22,9 @@ def bench(*words: str) -> tuple[int, str, str]:
     ("words", "complaint"),
     [
         (["--shape", "mamba3"], "'mamba3' is no known shape"),
+        (["--shape", "80x64x24x1"], "N = 24, and fused takes powers of two from 16 to 256"),
+        (["--shape", "80x64x8x1"], "N = 8, and fused takes"),
+        (["--shape", "80x64x512x1"], "N = 512, and fused takes"),
         (["--seq", "many"], "'many' is not a prompt length"),
         (["--against", "vllm"], "does not know 'vllm'"),
         (["--against", "published"], "Give a checkout"),
