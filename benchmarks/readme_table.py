@@ -26,8 +26,8 @@ START, END = "<!-- bench:start -->\n", "<!-- bench:end -->"
 
 MODELS = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LAYOUTS = (
-    "1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144", "32 x 1,024",
-    "8 x 4,096",
+    "1 x 1,024", "1 x 4,096", "1 x 8,192", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144",
+    "32 x 1,024", "8 x 4,096",
 )  # fmt: skip
 DAGGER = "\u2020"
 WRONG = f"{DAGGER} Another setting of that kernel gave wrong results in that run, and does not count."
@@ -54,7 +54,7 @@ def current(readme: Path) -> str:
 def section(reports: Reports) -> str:
     """How to read the tables, and each GPU's."""
     groups = _by_gpu(reports)
-    tables = [table for gpu, theirs in groups.items() for table in _tables(gpu, theirs)]
+    tables = [table for gpu, theirs in groups.items() for table in _tables(_dated(gpu, theirs, reports), theirs)]
     drawn = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
     machines = fmt.words(f"one {gpu}" for gpu in groups) if groups else "no GPU"
     return (
@@ -67,7 +67,12 @@ def section(reports: Reports) -> str:
 def page(reports: Reports) -> str:
     """Every table of every result."""
     head = "# The SSD kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.\n"
-    return "\n".join([head, *(f"## [{name}]({name})\n\n{as_markdown(report)}" for name, report in reports.items())])
+    newest, older = _newest(reports), "Of an older kernel than the newest results here.\n\n"
+    parts = (
+        f"## [{name}]({name})\n\n{'' if _kernel(report) == _kernel(newest) else older}{as_markdown(report)}"
+        for name, report in reports.items()
+    )
+    return "\n".join([head, *parts])
 
 
 def _by_gpu(reports: Reports) -> dict[str, Reports]:
@@ -78,6 +83,21 @@ def _by_gpu(reports: Reports) -> dict[str, Reports]:
         groups.setdefault(gpu.name if gpu else "GPU without a name", {})[name] = report
     cells = {gpu: sum(len(report.cells) for report in theirs.values()) for gpu, theirs in groups.items()}
     return {gpu: groups[gpu] for gpu in sorted(groups, key=lambda gpu: -cells[gpu])}
+
+
+def _dated(gpu: str, theirs: Reports, reports: Reports) -> str:
+    """The GPU's name, and if others have results of a newer kernel, when its newest were measured."""
+    own = _newest(theirs)
+    return gpu if _kernel(own) == _kernel(_newest(reports)) else f"{gpu}, an older kernel ({own.created[:10]})"
+
+
+def _newest(reports: Reports) -> BenchReport:
+    return max(reports.values(), key=lambda report: report.created)
+
+
+def _kernel(report: BenchReport) -> str:
+    """Equal for results of one kernel.  Those from before its sources' hash was recorded go by the day."""
+    return report.kernels or report.created[:10]
 
 
 def _tables(gpu: str, reports: Reports) -> tuple[Table, ...]:
@@ -92,10 +112,14 @@ def _tables(gpu: str, reports: Reports) -> tuple[Table, ...]:
 
 
 def _measured(reports: Reports, baseline: str) -> list[BenchCell]:
-    """Cells with the exact fused kernel, of the reports whose baseline it is; the newest last, so that it counts."""
-    by_age = sorted(reports.values(), key=lambda report: report.created)
-    cells = [cell for report in by_age if report.baseline == baseline for cell in report.cells]
-    return [cell for cell in cells if _exact(cell) is not None]
+    """Cells with the exact fused kernel, of the reports whose baseline it is; each once, of the largest report."""
+    by_size = sorted(reports.values(), key=lambda report: -len(report.cells))
+    cells = [cell for report in by_size if report.baseline == baseline for cell in report.cells]
+    found: dict[tuple[str, str], BenchCell] = {}
+    for cell in cells:
+        if _exact(cell) is not None:
+            found.setdefault((cell.shape, cell.tokens), cell)
+    return list(found.values())
 
 
 def _exact(cell: BenchCell) -> BenchCase | None:

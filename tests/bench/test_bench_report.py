@@ -226,23 +226,58 @@ def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
     assert "<sub>\u2020 Another setting of that kernel gave wrong results" in made
 
 
+def on(name: str, created: str, *cells: BenchCell, kernels: str = "") -> BenchReport:
+    gpu = Gpu(name=name, compute_capability="9.0", sm_count=132, memory_bytes=1, l2_bytes=1, driver="1", cuda="1")
+    made = report(created=created, cells=cells, kernels=kernels)
+    return made.model_copy(update={"environment": made.environment.model_copy(update={"gpu": gpu})})
+
+
+def twice_as_fast(cell: BenchCell) -> BenchCell:
+    """As `done` has it, 6x instead of 3x."""
+    *others, fused = cell.cases
+    over = tuple(one.model_copy(update={"device_ratio": 6.0}) for one in fused.speedups)
+    return cell.model_copy(update={"cases": (*others, fused.model_copy(update={"speedups": over}))})
+
+
+@pytest.mark.parametrize(("days", "kernels", "older"), [
+    (("01", "02"), ("", ""), True), (("02", "02"), ("", ""), False), (("01", "02"), ("x", "x"), False),
+    (("02", "02"), ("x", "y"), True), (("01", "02"), ("", "y"), True),
+])  # fmt: skip
+def test_results_of_an_older_kernel_say_so(
+    done: BenchReport, days: tuple[str, str], kernels: tuple[str, str], *, older: bool
+) -> None:
+    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
+    reports = {
+        f"{name}.json": on(name, f"2026-01-{day}T0{hour}:00:00+00:00", cell, kernels=kernel)
+        for hour, (name, day, kernel) in enumerate(zip(("A", "B"), days, kernels, strict=True))
+    }
+    a, b = [line for line in TABLES["section"](reports).splitlines() if line.startswith("**")]
+    assert b == "**B: over mamba_ssm, bf16 inputs**"
+    assert a == f"**A{f', an older kernel (2026-01-{days[0]})' if older else ''}: over mamba_ssm, bf16 inputs**"
+    of_a, of_b = TABLES["page"](reports).split("## [B.json]")
+    assert ("Of an older kernel than the newest" in of_a) is older
+    assert "older kernel" not in of_b
+
+
+def test_of_results_that_have_the_same_cell_that_with_most_cells_counts(done: BenchReport) -> None:
+    cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")]
+    reports = {
+        "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells),
+        "b.json": on("A", "2026-01-01T01:00:00+00:00", *map(twice_as_fast, cells[:2])),
+    }
+    made = TABLES["section"](reports).replace("\u00a0", " ")
+    assert made.count("3.00x") == 3
+    assert "6.00x" not in made
+
+
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
     """A newer result of one does not stand in for the other's."""
-
-    def on(name: str, created: str, *cells: BenchCell) -> BenchReport:
-        gpu = Gpu(name=name, compute_capability="9.0", sm_count=132, memory_bytes=1, l2_bytes=1, driver="1", cuda="1")
-        environment = done.environment.model_copy(update={"gpu": gpu})
-        return done.model_copy(update={"environment": environment, "created": created, "cells": cells})
-
     both = as_cell(done, "mamba2-2.7b", "1 x 1,024"), as_cell(done, "mamba2-2.7b", "1 x 4,096")
-    *others, fused = both[0].cases
-    over = tuple(one.model_copy(update={"device_ratio": 6.0}) for one in fused.speedups)
-    twice_as_fast = both[0].model_copy(update={"cases": (*others, fused.model_copy(update={"speedups": over}))})
     reports = {
         "a.json": on(
-            "A few", "2026-02-01T00:00:00+00:00", twice_as_fast, as_cell(done, "nemotron-3-nano", "1 x 1,024")
+            "A few", "2026-01-01T02:00:00+00:00", twice_as_fast(both[0]), as_cell(done, "nemotron-3-nano", "1 x 1,024")
         ),
-        "b.json": on("B more", "2026-01-01T00:00:00+00:00", *both, as_cell(done, "mamba2-2.7b", "1 x 16,384")),
+        "b.json": on("B more", "2026-01-01T01:00:00+00:00", *both, as_cell(done, "mamba2-2.7b", "1 x 16,384")),
     }
     made = TABLES["section"](reports).replace("\u00a0", " ")
     assert "on one B more and one A few:" in made
