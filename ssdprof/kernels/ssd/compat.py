@@ -30,6 +30,7 @@ def mamba_chunk_scan_combined(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """out (b, l, h, p), or (out, final_states (b, h, p, n) fp32) if return_final_states.  Shapes as in `ssd_fused`.
 
+    A <= 0, which is not checked: a positive one counts as 0, no decay.
     state_dtype None means fp32, where mamba_ssm takes C's dtype: here it costs nothing.  chunk_size has no influence.
     Raises UnsupportedError for seq_idx, cu_seqlens and return_varlen_states: there they describe packed sequences
     together, which `ssd_fused(cu_seqlens=...)` takes with one initial and one final state per sequence.

@@ -55,8 +55,12 @@ def ssd_fused(
 
     x, z: (b, l, h, p)    dt: (b, l, h)    A, dt_bias: (h)    B, C: (b, l, g, n)    D: (h) or (h, p)
     initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
-    cu_seqlens: (sequences + 1) int32 or int64, for sequences packed along l; then b = 1.  Empty ones are allowed.
-    x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.  A <= 0.
+    cu_seqlens: (sequences + 1) int32 or int64, from 0 to l and never falling, for sequences packed along l; then b = 1.
+        Empty ones are allowed.  Its values are not read on the host, so wrong ones are not refused: positions of no
+        sequence are left unwritten, and for sequences that overlap or go past l, memory outside of the tensors may be
+        read and written.
+    x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.
+    A <= 0.  That is not checked either: a positive one counts as 0, no decay.
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
 
     batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it the Hopper kernel cuts
