@@ -13,12 +13,17 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
 from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, unsupported
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper_launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 Kernel = Callable[..., SSDOutput]  # of inputs and, if not EXACT, a precision
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
+
+
+def passing(inputs: SSDInputs, config: HopperConfig) -> str:
+    """How the Hopper kernel's segments come by the states that enter them: "look back", "hand on", ..."""
+    return _passing(config, share_count(inputs, config), buffer_sizes(inputs, EXACT, config))
 
 
 def portable(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
