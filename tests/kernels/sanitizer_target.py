@@ -1,34 +1,40 @@
 """What compute-sanitizer watches: small calls of one kernel, each compared with the oracle.
 
-    python sanitizer_target.py portable|hopper|unfused [batch] [ragged] [packed]
+    python sanitizer_target.py "hopper, shared" batch "n 256"
 
-Inputs are made and outputs are judged on the CPU, so that little else is watched.  Prints "right" last.
+Of a kernel all cases that it takes, if none is named.  Inputs are made and outputs are judged on the CPU, so that
+little else is watched.  Prints "right" last.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
+from fused_kernels import passing
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper_segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.unfused import ssd_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)
-# several segments; whole and broken chunks, one position, empty sequences
+# several segments; whole and broken chunks, one position, empty sequences; with N = 256 halves that exchange parts
 CASES = {
     "batch": (replace(SMALL, batch=3, seqlen=192), RELAXED),
     "ragged": (replace(SMALL, seqlen=300, initial_states=True), EXACT),
     "packed": (replace(SMALL, lengths=(1, 0, 170, 64, 0), skip="(h, p)", initial_states=True), EXACT),
+    "n 128": (replace(SMALL, batch=3, seqlen=130, dstate=128), EXACT),
+    "n 256": (replace(SMALL, batch=3, seqlen=130, heads=1, dstate=256, initial_states=True), EXACT),
 }
 
 
@@ -37,22 +43,35 @@ def portable(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return ssd_fused_portable(inputs, precision, config=config)
 
 
-def hopper(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+def hopper(inputs: SSDInputs, precision: Precision, *, segments: Segments, way: str) -> SSDOutput:
+    """way: how states are to be passed on, of sequences that are not packed."""
     assert unsupported(inputs) == ""
-    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=2))
+    chosen = HopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
+    config = replace(chosen, **asdict(segments))
+    assert passing(inputs, config) == way or inputs.cu_seqlens is not None
+    return ssd_fused_hopper(inputs, precision, config=config)
 
 
 def hopper_shared(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    """Two programs, where there are three sequences of one pair of heads."""
-    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=5, shares=2))
+    """One program less than there are pairs of heads."""
+    shares = inputs.sequences * program_count(inputs) - 1
+    return hopper(inputs, precision, segments=Segments(segment=5, shares=shares), way="hand on" if shares else "none")
 
 
+UNEVEN = Segments(long_count=1, long_segment=2, segment=1)
 KERNELS: dict[str, Callable[[SSDInputs, Precision], SSDOutput]] = {
     "portable": portable,
-    "hopper": hopper,
+    "hopper": partial(hopper, segments=Segments(segment=2), way="look back"),
+    "hopper, uneven": partial(hopper, segments=UNEVEN, way="look back"),
+    "hopper, alone": partial(hopper, segments=replace(UNEVEN, recompute=True), way="recompute"),
     "hopper, shared": hopper_shared,
     "unfused": ssd_unfused,
 }
+
+
+def taken_by(kernel: str) -> list[str]:
+    """Of packed sequences no segment recomputes what is before it."""
+    return [name for name, (case, _) in CASES.items() if not (case.lengths and kernel == "hopper, alone")]
 
 
 def on_the_gpu(inputs: SSDInputs) -> SSDInputs:
@@ -61,7 +80,7 @@ def on_the_gpu(inputs: SSDInputs) -> SSDInputs:
 
 
 def main(kernel: str, *names: str) -> None:
-    for name in names or CASES:
+    for name in names or taken_by(kernel):
         case, precision = CASES[name]
         inputs = case.inputs()
         output = KERNELS[kernel](on_the_gpu(inputs), precision)

@@ -19,8 +19,11 @@ KERNELS = [
     "portable",
     "unfused",
     pytest.param("hopper", marks=ON_HOPPER),
+    pytest.param("hopper, uneven", marks=ON_HOPPER),
+    pytest.param("hopper, alone", marks=ON_HOPPER),
     pytest.param("hopper, shared", marks=ON_HOPPER),
 ]
+MOST = 100_000  # reports
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +49,7 @@ def sanitized(tool: str, kernel: str, *arguments: str, cases: tuple[str, ...] = 
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    options = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", "100000")
+    options = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", str(MOST))
     return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, str(TARGET), kernel, *cases)
 
 
@@ -70,14 +73,19 @@ def role(thread: int) -> int:
 
 
 @ON_HOPPER
-@pytest.mark.parametrize(("kernel", "case"), [("hopper", "ragged"), ("hopper, shared", "batch")])
+@pytest.mark.parametrize(("kernel", "case"), [("hopper", "ragged"), ("hopper", "n 256"), ("hopper, shared", "batch")])
 def test_races_within_a_role(kernel: str, case: str) -> None:
-    """Between roles the tool sees races that are none: a role meets at a barrier of its own, one of its threads then
-    arrives at an mbarrier, and racecheck does not follow that chain for the role's other threads."""
+    """With N = 256 the halves' exchange among them.
+
+    Between roles the tool sees races that are none.  Roles meet at mbarriers, where a thread may arrive for others that
+    it has met at their own barrier, and the copy engine arrives, too.  racecheck learns of such chains bit by bit:
+    NVIDIA's release notes have false reports about mbarriers put right in 2025.4, 2026.1 and 2026.3.  What roles leave
+    for each other `test_fused_hopper_emulated.py` holds, where they take turns at random.
+    """
     said = sanitized("racecheck", kernel, "--racecheck-report", "hazard", cases=(case,))
     pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)
     assert "RACECHECK SUMMARY" in said, said
-    assert len(pairs) == len(re.findall("hazard detected", said))
+    assert len(pairs) == len(re.findall("hazard detected", said)) < MOST
     within = [pair for pair in pairs if role(int(pair[0])) == role(int(pair[1]))]
     assert not within, said
 
