@@ -43,6 +43,14 @@ def hopper(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     return ssd_fused_hopper(inputs, precision, config=config)
 
 
+def hopper_by_default(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
+    """Equal shares of all sequences: for batches of more pairs of heads than multiprocessors."""
+    assert unsupported(inputs) == ""
+    config = HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=False)
+    assert passing(inputs, config) == "hand on"
+    return ssd_fused_hopper(inputs, precision, config=config)
+
+
 def hopper_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     assert unsupported(inputs) == ""
     return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=1))

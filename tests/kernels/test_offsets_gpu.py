@@ -1,15 +1,16 @@
 """Offsets past 2^31 elements, of inputs that are columns of a wide matrix and of outputs: the same bits as near 0."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from fused_kernels import CHOSEN, ON_HOPPER, Kernel
+from fused_kernels import CHOSEN, ON_HOPPER, Kernel, hopper_by_default
 from ssd_cases import EXACT, Case, cu_seqlens
 from test_fused import assert_bitwise, fused
 
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper_segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 
@@ -96,3 +97,18 @@ def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Kernel) -> Non
     whole = kernel(inputs)
     last = kernel(replace(inputs, **{name: getattr(inputs, name)[1:] for name in TOKENS}))
     assert_bitwise(SSDOutput(whole.out[1:], whole.final_states[1:]), last)
+
+
+@ON_HOPPER
+def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
+    """In x, out, initial and final states.  All pairs of heads of the last two sequences are divided."""
+    inputs = large(3301, 130)
+    initial = torch.empty(inputs.states_shape, dtype=BF16, device="cuda")
+    inputs = replace(inputs, initial_states=initial.normal_(generator=torch.Generator("cuda").manual_seed(1)))
+    assert min(inputs.x[:-2].numel(), initial[:-2].numel()) > 2**31
+    assert inputs.sequences * program_count(inputs) % H200 == program_count(inputs)
+    ours = hopper_by_default(inputs)
+    last = replace(inputs, **{name: getattr(inputs, name)[-2:].clone() for name in (*TOKENS, "initial_states")})
+    chosen = HopperConfig.choose(last, H200, batch_invariant=True)
+    alone = ssd_fused_hopper(last, EXACT, config=replace(chosen, **asdict(Segments(segment=3))))
+    assert_bitwise(SSDOutput(ours.out[-2:], ours.final_states[-2:]), alone)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_kernels import CHOSEN, EVERY_KERNEL, Kernel
+from fused_kernels import CHOSEN, EVERY_KERNEL, ON_HOPPER, Kernel, hopper_by_default
 from ssd_cases import EXACT, RELAXED, Case, sequences
 from test_fused import assert_bitwise, fused
 
@@ -41,6 +41,19 @@ def test_a_row_of_a_batch_is_what_it_is_alone(seqlen: int, gate: bool) -> None:
     assert_bitwise(run(row, batch_invariant=True), SSDOutput(*(tensor[5:6] for tensor in whole)))
 
 
+@pytest.mark.parametrize(("dstate", "precision"), [(128, RELAXED), (256, EXACT), (256, RELAXED)], ids=str)
+@pytest.mark.parametrize("seqlen", [100, 2000, 20000])
+def test_a_row_of_a_batch_is_what_it_is_alone_also_relaxed_and_with_n_256(
+    seqlen: int, dstate: int, precision: Precision
+) -> None:
+    """As many heads as are shared equally if the batch may count."""
+    inputs = Case(batch=9, seqlen=seqlen, initial_states=True, **MAMBA2 | dict(heads=32, dstate=dstate)).inputs()
+    whole = run(inputs, precision, batch_invariant=True)
+    row = replace(inputs, **{name: getattr(inputs, name)[5:6] for name in (*TOKENS, "initial_states")})
+    alone = run(row, precision, batch_invariant=True)
+    assert_bitwise(alone, SSDOutput(*(tensor[5:6] for tensor in whole)))
+
+
 @pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_a_packed_sequence_is_what_it_is_packed_alone(kernel: Kernel) -> None:
     inputs = PACKED.inputs()
@@ -60,6 +73,17 @@ def test_a_packed_sequence_is_what_it_is_packed_alone(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", CHOSEN)
 @pytest.mark.parametrize("case", [Case(seqlen=6384, **MAMBA2), PACKED], ids=["batch", "packed"])
 def test_a_graph_replays_it_on_new_inputs(case: Case, kernel: Kernel) -> None:
+    assert_replays(case, kernel)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_a_graph_replays_equal_shares_on_new_inputs(dstate: int) -> None:
+    """States and flags that programs leave for each other are of one replay only."""
+    assert_replays(Case(batch=5, seqlen=1000, **MAMBA2 | dict(dstate=dstate)), hopper_by_default)
+
+
+def assert_replays(case: Case, kernel: Kernel) -> None:
     inputs, others = case.inputs(), replace(case, seed=1).inputs()
     kernel(inputs)  # compiles
     graph = torch.cuda.CUDAGraph()
