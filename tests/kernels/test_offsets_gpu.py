@@ -64,13 +64,32 @@ def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None
 
 @ON_HOPPER
 def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes() -> None:
-    """It goes back two chunks at a time: by 2^31 elements."""
+    """It goes back two chunks at a time, by 2^32 - 8192 elements, in 32 bits by -8192.  With rows 2^24 apart that would
+    be 2^31, which in 32 bits is its own negative: a step that is wrong would go back by as much as the right one."""
     inputs = Case(seqlen=300, **SMALL).inputs()
-    far = spread(inputs, 1 << 24, ("dt",))
+    far = spread(inputs, (1 << 25) - 64, ("dt",))
     assert unsupported(far) == ""
     chosen = HopperConfig.choose(inputs, H200, batch_invariant=False)
     config = replace(chosen, long_count=1, long_segment=4, segment=1, recompute=True)
     assert_bitwise(*(ssd_fused_hopper(one, EXACT, config=config) for one in (far, inputs)))
+
+
+HEADS_FIRST = (Case(batch=2, seqlen=70, **SMALL | dict(heads=80, dstate=128)), (64 * 128, 1 << 25, 128, 1))
+HEADDIM_FIRST = (Case(seqlen=70, **SMALL), (2 * 64, 64, 1 << 26, 1))
+
+
+@pytest.mark.parametrize(("case", "strides"), [HEADS_FIRST, HEADDIM_FIRST], ids=["heads first", "headdim first"])
+@pytest.mark.parametrize("kernel", CHOSEN)
+def test_initial_states_that_are_a_slice_of_a_large_cache(kernel: Kernel, case: Case, strides: tuple[int, ...]) -> None:
+    """NaN lies between, and before them, where offsets in 32 bits would lead to."""
+    inputs = replace(case, initial_states=True).inputs()
+    assert inputs.initial_states is not None
+    states, before = inputs.initial_states.to(BF16), 2**31
+    last = sum((size - 1) * stride for size, stride in zip(states.shape, strides, strict=True))
+    assert last > 2**31
+    memory = torch.full((before + last + 1,), torch.nan, dtype=BF16, device="cuda")
+    far = memory[before:].as_strided(states.shape, strides).copy_(states)
+    assert_bitwise(kernel(replace(inputs, initial_states=far)), kernel(replace(inputs, initial_states=states)))
 
 
 @pytest.mark.parametrize("name", ["dt", "z"])

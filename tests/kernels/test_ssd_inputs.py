@@ -7,6 +7,7 @@ import torch
 from ssd_cases import Case
 
 GOOD = Case(batch=2, seqlen=9, heads=4, groups=2, headdim=5, dstate=3, initial_states=True, gate=True)
+NOTHING = dict(D=None, z=None, dt_bias=None, initial_states=None)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
@@ -19,6 +20,9 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         (dict(x=zeros(2, 9, 20)), r"x must be \(b, l, h, p\)"),
         (dict(x=zeros(2, 9, 4, 5, dtype=torch.float64)), "x must be float32, float16 or bfloat16"),
         (dict(x=zeros(2, 0, 4, 5)), "x is empty"),
+        (dict(x=zeros(2, 9, 0, 5), dt=zeros(2, 9, 0), A=zeros(0), **NOTHING), r"x is empty: \(2, 9, 0, 5\)"),
+        (dict(x=zeros(2, 9, 4, 0), **NOTHING), r"x is empty: \(2, 9, 4, 0\)"),
+        (dict(B=zeros(2, 9, 2, 0), C=zeros(2, 9, 2, 0), **NOTHING), r"B is empty: \(2, 9, 2, 0\)"),
         (dict(x=zeros(2, 9, 4, 5, dtype=torch.float16)), "B must be torch.float16 as x is"),
         (dict(dt=zeros(2, 9, 3)), "dt must have shape"),
         (dict(A=zeros(3)), "A must have shape"),
