@@ -34,6 +34,18 @@ def test_steps_of_any_size(kernel: Kernel, step: float) -> None:
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+@pytest.mark.parametrize("step", [1e-6, 1e-5])
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
+def test_small_steps_of_large_numbers_in_fp16(kernel: Kernel, step: float, scale: float) -> None:
+    """Weights below 2^-14, where fp16 has fewer digits, and products that have all of them."""
+    case = Case(seqlen=330, skip="", **SMALL | dict(dtype=torch.float16))
+    dt = torch.full((1, 330, case.heads), step, device="cuda")
+    inputs = case.inputs(dt=dt, dt_bias=None, dt_softplus=False)
+    inputs.x.mul_(scale)
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("A", [0.0, -SUBNORMAL, -1e-6], ids=str)
 @pytest.mark.parametrize("kernel", CHOSEN)

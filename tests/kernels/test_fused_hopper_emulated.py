@@ -183,6 +183,20 @@ def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int, cu
     assert theirs.out[:, :30].isnan().all()
 
 
+@pytest.mark.parametrize("cut", ["one segment", "even", "none waits"])
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+@pytest.mark.parametrize("step", [1e-6, 1e-5])
+def test_small_steps_of_large_numbers_in_fp16(
+    monkeypatch: pytest.MonkeyPatch, step: float, scale: float, cut: str
+) -> None:
+    """Weights below 2^-14, where fp16 has fewer digits, and products that have all of them."""
+    emulate(monkeypatch, seed=4)
+    case = Case(**SMALL | dict(dstate=64, dtype=torch.float16), seqlen=330, skip="")
+    inputs = case.inputs(dt=torch.full((1, 330, 2), step), dt_bias=None, dt_softplus=False)
+    inputs.x.mul_(scale)
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS[cut])), inputs, EXACT)
+
+
 def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding x times its weight to bf16 costs 1.6e-3; what it takes is added again."""
     emulate(monkeypatch, seed=4)
