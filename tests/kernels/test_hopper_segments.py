@@ -1,11 +1,13 @@
 """How the Hopper kernel cuts a sequence, which needs no GPU to be decided."""
 
 import json
+import math
 import time
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from test_exactness_gpu import NO_LARGER
 
 from ssdprof.kernels.ssd.hopper_segments import UNFUSED_CHUNK, Segments, cut, rounded_twice, simulated_time
 
@@ -53,6 +55,34 @@ def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
     for nchunks in range(1, 200):
         lengths = cut(nchunks, pairs, 1, H200).lengths(nchunks)
         assert rounded_twice(lengths) <= rounded_twice(Segments(segment=UNFUSED_CHUNK).lengths(nchunks))
+
+
+def from_before(lengths: list[int], memory: int) -> float:
+    """f of docs/measuring.md: of the output's energy, what comes from before the segment, for a head whose decay is
+    e^(-1 / memory) a position."""
+    kept = math.exp(-2 / memory)
+    first, before = 0, 0.0
+    for length in lengths:
+        before += kept * (1 - kept**length) / (1 - kept) * (1 - kept**first) / (1 - kept)
+        first += length
+    return before / ((first - kept * (1 - kept**first) / (1 - kept)) / (1 - kept))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
+def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int, halves: int) -> None:
+    """Beside f there is one rounding of each term, and one of the output."""
+    worse = {}
+    for nchunks in range(1, 200):
+        ours, unfused = (
+            [64 * length for length in segments.lengths(nchunks)]
+            for segments in (cut(nchunks, pairs, halves, H200), Segments(segment=UNFUSED_CHUNK))
+        )
+        for memory in (4, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096):
+            ratio = math.sqrt((2 + from_before(ours, memory)) / (2 + from_before(unfused, memory)))
+            if ratio > NO_LARGER:
+                worse[nchunks, memory] = round(ratio, 4)
+    assert not worse, "by (chunks, positions of memory)"
 
 
 def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
