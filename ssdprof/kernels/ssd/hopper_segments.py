@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,8 @@ CALL = 0.6  # launching, and zeroing the flags
 REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
 LONGEST_RECOMPUTED = 128  # chunks of a sequence whose first passes may go over all that is before
 UNFUSED_CHUNK = 4  # the longest of an unfused pipeline: 256 positions
+MEMORIES = (1, 2, 4, 8)  # chunks in which heads forget, beside those that never do
+AS_LARGE = 1.01  # a squared error as large as another, but for what no test can see
 CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
 
 
@@ -78,9 +81,11 @@ def _cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
 
 
 def as_exact_as_unfused(segments: Segments, nchunks: int) -> bool:
-    """Whether no more is rounded twice than by an unfused pipeline with its longest chunks."""
-    unfused = Segments(segment=UNFUSED_CHUNK)
-    return rounded_twice(segments.lengths(nchunks)) <= rounded_twice(unfused.lengths(nchunks))
+    """Whether no head's error is larger than an unfused pipeline's with its longest chunks, however soon it forgets."""
+    ours, theirs = segments.lengths(nchunks), Segments(segment=UNFUSED_CHUNK).lengths(nchunks)
+    return rounded_twice(ours) <= rounded_twice(theirs) and all(
+        squared_error(ours, memory) <= AS_LARGE * squared_error(theirs, memory) for memory in MEMORIES
+    )
 
 
 def rounded_twice(lengths: list[int]) -> int:
@@ -91,6 +96,21 @@ def rounded_twice(lengths: list[int]) -> int:
         pairs += length * before
         before += length
     return pairs
+
+
+def squared_error(lengths: list[int], memory: float) -> float:
+    """Of outputs of a head whose decay is e^(-1 / memory) a chunk.  In units of that of one rounding: their own, one of
+    each term, and a second one of terms from before a segment.  docs/measuring.md."""
+    kept = math.exp(-2 / memory)
+
+    def energy(nchunks: int) -> float:  # that one chunk has of so many, up to its own
+        return (1 - kept**nchunks) / (1 - kept)
+
+    first, before = 0, 0.0
+    for length in lengths:
+        before += kept * energy(length) * energy(first)
+        first += length
+    return 2 + before * (1 - kept) / (first - kept * energy(first))
 
 
 def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
