@@ -24,6 +24,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         (dict(x=zeros(2, 9, 4, 0), **NOTHING), r"x is empty: \(2, 9, 4, 0\)"),
         (dict(B=zeros(2, 9, 2, 0), C=zeros(2, 9, 2, 0), **NOTHING), r"B is empty: \(2, 9, 2, 0\)"),
         (dict(x=zeros(2, 9, 4, 5, dtype=torch.float16)), "B must be torch.float16 as x is"),
+        (dict(dt=zeros(2, 9, 4, dtype=torch.int32)), "dt must be float64, float32, float16 or bfloat16"),
+        (dict(initial_states=zeros(2, 4, 5, 3, dtype=torch.complex64)), "initial_states must be float64"),
         (dict(dt=zeros(2, 9, 3)), "dt must have shape"),
         (dict(A=zeros(3)), "A must have shape"),
         (dict(B=zeros(2, 9, 3, 3)), r"number of heads \(4\) must be a multiple"),

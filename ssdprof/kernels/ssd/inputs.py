@@ -32,7 +32,7 @@ class SSDInputs:
     initial_states: (b, h, p, n); one per sequence if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
         x[:, cu_seqlens[i]:cu_seqlens[i+1]].  Its values are not read on the host.
-    x, B, C and z share a dtype (fp32, fp16 or bf16).
+    x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError that names the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
@@ -110,6 +110,8 @@ class SSDInputs:
             raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} as x is, not {tensor.dtype}")
+        if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
+            raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
 
     @property
     def signature(self) -> Hashable:
