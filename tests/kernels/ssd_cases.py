@@ -78,6 +78,11 @@ def cu_seqlens(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
+def in_fp64(inputs: SSDInputs, *names: str) -> SSDInputs:
+    """The same numbers."""
+    return replace(inputs, **{name: getattr(inputs, name).double() for name in names})
+
+
 def cut(inputs: SSDInputs, start: int, stop: int, **overrides: Any) -> SSDInputs:
     """Positions start..stop of every row."""
     names = ("x", "dt", "B", "C", "z")

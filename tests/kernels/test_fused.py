@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ssd_cases import DTYPES, EXACT, PRECISIONS, Case, assert_close, cut, sequences
+from ssd_cases import DTYPES, EXACT, PRECISIONS, Case, assert_close, cut, in_fp64, sequences
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.registry import UnsupportedError
@@ -59,6 +59,12 @@ def test_against_the_recurrence(case: Case, config: FusedConfig | None) -> None:
 def test_precisions(dtype: torch.dtype, precision: Precision) -> None:
     inputs = Case(dtype=dtype, gate=True, initial_states=True).inputs()
     assert_passes(fused(inputs, precision, TINY), inputs, precision)
+
+
+@pytest.mark.parametrize("name", ["unfused", "fused"])
+def test_all_but_x_B_C_and_z_may_be_fp64(name: str) -> None:
+    inputs = in_fp64(Case(gate=True, initial_states=True).inputs(), "dt", "A", "D", "dt_bias", "initial_states")
+    assert_passes(get("ssd", name).run(inputs, EXACT), inputs, EXACT)
 
 
 @pytest.mark.parametrize(

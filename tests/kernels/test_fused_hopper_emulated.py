@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from gluon_emulator import emulate
-from ssd_cases import EXACT, RELAXED, Case
+from ssd_cases import EXACT, RELAXED, Case, in_fp64
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
@@ -69,6 +69,14 @@ def test_dt_of_another_dtype_than_x(monkeypatch: pytest.MonkeyPatch, dtype: torc
         inputs = replace(inputs, dt=inputs.dt.to(dtype))
         config = config_of(inputs, CUTS["long ones first"])
         assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
+
+
+def test_rates_residual_and_initial_states_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=2)
+    inputs = CASES["ragged batch"].inputs()
+    wide = in_fp64(inputs, "A", "D", "dt_bias", "initial_states")
+    ours, theirs = (ssd_fused_hopper(one, EXACT, config=config_of(one, CUTS["even"])) for one in (wide, inputs))
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
