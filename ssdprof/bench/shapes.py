@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.ssd.fused import MAX_DSTATE, MIN_DSTATE
+from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.ssd.fused import refuse_dstate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,8 @@ def _shape(name: str) -> Shape:
         raise BadInputError(
             f"{name} is no SSD operator: sizes are positive, and groups divide heads.", "Order: heads x P x N x groups."
         )
-    if not MIN_DSTATE <= dstate <= MAX_DSTATE or dstate & (dstate - 1):
-        raise BadInputError(
-            f"{name} has N = {dstate}, and fused takes powers of two from {MIN_DSTATE} to {MAX_DSTATE}.",
-            "Order: heads x P x N x groups.",
-        )
+    try:
+        refuse_dstate(dstate)
+    except UnsupportedError as error:
+        raise BadInputError(f"{name} is not measured: {error}.", "Order: heads x P x N x groups.") from error
     return Shape(name=name, nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups)

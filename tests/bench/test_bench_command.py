@@ -22,9 +22,12 @@ def bench(*words: str) -> tuple[int, str, str]:
     ("words", "complaint"),
     [
         (["--shape", "mamba3"], "'mamba3' is no known shape"),
-        (["--shape", "80x64x24x1"], "N = 24, and fused takes powers of two from 16 to 256"),
-        (["--shape", "80x64x8x1"], "N = 8, and fused takes"),
-        (["--shape", "80x64x512x1"], "N = 512, and fused takes"),
+        (
+            ["--shape", "80x64x24x1"],
+            "80x64x24x1 is not measured: fused: dstate must be a power of two from 16 to 256, not 24",
+        ),
+        (["--shape", "80x64x8x1"], "a power of two from 16 to 256, not 8"),
+        (["--shape", "80x64x512x1"], "a power of two from 16 to 256, not 512"),
         (["--seq", "many"], "'many' is not a prompt length"),
         (["--against", "vllm"], "does not know 'vllm'"),
         (["--against", "published"], "Give a checkout"),

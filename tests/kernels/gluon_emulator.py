@@ -28,8 +28,8 @@ from ssdprof.kernels.ssd import hopper_launch
 
 FOLDER = Path(hopper_launch.__file__).parent
 FILES = (
-    "hopper_shared", "hopper_lanes", "hopper_halves", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit",
-    "hopper_work", "fused_hopper",
+    "hopper_shared", "hopper_weights", "hopper_lanes", "hopper_halves", "hopper_gates", "hopper_roles",
+    "hopper_passing", "hopper_first_pass", "hopper_unit", "hopper_work", "fused_hopper",
 )  # fmt: skip
 LANE = 128  # threads
 PATIENCE = 60.0  # seconds

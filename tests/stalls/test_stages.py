@@ -11,6 +11,7 @@ from ssdprof.stalls.stages import ORDER, UNKNOWN, Place, Sources, parse
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 FILES = sorted(file for file in KERNELS.rglob("*.py") if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
+WITH_BARRIERS = {file.stem: text for file in FILES if "mbarrier.wait(" in (text := file.read_text())}
 
 SOURCE = '''"""A kernel."""
 STAGES = {"helper": "caller", "load": "loads", "_kernel": "setup"}
@@ -176,18 +177,15 @@ def test_every_mark_is_inside_a_kernel() -> None:
 
 
 def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
-    for name in ("hopper_gates", "hopper_roles", "hopper_unit"):
-        text = (KERNELS / "ssd" / f"{name}.py").read_text()
+    assert "hopper_unit" in WITH_BARRIERS
+    for text in WITH_BARRIERS.values():
         waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
-        assert waits
         assert set(waits) <= set(parse(text).waits)
 
 
 def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
-    names = ("hopper_gates", "hopper_roles", "hopper_unit")
-    texts = {name: (KERNELS / "ssd" / f"{name}.py").read_text() for name in names}
-    fillers = Sources(texts).fillers()
-    assert set(fillers) == {stage for text in texts.values() for stage in parse(text).waits.values()}
+    fillers = Sources(WITH_BARRIERS).fillers()
+    assert set(fillers) == {stage for text in WITH_BARRIERS.values() for stage in parse(text).waits.values()}
     assert set(fillers["waiting.scores"]) == {"decayed_scores"}
     assert set(fillers["waiting.chunk"]) == {"put_gates", "hand_over", "load_first", "load_chunk"}
     assert set(fillers["ahead"]) == {"decayed_scores", "add_turn", "scan_chunk", "hand_out"}
@@ -197,7 +195,7 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
 def test_the_fused_kernels_have_every_stage() -> None:
     for names in (
         ("fused_portable", "fused_stages"),
-        ("fused_hopper", "hopper_gates", "hopper_roles", "hopper_passing", "hopper_unit"),
+        ("fused_hopper", "hopper_passing", *WITH_BARRIERS),
     ):
         found: set[str] = set()
         for name in names:

@@ -218,10 +218,15 @@ def _portable_config(inputs: SSDInputs, precision: Precision) -> FusedConfig:
     return tuned.portable(inputs, precision) or FusedConfig.choose(inputs, chosen_for)
 
 
-def _refuse_unsupported(inputs: SSDInputs) -> None:
-    x, dstate = inputs.x, inputs.B.shape[3]
+def refuse_dstate(dstate: int) -> None:
+    """Raises UnsupportedError for an N that the kernels do not take."""
     if not MIN_DSTATE <= dstate <= MAX_DSTATE or dstate & (dstate - 1):
         raise UnsupportedError(f"fused: dstate must be a power of two from {MIN_DSTATE} to {MAX_DSTATE}, not {dstate}")
+
+
+def _refuse_unsupported(inputs: SSDInputs) -> None:
+    x = inputs.x
+    refuse_dstate(inputs.B.shape[3])
     if not x.is_cuda and not INTERPRETED:
         raise UnsupportedError(f"fused: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {x.device}")
     if x.is_cuda and capability(x) < (8, 0):

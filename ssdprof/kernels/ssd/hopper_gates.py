@@ -13,11 +13,11 @@ from ssdprof.kernels.ssd.hopper_shared import (
     ROW,
     WEIGHT,
     add,
-    for_dtype,
     phase,
     place_in,
     reinterpret,
 )
+from ssdprof.kernels.ssd.hopper_weights import two_parts
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -33,7 +33,6 @@ STAGES = {
     "number_of": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
     "decay_exp2": "chunk_cumsum",
-    "two_parts": "chunk_cumsum",
     "put": "chunk_cumsum",
     "rates_of": "chunk_cumsum",
     "tell": "chunk_cumsum",
@@ -113,29 +112,6 @@ def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
 def decay_exp2(log2_decay):
     """2^log2_decay, at most 1: rounding of a difference of sums cannot push it past.  NaN stays NaN."""
     return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
-
-
-@gluon.jit
-def two_parts(v, dtype: gl.constexpr):
-    """v as a sum of two numbers of `dtype`, in the low and the high half of a word: the nearest, and the rest.
-
-    In fp16 the rest is times 2^11, or it would be lost where v is below 2^-14.
-    """
-    code: gl.constexpr = for_dtype(
-        """{
-            .reg .b16 near, rest;
-            .reg .f32 wide, scale;
-            cvt.rn.DTYPE.f32 near, $1;
-            cvt.f32.DTYPE wide, near;
-            sub.rn.f32 wide, $1, wide;
-     f16:   mov.b32 scale, 0x45000000;
-     f16:   mul.rn.f32 wide, wide, scale;
-            cvt.rn.DTYPE.f32 rest, wide;
-            mov.b32 $0, {near, rest};
-        }""",
-        dtype,
-    )
-    return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -22,7 +22,10 @@ of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]
 STAGES = {
     "lane_number": "setup",
     "first_of": "caller",
+    "unit_of": "caller",
+    "half_of": "caller",
     "load_tiles": "caller",
+    "load_transposed": "caller",
     "tiles_of": "caller",
     "store_tiles": "caller",
     "arrive": "caller",
@@ -47,6 +50,18 @@ def lane_number():
 def first_of(lane):
     """The lane whose rows come first in tensors."""
     return gl.to_tensor(0) if LANES == 2 else lane
+
+
+@gluon.jit
+def unit_of(shared, lane):
+    """Which of the program's units a lane works on."""
+    return lane if shared.UNITS == 2 else 0
+
+
+@gluon.jit
+def half_of(shared, lane):
+    """Which half of N a lane has; the first, if N has no halves."""
+    return lane if shared.HALVES == 2 else 0
 
 
 @gluon.constexpr_function
@@ -78,6 +93,12 @@ def load_tiles(tile, layout: gl.constexpr):
     own = tile.load(gl.SliceLayout(0, lanes))[None, :, :]
     both, _ = gl.broadcast(own, gl.full([LANES, SLICE, columns], 0, tile.dtype, lanes))
     return gl.convert_layout(both.reshape([rows, columns]), layout)
+
+
+@gluon.jit
+def load_transposed(shared, place, lane, layout: gl.constexpr):
+    """x^T (lane p, q) of the lanes' units."""
+    return load_tiles(shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout)
 
 
 @gluon.constexpr_function

@@ -14,15 +14,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ssdprof.kernels.ssd.hopper_first_pass import segment_state
 from ssdprof.kernels.ssd.hopper_halves import give_part, own_positions, take_part
-from ssdprof.kernels.ssd.hopper_lanes import LANES, arrive, lanes_layout, load_tiles, store_tiles, tiles_of
+from ssdprof.kernels.ssd.hopper_lanes import (
+    LANES,
+    arrive,
+    half_of,
+    lanes_layout,
+    load_transposed,
+    store_tiles,
+    tiles_of,
+    unit_of,
+)
 from ssdprof.kernels.ssd.hopper_passing import leave, place_of, sum_before
 from ssdprof.kernels.ssd.hopper_shared import (
     CHUNK,
     ENTERING,
     SLICE,
     WEIGHT,
-    for_dtype,
     lane_of,
     phase,
     place_in,
@@ -32,17 +41,11 @@ from ssdprof.kernels.ssd.hopper_shared import (
     rows_of,
     scalar,
 )
+from ssdprof.kernels.ssd.hopper_weights import rounded_off, weighted
 
 STAGES = {
-    "weighted": "chunk_state",
-    "rounded_off": "chunk_state",
     "add_residual": "chunk_scan.residual",
-    "unit_of": "caller",
-    "half_of": "caller",
     "own_rows": "caller",
-    "load_transposed": "caller",
-    "add_turn": "chunk_state.first_pass",
-    "segment_state": "chunk_state.first_pass",
     "hand_out": "chunk_scan.residual",
     "scan_chunk": "setup",
     "scan_segment": "setup",
@@ -56,61 +59,6 @@ WAITS = {
     "unscored": "ahead",
     "written": "ahead",
 }
-
-
-@gluon.jit
-def weighted(x, weight, WHOLE: gl.constexpr):
-    """x^T (lane p, q) times a weight per position, as an operand: times the first part of the weight, or the WHOLE.
-
-    A weight's parts are those of `two_parts`: 0x10001000 is 2^-11, twice.
-    """
-    if WHOLE:
-        code: gl.constexpr = for_dtype(
-            """{
-                .reg .b32 near, rest, scale;
-                prmt.b32 near, $2, $3, 0x5410;
-                prmt.b32 rest, $2, $3, 0x7632;
-                mul.rn.DTYPEx2 rest, $1, rest;
-         f16:   mov.b32 scale, 0x10001000;
-         f16:   mul.rn.f16x2 rest, rest, scale;
-                fma.rn.DTYPEx2 $0, $1, near, rest;
-            }""",
-            x.dtype,
-        )
-    else:
-        code: gl.constexpr = for_dtype(
-            """{
-                .reg .b32 near;
-                prmt.b32 near, $2, $3, 0x5410;
-                mul.rn.DTYPEx2 $0, $1, near;
-            }""",
-            x.dtype,
-        )
-    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight[None, :]], dtype=x.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def rounded_off(x, weight, product):
-    """x * weight - product, where the product is of x and the first part: what that lost.
-
-    x * near - product has no more digits than x, so that only the sum with x * rest is rounded.
-    """
-    code: gl.constexpr = for_dtype(
-        """{
-            .reg .b32 near, rest, lost, scale;
-            prmt.b32 near, $2, $3, 0x5410;
-            prmt.b32 rest, $2, $3, 0x7632;
-            neg.DTYPEx2 lost, $4;
-            fma.rn.DTYPEx2 lost, $1, near, lost;
-     bf16:  fma.rn.bf16x2 $0, $1, rest, lost;
-     f16:   mul.rn.f16x2 rest, $1, rest;
-     f16:   mov.b32 scale, 0x10001000;
-     f16:   fma.rn.f16x2 $0, rest, scale, lost;
-        }""",
-        x.dtype,
-    )
-    args = [x, weight[None, :], product]
-    return gl.inline_asm_elementwise(code, "=r,r,f,f,r", args, dtype=x.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -144,18 +92,6 @@ def add_residual(out, x, D):
     return gl.inline_asm_elementwise(code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2)
 
 
-@gluon.jit
-def unit_of(shared, lane):
-    """Which of the program's units a lane works on."""
-    return lane if shared.UNITS == 2 else 0
-
-
-@gluon.jit
-def half_of(shared, lane):
-    """Which half of N a lane has; the first, if N has no halves."""
-    return lane if shared.HALVES == 2 else 0
-
-
 @gluon.constexpr_function
 def in_parts(shape, rows):
     return [shape[0] // rows, rows, *shape[1:]]
@@ -165,64 +101,6 @@ def in_parts(shape, rows):
 def own_rows(tile, ROWS: gl.constexpr, half):
     """A half's ROWS of a tile, or numbers of a vector: all, if N has no halves."""
     return reinterpret(tile, tile.dtype, in_parts(tile.shape, ROWS), tile.layout).index(half)
-
-
-@gluon.jit
-def load_transposed(shared, place, lane, layout: gl.constexpr):
-    """x^T (lane p, q) of the lanes' units."""
-    return load_tiles(shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout)
-
-
-@gluon.jit
-def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
-    """First pass: adds to the state what the turn after `seen` chunks adds.  Its first chunk's x and weight are loaded.
-
-    Returns those of the next turn, too, the decay of all chunks until this turn's end, and whether there is a next one.
-    """
-    operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
-    weights: gl.constexpr = gl.SliceLayout(0, operand)
-    half = half_of(shared, lane)
-    first = shared.first
-    slot, gate = place_in(seen, first.RING), place_in(seen, first.weights.shape[0])
-    xw = weighted(x, weight, not RELAXED)
-    begun = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
-    if first.TURN == 2:
-        mbarrier.wait(first.full.index(slot + 1), phase(seen, first.RING))
-        x = load_transposed(shared, slot + 1, lane, operand)
-        xw = weighted(x, lane_of(first.weights, gate + 1, lane).load(weights), not RELAXED)
-        begun = warpgroup_mma(xw, rows_of(shared, slot + 1, half), begun, is_async=True)
-    go = scalar(first.goes_on.index(place_in(seen // first.TURN, first.WORDS))) != 0
-    decay = scalar(lane_of(first.decay, gate + first.TURN - 1, lane))
-    if first.TURN == 2:
-        begun = warpgroup_mma_wait(1, deps=[begun])
-        arrive(first.empty.index(slot))
-    # the next turn's first operands, under this one's last product; after the last turn they are not used
-    following = place_in(seen + first.TURN, first.RING)
-    mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.RING), pred=go)
-    x = load_transposed(shared, following, lane, operand)
-    gate = place_in(seen + first.TURN, first.weights.shape[0])
-    weight = lane_of(first.weights, gate, lane).load(weights)
-    state = warpgroup_mma_wait(0, deps=[begun])
-    arrive(first.empty.index(slot + first.TURN - 1))
-    return state, x, weight, decay, go
-
-
-@gluon.jit
-def segment_state(shared, state, lane, RELAXED: gl.constexpr):
-    """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
-    chunks it read."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
-    first = shared.first
-    mbarrier.wait(first.full.index(0), 0)
-    x = load_transposed(shared, 0, lane, operand)
-    weight = lane_of(first.weights, 0, lane).load(gl.SliceLayout(0, operand))
-    decay = 1.0
-    seen = 0
-    go = True
-    while go:
-        state, x, weight, decay, go = add_turn(shared, state, x, weight, seen, lane, RELAXED)
-        seen += first.TURN
-    return state, decay, seen
 
 
 @gluon.jit
