@@ -122,13 +122,13 @@ def _rings(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
 
 
 def _warps(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
-    for num_warps in (4, 8):
+    for num_warps in (2, 4, 8):
         yield replace(config, num_warps=num_warps)
 
 
 def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
     """Segments keep their lengths in positions."""
-    for chunk in (16, 32) if inputs.x.dtype == torch.float32 else (32, 64, 128):
+    for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
             config,
             chunk=chunk,
@@ -140,7 +140,9 @@ def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
 def _blocks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
-        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
+        # of products with rows that are narrower, ptxas loses addresses (docs/ssd-performance.md): wrong, or a fault
+        too_narrow = config.chunk >= 64 and block_p * inputs.x.element_size() < 128
+        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE and not too_narrow:
             yield replace(config, block_p=block_p, p_rows=p_rows)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from ssd_cases import Case
 
 from ssdprof.kernels.ssd.bmm_chunk import BmmChunkConfig
@@ -61,9 +62,10 @@ def portable(capability: tuple[int, int], headdim: int = 64, dstate: int = 128, 
         ((10, 0), {}, (64, 64, True, 4)),
         ((12, 0), {}, (64, 64, True, 8)),
         ((8, 0), {"dstate": 256}, (32, 32, True, 8)),
-        ((9, 0), {"dstate": 256}, (64, 32, False, 4)),
-        ((9, 0), {"headdim": 32}, (64, 32, False, 4)),
-        ((9, 0), {"headdim": 8}, (64, 16, False, 4)),
+        ((9, 0), {"dstate": 256}, (64, 64, False, 8)),
+        ((10, 0), {"dstate": 256}, (64, 32, False, 4)),
+        ((9, 0), {"headdim": 32}, (32, 32, True, 2)),
+        ((9, 0), {"headdim": 8}, (32, 16, True, 2)),
     ],
 )
 def test_the_portable_kernel_by_gpu_and_sizes(
@@ -74,9 +76,17 @@ def test_the_portable_kernel_by_gpu_and_sizes(
 
 def test_fp32_takes_short_chunks_on_every_gpu() -> None:
     for capability in ((8, 0), (9, 0), (12, 0)):
-        assert portable(capability, dstate=64, dtype=torch.float32) == (16, 64, True, 4)
-        assert portable(capability, dtype=torch.float32) == (16, 64, True, 8)
+        assert portable(capability, dstate=64, dtype=torch.float32) == (32, 32, True, 4)
+        assert portable(capability, dtype=torch.float32) == (16, 32, True, 4)
         assert portable(capability, dstate=256, dtype=torch.float32) == (16, 32, False, 8)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.major == 9], ids=str)
+def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: Call) -> None:
+    """docs/ssd-performance.md, row 57.  Products of less than 64 rows take their operands from registers."""
+    tile = first_fit(PORTABLE, call).take
+    width = min(tile.block_p, triton.next_power_of_2(call.headdim)) * (4 if call.wide else 2)
+    assert tile.chunk < 64 or width >= 128
 
 
 def test_a_reason_goes_with_the_choice() -> None:

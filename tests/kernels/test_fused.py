@@ -294,7 +294,7 @@ def test_plan_says_what_is_allocated() -> None:
     inputs = Case(seqlen=600, headdim=8).inputs()
     precision = Precision(state_dtype=torch.float16)
     plan = get("ssd", "fused").plan(inputs, precision)
-    gates, states, sync = (2 * 2 * 600 + 16) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
+    gates, states, sync = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
     assert (plan.variant, plan.launches, plan.workspace_bytes) == ("interpreter", 2, gates + states + sync)
     config = FusedConfig.choose(inputs, (9, 0))
     buffers = buffer_sizes(inputs, precision, config).allocate(inputs.x)
@@ -303,7 +303,7 @@ def test_plan_says_what_is_allocated() -> None:
     assert allocated.pop("final_states") == 2 * 8 * 16 * 4
     assert sum(allocated.values()) == plan.workspace_bytes
     short = get("ssd", "fused").plan(Case(seqlen=200).inputs(), EXACT)
-    assert (short.launches, short.workspace_bytes) == (1, (2 * 2 * 200 + 16) * 4)
+    assert (short.launches, short.workspace_bytes) == (1, (2 * 2 * 200 + 32) * 4)
 
 
 def test_refuses_by_name() -> None:

@@ -57,10 +57,12 @@ def test_sizes_of_models(model: str, dtype: torch.dtype) -> None:
     assert_passes(fused(inputs), inputs, EXACT)
 
 
-@pytest.mark.parametrize("model", ["mamba2-2.7b", "nemotron-3-nano", "p 80"])
-def test_packed_sequences_of_real_sizes(model: str) -> None:
-    lengths = (1024, 0, 4000, 1, 63, 2500, 0)
-    inputs = Case(lengths=lengths, initial_states=True, **MODELS[model], dtype=BF16, device="cuda").inputs()
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model", ["mamba2-2.7b", "nemotron-3-nano", "zamba2", "p 80", "p 128, n 256", "p 32"])
+def test_packed_sequences_of_real_sizes(model: str, dtype: torch.dtype, gate: bool) -> None:
+    case = dict(lengths=(1024, 0, 4000, 1, 63, 2500, 0), initial_states=True, gate=gate) | MODELS[model]
+    inputs = Case(**case, dtype=dtype, device="cuda").inputs()
     assert_passes(fused(inputs), inputs, EXACT)
 
 

@@ -1,5 +1,8 @@
 """What is tried."""
 
+from dataclasses import replace
+
+import torch
 from tuning_fakes import hopper_problem, inputs_of, portable_problem
 
 from ssdprof.kernels.ssd.fused_config import FusedConfig
@@ -70,6 +73,15 @@ def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
         assert config.block_p == 16  # all of P
         assert 1 <= config.min_chunks <= config.max_chunks
         assert config.max_segments >= 1
+
+
+def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses() -> None:
+    """docs/ssd-performance.md, row 57."""
+    inputs = replace(inputs_of(1024), x=torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16))
+    for chunk, narrowest in ((32, 16), (64, 64), (128, 64)):
+        committed = FusedConfig(chunk=chunk)
+        configs = [config for axis in axes(committed) for config in axis(committed, inputs)]
+        assert min(config.block_p for config in configs if config.chunk == chunk) == narrowest  # type: ignore[union-attr]
 
 
 def test_a_chunk_of_another_length_leaves_segments_as_long() -> None:

@@ -101,18 +101,18 @@ class Tile:
     state_stages: int = 3
 
 
-_DOUBLED = "tf32x3 holds every operand twice in registers: short chunks"
+_SHORT = "two tf32 numbers for each operand fill the registers: short chunks and half of P"
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 PORTABLE = (
-    Row(wide=True, dstate=64, take=Tile(chunk=16, block_p=64, p_rows=True, num_warps=4), why=_DOUBLED),
-    Row(wide=True, dstate=128, take=Tile(chunk=16, block_p=64, p_rows=True, num_warps=8), why=_DOUBLED),
-    Row(wide=True, take=Tile(chunk=16, block_p=32, p_rows=False, num_warps=8), why=_DOUBLED),
+    Row(wide=True, dstate=64, take=Tile(chunk=32, block_p=32, p_rows=True, num_warps=4), why=_SHORT),
+    Row(wide=True, dstate=128, take=Tile(chunk=16, block_p=32, p_rows=True, num_warps=4), why=_SHORT),
+    Row(wide=True, take=Tile(chunk=16, block_p=32, p_rows=False, num_warps=8), why=_SHORT),
     Row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
-        take=Tile(chunk=64, block_p=32, p_rows=False, num_warps=4),
-        why=_TWO_PROGRAMS,
+        take=Tile(chunk=32, block_p=32, p_rows=True, num_warps=2),
+        why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
     ),
     Row(
         majors=(9,),
@@ -126,6 +126,11 @@ PORTABLE = (
         dstate=128,
         take=Tile(chunk=64, block_p=64, p_rows=True, num_warps=4),
         why=_TWO_PROGRAMS,
+    ),
+    Row(
+        majors=(9,),
+        take=Tile(chunk=64, block_p=64, p_rows=False, num_warps=8),
+        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM",
     ),
     Row(
         majors=FROM_SHARED_MEMORY,

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels.ssd.hopper_shared import for_dtype
 
-STAGES = {"two_parts": "chunk_cumsum", "weighted": "chunk_state", "rounded_off": "chunk_state"}
+STAGES = {"two_parts": "caller", "weighted": "caller", "rounded_off": "caller"}
 
 
 @gluon.jit
