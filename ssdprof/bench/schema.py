@@ -41,10 +41,11 @@ class Error(Record):
 
 
 class Compiled(Record):
-    """A kernel that Triton's cache did not have.  seconds: of its compiler."""
+    """A kernel that Triton's cache did not have.  seconds: of its compiler, the least of so many tries."""
 
     kernel: str
     seconds: float
+    tries: int = 1
 
 
 class FirstCall(Record):
