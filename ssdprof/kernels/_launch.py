@@ -70,11 +70,6 @@ def launch(
     launcher(programs, *tensors)
 
 
-def forget() -> None:
-    """Look for every kernel's compiled form again, at its next launch."""
-    _kept.clear()
-
-
 @cache
 def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(signature(function).parameters)

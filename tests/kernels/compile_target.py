@@ -36,6 +36,7 @@ class Compiled:
 
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
+    lost_addresses: operands of such products that are read from something else than an address in shared memory
     loads_ahead: of 16-bit numbers, from global memory, in a loop whose next turn is the first to read them
     meetings: how often all threads of the role with states wait for each other in a chunk; 0 of other kernels
     polls, meetings_while_polling: loops that ask for another program's flag, and how often all threads meet in them
@@ -48,6 +49,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     product_waits: int
+    lost_addresses: int
     loads_ahead: int
     meetings: int
     polls: int
@@ -121,6 +123,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
+        lost_addresses=_lost_addresses(code),
         loads_ahead=_loads_ahead(code),
         meetings=_meetings(code) if kernel.metadata.name == "_fused_hopper_kernel" else 0,
         polls=len(polls),
@@ -128,6 +131,41 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         fuses=kernel.metadata.enable_fp_fusion,
         metadata=metadata,
     )
+
+
+def _lost_addresses(code: str) -> int:
+    """Operands of products whose address is not made of 14 bits of another one, by copies, sums and bits alone.
+
+    ptxas 12.8 gives some registers away that hold such an address (docs/ssd-performance.md, row 57).  Spilled ones are
+    not followed.
+    """
+    instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([^\s;]+)\s*([^;]*);", code)
+    written: dict[str, int] = {}  # register -> the last instruction so far that writes it
+    sources: list[list[int]] = []  # of each instruction, those that wrote what it reads
+    lost = 0
+
+    def from_shared_memory(at: int) -> bool:
+        name, operands = instructions[at]
+        if name.startswith(("SGXT", "USGXT", "LDL")) or "0x3fff" in operands:
+            return True
+        followed = name.startswith(
+            ("R2UR", "MOV", "UMOV", "IMAD.MOV", "IMAD.U32", "IADD", "UIADD", "VIADD", "LOP3", "ULOP3")
+        )
+        return followed and any(map(from_shared_memory, sources[at]))
+
+    for at, (name, operands) in enumerate(instructions):
+        product = re.search(r"gdesc\[UR(\d+)\]", operands)
+        if product and name.startswith("HGMMA"):
+            first = int(product[1])
+            from_registers = re.match(r"R\d+, R", operands)
+            for register in (f"UR{first + 2}",) if from_registers else (f"UR{first}", f"UR{first + 2}"):
+                lost += register not in written or not from_shared_memory(written[register])
+        words = re.findall(r"\bU?R\d+\b", operands)
+        stores = name.startswith(("ST", "BRA", "BAR", "HGMMA", "RED"))
+        sources.append([written[word] for word in words[0 if stores else 1 :] if word in written])
+        if words and not stores:
+            written[words[0]] = at
+    return lost
 
 
 def _loops(code: str) -> list[dict[int, str]]:

@@ -49,8 +49,14 @@ def launch_too_large() -> None:
     ssd_fused_portable(inputs, EXACT, config=FusedConfig(chunk=32, block_p=64, state_stages=2))
 
 
+def launch_narrow() -> None:
+    inputs = on_meta(Case(seqlen=1024, gate=True, **MAMBA2, dtype=BF16).inputs())
+    ssd_fused_portable(inputs, EXACT, config=FusedConfig(block_p=32, state_stages=2, scan_stages=1))
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
 TOO_LARGE = {"fp32": launch_too_large}
+NARROW = {"rows of 64 bytes": launch_narrow}
 COMMON = {"mamba2 bf16 exact": LAUNCHES["mamba2 bf16 exact"]}
 
 
@@ -59,6 +65,7 @@ COMMON = {"mamba2 bf16 exact": LAUNCHES["mamba2 bf16 exact"]}
 def test_compiles_within_the_limits(label: str, capability: int) -> None:
     (kernel,) = compiled("test_fused_compile", capability)[label]
     assert kernel.kernel == "_fused_kernel"
+    assert kernel.lost_addresses == 0, kernel
     assert kernel.spilled_bytes <= STACK_BYTES.get(label, COMMON_STACK_BYTES), kernel
     # a kernel whose body the compiler has given up on keeps a handful of registers
     assert kernel.registers > 100, kernel
@@ -78,3 +85,9 @@ def test_the_limits_can_be_broken() -> None:
     """Chunks of 32 are too long for fp32: this is why they are of 16."""
     (kernel,) = compiled("test_fused_compile", 90, "TOO_LARGE")["fp32"]
     assert kernel.spilled_bytes > 1000
+
+
+def test_lost_addresses_are_seen() -> None:
+    """A kernel that is wrong on an H200."""
+    (kernel,) = compiled("test_fused_compile", 90, "NARROW")["rows of 64 bytes"]
+    assert kernel.lost_addresses == 3

@@ -87,6 +87,13 @@ def test_takes_no_more_than_recorded(label: str, capability: int) -> None:
             assert value <= recorded[kernel][key], f"{kernel}: {key} {value}, recorded {recorded[kernel][key]}"
 
 
+@pytest.mark.parametrize("label", LAUNCHES)
+def test_no_product_on_hopper_reads_from_a_lost_address(label: str) -> None:
+    assert [
+        kernel.lost_addresses for kernel in compiled("test_shipped_compile", 90)[label] if kernel.lost_addresses
+    ] == []
+
+
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The rows, by id, that are chosen during a test."""
