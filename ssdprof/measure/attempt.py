@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from ssdprof import kernels
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
@@ -49,7 +50,10 @@ def run_of(case: Case, inputs: SSDInputs) -> Run:
 
 
 def attempt(case: Case, inputs: SSDInputs) -> Attempt:
-    """Plan and run the case.  Whatever an implementation raises becomes a status and a reason; nothing is raised."""
+    """Plan and run the case.  Whatever an implementation raises becomes a status and a reason.
+
+    Raises MissingCapabilityError if a fault in it has taken the GPU from this process.
+    """
 
     def plan() -> Plan:
         return kernels.get("ssd", case.implementation).plan(inputs, kernel_precision(case))
@@ -70,10 +74,31 @@ def attempt_call(name: str, make_plan: Callable[[], Plan], run: Run, inputs: SSD
     except (torch.OutOfMemoryError, MemoryError) as error:
         return Attempt(status="out of memory", reason=first_line(error), plan=plan)
     except Exception as error:
+        refuse_if_lost(inputs.x.device, name, error)
         return Attempt(status="failed", reason=f"{type(error).__name__}: {first_line(error)}", plan=plan)
     # without a Triton kernel that could be asked, the plan says how it ran
     planned = Launch(kernel=name, config=dict(plan.config))
     return Attempt(status="passed", plan=plan, output=output, memory=memory, launches=tuple(launches) or (planned,))
+
+
+def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
+    """MissingCapabilityError if the GPU is lost for this process: after a fault in one kernel CUDA fails whatever is
+    asked of it next, and others would be blamed."""
+    if not _answers(device):
+        raise MissingCapabilityError(
+            f"{culprit} left the GPU unusable for this process: {first_line(error)}",
+            "Nothing can be measured after that.  Leave it out, and please report it.",
+        ) from error
+
+
+def _answers(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def first_line(error: BaseException) -> str:

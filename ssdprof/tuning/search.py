@@ -19,7 +19,7 @@ from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.attempt import first_line
+from ssdprof.measure.attempt import first_line, refuse_if_lost
 from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, ratio_interval, verdict
 from ssdprof.measure.timing import Bench, Recording
@@ -147,6 +147,7 @@ class _Search:
                 if short.x.is_cuda:
                     torch.cuda.synchronize(short.x.device)
             except Exception as error:  # the compiler's or CUDA's, of any kind: this candidate does not run
+                self._refuse_if_lost(config, error)
                 failed[config] = f"{type(error).__name__}: {first_line(error)}"
         self._wrong |= _judge(short, outputs, self._problem.precision)
         right = []
@@ -158,6 +159,10 @@ class _Search:
             else:
                 right.append(config)
         return right
+
+    def _refuse_if_lost(self, config: Config, error: Exception) -> None:
+        what = difference(config, self._committed) or "the committed configuration"
+        refuse_if_lost(self._problem.inputs[-1].x.device, f"The candidate {what}", error)
 
     def _wrong_at_length(self, config: Config) -> str:
         """Why the output is wrong on the very inputs that were timed; empty if it is right.
@@ -180,6 +185,7 @@ class _Search:
             try:
                 recordings[config] = [self._record(inputs, config) for inputs in self._problem.inputs]
             except Exception as error:  # of any kind, as above
+                self._refuse_if_lost(config, error)
                 self._trials[config] = self._untimed(
                     config, "does not run", f"{type(error).__name__}: {first_line(error)}"
                 )

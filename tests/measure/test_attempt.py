@@ -1,0 +1,61 @@
+"""What becomes of a call that does not run."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.kernels.registry import Plan
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure import attempt
+
+GPU = torch.device("cuda")
+
+
+def inputs() -> SSDInputs:
+    x, dt, B = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 2), torch.zeros(1, 4, 1, 16)
+    return SSDInputs(x=x, dt=dt, A=torch.zeros(2), B=B, C=B, chunk_size=16)
+
+
+def faulty() -> SSDOutput:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+
+def attempted() -> attempt.Attempt:
+    return attempt.attempt_call("scan", lambda: Plan(variant="portable", launches=1, config={}), faulty, inputs())
+
+
+def test_an_error_becomes_a_status_and_a_reason() -> None:
+    tried = attempted()
+    assert (tried.status, tried.output, tried.variant) == ("failed", None, "portable")
+    assert tried.reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_answers", lambda _: False)
+    with pytest.raises(
+        MissingCapabilityError, match="scan left the GPU unusable for this process: CUDA error"
+    ) as caught:
+        attempted()
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
+
+
+def raising(error: Exception | None) -> Callable[[torch.device], None]:
+    def synchronize(_: torch.device) -> None:
+        if error is not None:
+            raise error
+
+    return synchronize
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(None, False), (RuntimeError("CUDA error"), True)], ids=["answers", "lost"]
+)
+def test_a_gpu_that_cannot_be_waited_for_is_lost(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, lost: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(error))
+    assert attempt._answers(GPU) is not lost
+    assert attempt._answers(torch.device("cpu"))
