@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import triton
-from triton.runtime.jit import JITFunction
 
 from ssdprof.bench.schema import Compiled, FirstCall
-from ssdprof.kernels import _launch
-from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDOutput
 
-TRIES = 3
-_LONG = 2.0  # s for one kernel
 _AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
 
 
@@ -59,43 +52,6 @@ def first_call(run: Callable[[], SSDOutput], device: torch.device, patience: Pat
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return output, FirstCall(seconds=time.monotonic() - began, compiled=tuple(compiled))
-
-
-def took_long(first: FirstCall | None) -> bool:
-    """Whether a kernel was compiled for so long that it is worth another try.
-
-    A processor that others share has half of its speed for seconds or minutes, and what works beside a compiler is no
-    cost of a kernel: the least of a few tries is.
-    """
-    return first is not None and any(one.seconds > _LONG for one in first.compiled)
-
-
-@contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """As if nobody had ever called a kernel of ssdprof: none is found compiled, in memory or on disk."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("ssdprof.kernels")]:
-        for function in vars(module).values():
-            if isinstance(function, JITFunction):
-                function.device_caches.clear()
-    fused.forget_launches()
-    _launch._kept.clear()  # what is launched the second time without asking Triton
-    with TemporaryDirectory(prefix="ssdprof-") as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder
-        yield
-
-
-def least(first: FirstCall, other: FirstCall | None) -> FirstCall:
-    """`first`, of whose kernels each took the least that it took in either."""
-    if other is None:
-        return first
-    seconds = {one.kernel: one.seconds for one in other.compiled}
-    compiled = (
-        one.model_copy(update={"seconds": min(one.seconds, seconds[one.kernel]), "tries": one.tries + 1})
-        if one.kernel in seconds
-        else one
-        for one in first.compiled
-    )
-    return first.model_copy(update={"compiled": tuple(compiled)})
 
 
 def slower(one: FirstCall | None, other: FirstCall | None) -> FirstCall | None:

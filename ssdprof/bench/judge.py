@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ssdprof.bench.contenders import Entry, widened
-from ssdprof.bench.first_call import TRIES, Patience, TimeIsUp, first_call, least, nothing_compiled, took_long
+from ssdprof.bench.first_call import Patience, TimeIsUp, first_call
 from ssdprof.bench.schema import Error, FirstCall
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, Comparison, compare
@@ -119,34 +119,26 @@ def _judge_together(
 
 
 def _attempt(entry: Entry, patience: Patience) -> tuple[Attempt, FirstCall | None]:
-    tried, first = _first_attempt(entry, patience)
-    if not entry.contender.ours:
-        if tried.output is not None:
-            # a library that tunes itself launched and allocated for that too, and may have left anything in its output
-            tried = attempt_call(entry.contender.name, entry.plan, lambda: widened(entry.run()), entry.inputs)
-        return tried, first
-    for _ in range(TRIES - 1):
-        if first is not None and took_long(first):
-            with nothing_compiled():
-                first = least(first, _first_attempt(entry, patience)[1])
-    return tried, first
-
-
-def _first_attempt(entry: Entry, patience: Patience) -> tuple[Attempt, FirstCall | None]:
     device = entry.inputs.x.device
     first = None
 
     def run() -> SSDOutput:
         nonlocal first
+        if first is not None:
+            return widened(entry.run())
         output, first = first_call(entry.run, device, patience)
         return widened(output)
 
     try:
-        return attempt_call(entry.contender.name, entry.plan, run, entry.inputs), first
+        tried = attempt_call(entry.contender.name, entry.plan, run, entry.inputs)
     except TimeIsUp:
         if patience.exhausted:
             raise BudgetSpent(f" in the first call of {entry.label}") from None
         return Attempt(status="failed", reason=f"its first call was broken off after {patience.most:g} s"), None
+    if tried.output is not None and not entry.contender.ours:
+        # a library that tunes itself launched and allocated for that too, and may have left anything in its output
+        tried = attempt_call(entry.contender.name, entry.plan, run, entry.inputs)
+    return tried, first
 
 
 def _judged(entry: Entry, tried: Attempt, first: FirstCall | None, verdict: Verdict) -> Judged:

@@ -41,11 +41,10 @@ class Error(Record):
 
 
 class Compiled(Record):
-    """A kernel that Triton's cache did not have.  seconds: of its compiler, the least of so many tries."""
+    """A kernel that Triton's cache did not have.  seconds: of its compiler."""
 
     kernel: str
     seconds: float
-    tries: int = 1
 
 
 class FirstCall(Record):

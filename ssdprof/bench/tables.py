@@ -17,8 +17,7 @@ READING = (
     "a share of the device time.  Extra memory: allocated by the call beyond its outputs.  Error: RMS against the fp64 "
     "oracle; its floor is that of the oracle itself, rounded to the output's dtype.  First call: in the cell, with all "
     "that had to be compiled.  Registers and spills are per thread, shared memory per block.  Occupancy: resident "
-    "warps of those that an SM can hold.  Compiled in: the slowest of that name that Triton's cache did not have; each "
-    "is the least of up to three tries, if the first took more than 2 s."
+    "warps of those that an SM can hold.  Compiled in: the slowest of that name that Triton's cache did not have."
 )
 
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import triton
 from fakes import CELL, contender, measured
 
-from ssdprof.bench.first_call import (
-    Patience,
-    TimeIsUp,
-    first_call,
-    least,
-    nothing_compiled,
-    slower,
-    took_long,
-)
+from ssdprof.bench.first_call import Patience, TimeIsUp, first_call, slower
 from ssdprof.bench.inputs import draw
 from ssdprof.bench.judge import BudgetSpent, judge
-from ssdprof.bench.schema import Compiled, FirstCall
-from ssdprof.kernels import _launch
-from ssdprof.kernels.ssd import fused
+from ssdprof.bench.schema import FirstCall
 from ssdprof.kernels.ssd.inputs import SSDOutput
 
 CPU = torch.device("cpu")
@@ -106,67 +95,3 @@ def test_the_first_of_two_first_calls_is_the_one_that_compiled() -> None:
     short, long = FirstCall(seconds=0.1), FirstCall(seconds=2.0)
     assert slower(short, long) is slower(long, short) is slower(None, long) is long
     assert slower(None, None) is None
-
-
-# --- once more, if it took long
-
-
-def one_of(*compiled: tuple[str, float]) -> FirstCall:
-    return FirstCall(seconds=9.0, compiled=tuple(Compiled(kernel=name, seconds=seconds) for name, seconds in compiled))
-
-
-def test_two_seconds_for_one_kernel_are_long() -> None:
-    assert not took_long(None)
-    assert not took_long(one_of(("cumsum", 1.5), ("scan", 2.0)))
-    assert took_long(one_of(("cumsum", 1.5), ("scan", 2.1)))
-
-
-def test_of_two_tries_each_kernel_has_its_least() -> None:
-    both = least(one_of(("cumsum", 1.5), ("scan", 2.1), ("gone", 3.0)), one_of(("cumsum", 1.6), ("scan", 1.2)))
-    assert [(one.kernel, one.seconds, one.tries) for one in both.compiled] == [
-        ("cumsum", 1.5, 2), ("scan", 1.2, 2), ("gone", 3.0, 1),
-    ]  # fmt: skip
-    assert both.seconds == 9.0
-    assert least(both, None) == both
-
-
-@pytest.mark.parametrize(
-    ("ours", "microseconds", "expected"),
-    [
-        (True, (2_500_000, 2_200_000, 2_400_000, 1), (2.2, 3)),
-        (True, (2_500_000, 1_000_000, 1), (1.0, 2)),
-        (True, (1_900_000, 1), (1.9, 1)),
-        (False, (2_500_000, 1, 1), (2.5, 1)),
-    ],
-)
-def test_a_kernel_of_ours_that_compiled_for_long_is_compiled_again(
-    ours: bool, microseconds: tuple[int, ...], expected: tuple[float, int]
-) -> None:
-    """Up to three times in all, and as if never before; another library's compiles once and no more."""
-    left = iter(microseconds)
-    folders = set()
-
-    def run(output: SSDOutput) -> SSDOutput:
-        folders.add(triton.knobs.cache.dir)
-        if triton.knobs.compilation.listener is not None:
-            compile_one("scan", next(left), cache_hit=False)
-        return output
-
-    one = contender("one", lambda _: 1.0, ours=ours, spoil=run)
-    (judged,) = judge(one.entries(draw(CELL, CPU, chunk_size=128)))
-    assert judged.verdict.status == "passed"
-    assert judged.first_call is not None
-    assert [(one.seconds, one.tries) for one in judged.first_call.compiled] == [expected]
-    assert len(folders) == expected[1]
-
-
-def test_nothing_is_found_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_launches", {"signature": None})
-    monkeypatch.setattr(_launch, "_kept", {"launch": None})
-    before = triton.knobs.cache.dir
-    with nothing_compiled():
-        folder = Path(triton.knobs.cache.dir)
-        assert list(folder.iterdir()) == []
-        assert (fused._launches, _launch._kept) == ({}, {})
-    assert not folder.exists()
-    assert triton.knobs.cache.dir == before

@@ -19,18 +19,23 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import triton
 from ssd_cases import EXACT, RELAXED, Case
+from triton.runtime.jit import JITFunction
 
 from ssdprof import kernels
-from ssdprof.bench.first_call import TRIES, Patience, first_call, nothing_compiled
+from ssdprof.bench.first_call import Patience, first_call
+from ssdprof.kernels import _launch
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDOutput
 
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
+TRIES = 3
 BF16, FP32 = torch.bfloat16, torch.float32
 MAMBA2 = Case(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 HYBRID = Case(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
@@ -98,8 +103,18 @@ def _nothing() -> None:
 
 
 def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
-    """The kernels that a first call compiles, and the seconds that each takes."""
-    with nothing_compiled():
+    """The kernels that a first call compiles, and the seconds that each takes: as if nobody had ever called."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("ssdprof.kernels")]:
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                function.device_caches.clear()
+    with (
+        TemporaryDirectory(prefix="ssdprof-") as folder,
+        triton.knobs.cache.scope(),
+        patch.dict(fused._launches, clear=True),
+        patch.dict(_launch._kept, clear=True),
+    ):
+        triton.knobs.cache.dir = folder
         _, first = first_call(run, torch.device("cuda"), Patience())
     return [(one.kernel, round(one.seconds, 3)) for one in first.compiled]
 
