@@ -50,12 +50,18 @@ def _on_hopper(axis: Callable[[HopperConfig, SSDInputs], Iterable[HopperConfig]]
     return checked
 
 
-def _on_portable(axis: Callable[[FusedConfig, SSDInputs], Iterable[Config]]) -> Axis:
+def _on_portable(axis: Callable[[FusedConfig, SSDInputs], Iterable[FusedConfig]]) -> Axis:
     def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
         assert isinstance(config, FusedConfig)
-        return axis(config, inputs)
+        return (one for one in axis(config, inputs) if _addresses_last(one, inputs))
 
     return checked
+
+
+def _addresses_last(config: FusedConfig, inputs: SSDInputs) -> bool:
+    """Of products of 64 rows and more with less than 128 bytes each, ptxas loses addresses: they are wrong, or fault
+    (docs/ssd-performance.md, row 57)."""
+    return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
 
 
 # --- the Hopper kernel
@@ -140,9 +146,7 @@ def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
 def _blocks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
-        # of products with rows that are narrower, ptxas loses addresses (docs/ssd-performance.md): wrong, or a fault
-        too_narrow = config.chunk >= 64 and block_p * inputs.x.element_size() < 128
-        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE and not too_narrow:
+        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
             yield replace(config, block_p=block_p, p_rows=p_rows)
 
 

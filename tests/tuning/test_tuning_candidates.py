@@ -1,13 +1,13 @@
 """What is tried."""
 
-from dataclasses import replace
-
+import pytest
 import torch
 from tuning_fakes import hopper_problem, inputs_of, portable_problem
 
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
 from ssdprof.kernels.ssd.hopper_segments import LONGEST_RECOMPUTED, as_exact_as_unfused
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.tuning.candidates import Config, axes, difference
 from ssdprof.tuning.search import Problem, _for_check
 
@@ -75,13 +75,25 @@ def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
         assert config.max_segments >= 1
 
 
-def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses() -> None:
-    """docs/ssd-performance.md, row 57."""
-    inputs = replace(inputs_of(1024), x=torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16))
-    for chunk, narrowest in ((32, 16), (64, 64), (128, 64)):
-        committed = FusedConfig(chunk=chunk)
-        configs = [config for axis in axes(committed) for config in axis(committed, inputs)]
-        assert min(config.block_p for config in configs if config.chunk == chunk) == narrowest  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    ("headdim", "dtype", "committed"),
+    [
+        (64, torch.bfloat16, FusedConfig()),
+        (64, torch.bfloat16, FusedConfig(chunk=128)),
+        (32, torch.bfloat16, FusedConfig(chunk=32, block_p=32)),
+        (16, torch.float32, FusedConfig(chunk=16, block_p=16)),
+    ],
+)
+def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
+    headdim: int, dtype: torch.dtype, committed: FusedConfig
+) -> None:
+    """docs/ssd-performance.md, row 57.  Whichever axis leads there: longer chunks, or less of P."""
+    inputs = SSDInputs.unchecked(**vars(inputs_of(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)})
+    configs = [config for axis in axes(committed) for config in axis(committed, inputs)]
+    assert len(configs) > 10
+    for config in configs:
+        assert isinstance(config, FusedConfig)
+        assert config.chunk < 64 or config.block_p * dtype.itemsize >= 128, config
 
 
 def test_a_chunk_of_another_length_leaves_segments_as_long() -> None:

@@ -57,7 +57,7 @@ def portable_problem(*seqlens: int) -> Problem:
         calls=Calls.of(inputs[-1], "exact", "portable"),
         inputs=inputs,
         precision=Precision(),
-        committed=FusedConfig(block_p=16, reason="the table"),
+        committed=FusedConfig(chunk=32, block_p=16, reason="the table"),
     )
 
 
