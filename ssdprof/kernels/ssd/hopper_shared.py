@@ -8,10 +8,10 @@
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps for each lane
 
 They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores), `hopper_unit.py` and `hopper_first_pass.py`;
-how two lanes share a role is in `hopper_lanes.py`, what a program has to do in `hopper_work.py`, and what segments
-leave for others in `hopper_passing.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has two lanes:
-two units of one group, or, where N is 256, the two halves of N of one unit, which exchange parts of the output
-(`hopper_halves.py`).
+how two lanes share a role is in `hopper_lanes.py`, how positions are weighted in `hopper_weights.py`, what a program
+has to do in `hopper_work.py`, and what segments leave for others in `hopper_passing.py`.  A unit is a head, or a slice
+of 64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one
+unit, which exchange parts of the output (`hopper_halves.py`).
 Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
 `written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
 
