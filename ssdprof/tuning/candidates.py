@@ -31,7 +31,7 @@ def axes(config: Config) -> tuple[Axis, ...]:
     """
     if isinstance(config, HopperConfig):
         return tuple(map(_on_hopper, (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings)))
-    return tuple(map(_on_portable, (_warps, _chunks, _blocks, _stages, _cuts)))
+    return tuple(map(_on_portable, (_warps, _chunks, _blocks_of_p, _blocks_of_n, _stages, _cuts)))
 
 
 def difference(config: Config, committed: Config) -> str:
@@ -143,11 +143,18 @@ def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
         )
 
 
-def _blocks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+def _blocks_of_p(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
         if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
             yield replace(config, block_p=block_p, p_rows=p_rows)
+
+
+def _blocks_of_n(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+    """Shorter sums than the committed ones, never longer: those are less exact."""
+    for block_n in (64, 128):
+        if block_n < min(config.block_n, inputs.B.shape[3]):
+            yield replace(config, block_n=block_n)
 
 
 def _stages(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:

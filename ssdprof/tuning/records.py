@@ -49,6 +49,7 @@ class PortableSettings(Record):
     min_chunks: Positive
     max_chunks: Positive
     block_p: Positive
+    block_n: Positive
     p_rows: bool
     num_warps: Positive
     state_stages: Positive

@@ -54,6 +54,15 @@ def test_against_the_recurrence(case: Case, config: FusedConfig | None) -> None:
     assert_close(fused(inputs, EXACT, config), ssd_recurrence(inputs), FP32_ROUNDING)
 
 
+@pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_a_state_in_blocks_of_n(block_n: int, p_rows: bool) -> None:
+    case = Case(lengths=(16, 0, 75), dstate=64, groups=2, gate=True, initial_states=True)
+    inputs = case.inputs()
+    config = replace(TINY, block_n=block_n, p_rows=p_rows)
+    assert_close(fused(inputs, EXACT, config), ssd_recurrence(inputs), FP32_ROUNDING)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_precisions(dtype: torch.dtype, precision: Precision) -> None:

@@ -92,22 +92,26 @@ HOPPER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """See `FusedConfig`.  block_p: at most."""
+    """See `FusedConfig`.  block_p, block_n: at most."""
 
     chunk: int
     block_p: int
     p_rows: bool
     num_warps: int
     state_stages: int = 3
+    block_n: int = 256
 
 
-_SHORT = "two tf32 numbers for each operand fill the registers: short chunks and half of P"
+_SHORT = (
+    "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in blocks, "
+    "each of which a tensor core sums by itself: it rounds towards zero whenever it adds products"
+)
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 PORTABLE = (
-    Row(wide=True, dstate=64, take=Tile(chunk=32, block_p=32, p_rows=True, num_warps=4), why=_SHORT),
-    Row(wide=True, dstate=128, take=Tile(chunk=16, block_p=32, p_rows=True, num_warps=4), why=_SHORT),
-    Row(wide=True, take=Tile(chunk=16, block_p=32, p_rows=False, num_warps=8), why=_SHORT),
+    Row(wide=True, dstate=64, take=Tile(chunk=32, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
+    Row(wide=True, dstate=128, take=Tile(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
+    Row(wide=True, take=Tile(chunk=16, block_p=32, block_n=128, p_rows=False, num_warps=8), why=_SHORT),
     Row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,

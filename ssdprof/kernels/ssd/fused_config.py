@@ -23,6 +23,7 @@ class FusedConfig:
         min_chunks or more than max_chunks chunks.  More segments are more programs at work on one sequence; fewer spend
         less on the first pass.
     block_p: how much of P one program holds, a power of two of at least 16
+    block_n: how much of N it multiplies at once, a power of two of at least 16
     p_rows: whether the state is held as (p, n) or as (n, p)
     state_stages, scan_stages: chunks in flight in the first and in the second pass
     """
@@ -32,6 +33,7 @@ class FusedConfig:
     min_chunks: int = 4
     max_chunks: int = 32
     block_p: int = 64
+    block_n: int = 256
     p_rows: bool = True
     num_warps: int = 4
     state_stages: int = 3
@@ -53,6 +55,7 @@ class FusedConfig:
             min_chunks=_MIN_SEGMENT // row.take.chunk,
             max_chunks=_MAX_SEGMENT // row.take.chunk,
             block_p=max(16, min(triton.next_power_of_2(headdim), row.take.block_p)),
+            block_n=min(dstate, row.take.block_n),
             p_rows=row.take.p_rows,
             num_warps=row.take.num_warps,
             state_stages=row.take.state_stages,

@@ -51,9 +51,11 @@ from ssdprof.kernels.ssd.fused_stages import (
     scan_residual,
     segment_chunks,
     segment_state,
+    store_state,
     take_state,
     take_ticket,
     wait_for_state,
+    zero_state,
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -83,12 +85,13 @@ def _fused_kernel(
     initial_states_strides, cu_seqlens_strides, out_strides,
     seqlen, sequences, dt_low, dt_high,
     HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, RULE: tl.constexpr, HANDOVER: tl.constexpr, P_ROWS: tl.constexpr,
-    DT_SOFTPLUS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr, OFFSET: tl.constexpr,
-    STATE_STAGES: tl.constexpr, SCAN_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, P_ROWS: tl.constexpr,
+    RULE: tl.constexpr, HANDOVER: tl.constexpr, DT_SOFTPLUS: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    ALIGNED: tl.constexpr, OFFSET: tl.constexpr, STATE_STAGES: tl.constexpr, SCAN_STAGES: tl.constexpr,
 ):  # fmt: skip
     # stage ticket: which segment of which slice is mine
     SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    BLOCKS: tl.constexpr = DSTATE // BLOCK_N
     ticket = take_ticket(sync_ptr, HANDOVER)
     unit, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
     i_h, first_p = unit // SLICES, (unit % SLICES) * BLOCK_P
@@ -111,11 +114,12 @@ def _fused_kernel(
     # stage setup: where its tensors lie
     i_g = i_h // HEADS_PER_GROUP
     o_q = tl.arange(0, CHUNK)
-    rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P).to(OFFSET), tl.arange(0, DSTATE).to(OFFSET)
+    rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P).to(OFFSET), tl.arange(0, BLOCK_N).to(OFFSET)
     m_p = (o_p < HEADDIM - first_p) | (HEADDIM % BLOCK_P == 0)
     x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
     B_tile = rows * B_strides[1] + o_n[None, :] * B_strides[3]
     C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
+    B_step, C_step = ptr_offset((BLOCK_N,), B_strides[3:]), ptr_offset((BLOCK_N,), C_strides[3:])
     out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
     x_ptr += ptr_offset((i_b, begin, i_h, first_p), x_strides)
     B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3])
@@ -143,24 +147,27 @@ def _fused_kernel(
     )  # fmt: skip
 
     # stage state_passing: the state that enters the segment
-    state = tl.zeros(state_tile.shape, tl.float32)
+    state = zero_state(state_tile, BLOCKS)
     if HANDOVER:
         added, decay_log2 = state, 0.0
         if not last:
             added, decay_log2 = segment_state(
-                state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], gates_ptr, positions,
-                first, count, felt, length, P_ROWS, INTERMEDIATE, STATE_STAGES,
+                state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], B_step,
+                gates_ptr, positions, first, count, felt, length, P_ROWS, INTERMEDIATE, STATE_STAGES,
             )  # fmt: skip
         flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
             wait_for_state(flag_ptr, segment)
-            state = take_state(states_ptr + state_offset, state_tile, m_state)
+            state = take_state(states_ptr + state_offset, state_tile, BLOCK_N, m_state, BLOCKS)
     if initial_states_ptr is not None and segment == 0:
         initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, first_p, 0), initial_states_strides)
         initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
-        state = tl.load(initial_ptr + initial_tile, mask=m_state, other=0.0).to(tl.float32)
+        initial_step = ptr_offset((BLOCK_N,), initial_states_strides[3:])
+        state = take_state(initial_ptr, initial_tile, initial_step, m_state, BLOCKS)
     if HANDOVER and not last:
-        hand_over_state(states_ptr + state_offset, state_tile, m_state, flag_ptr, state, added, decay_log2)
+        hand_over_state(
+            states_ptr + state_offset, state_tile, BLOCK_N, m_state, flag_ptr, state, added, decay_log2
+        )  # fmt: skip
 
     # stage chunk_scan: the output, chunk after chunk
     D, z_tile, z_stride = None, None, None
@@ -175,7 +182,9 @@ def _fused_kernel(
         z_tile, z_stride = rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1]
     for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
         t = i_c * CHUNK
-        C, B, CB = bmm_chunk(C_ptr, C_tile, C_strides[1], B_ptr, B_tile, B_strides[1], t, length, ALIGNED)
+        C, B, CB = bmm_chunk(
+            C_ptr, C_tile, C_strides[1], C_step, B_ptr, B_tile, B_strides[1], B_step, t, length, BLOCKS, ALIGNED
+        )
         out = scan_previous(C, state, gates_ptr, positions, t, P_ROWS)
         out, x = scan_current(
             out, CB, x_ptr, x_tile, x_strides[1], m_p[None, :], gates_ptr, positions, t, length, INTERMEDIATE, ALIGNED
@@ -186,7 +195,7 @@ def _fused_kernel(
         )
     # stage state_passing.store
     if last:
-        tl.store(final_states_ptr + state_offset + state_tile, state, mask=m_state)
+        store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state)
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> BufferSizes:
@@ -248,6 +257,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: FusedConfig, hando
         "DSTATE": inputs.B.shape[3],
         "CHUNK": config.chunk,
         "BLOCK_P": config.block_p,
+        "BLOCK_N": min(config.block_n, inputs.B.shape[3]),
         "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
         "HANDOVER": handover,
         "P_ROWS": config.p_rows,

@@ -1,9 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """The stages of `fused_portable.py`, one function each, in the order of the algorithm.
 
 A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
 
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
+B, C and state are tuples: blocks of N, `step` elements apart in memory.  A sum over N is made of theirs: tensor
+cores round towards zero whenever they add products, and sums of blocks are rounded to nearest.
 A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
 registers where its strides are compile-time constants.  Rows at or past `length` are another sequence's: never read,
 never written.  ALIGNED says that no chunk has any.  Only gates are read past `length`, because a mask per vector would
@@ -28,6 +32,8 @@ STAGES = {
     "take_ticket": "ticket",
     "segment_chunks": "ticket",
     "find_segment": "ticket",
+    "load_blocks": "caller",
+    "zero_state": "caller",
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
     "chunk_state": "chunk_state",
@@ -35,6 +41,7 @@ STAGES = {
     "segment_state": "chunk_state",
     "wait_for_state": "state_passing.wait",
     "take_state": "state_passing.load",
+    "store_state": "caller",
     "hand_over_state": "state_passing.store",
     "bmm_chunk": "bmm_chunk",
     "scan_previous": "chunk_scan.previous",
@@ -82,6 +89,24 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.c
         length += tl.sum(tl.where(mine, stop - start, 0), axis=0)
         before += tl.sum(segments, axis=0)
     return sequence, segment, begin, length.to(tl.int32)
+
+
+@triton.jit
+def load_blocks(ptr, tile, step, mask, BLOCKS: tl.constexpr):
+    """The blocks of N of a chunk's B or C; `tile` is where the first one is."""
+    other: tl.constexpr = None if mask is None else 0.0
+    blocks = ()
+    for k in tl.static_range(BLOCKS):
+        blocks = blocks + (tl.load(ptr + k * step + tile, mask=mask, other=other),)
+    return blocks
+
+
+@triton.jit
+def zero_state(tile, BLOCKS: tl.constexpr):
+    blocks = ()
+    for _ in tl.static_range(BLOCKS):
+        blocks = blocks + (tl.zeros(tile.shape, tl.float32),)
+    return blocks
 
 
 @triton.jit
@@ -147,29 +172,35 @@ def chunk_state(
     weight = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)) * dt
     weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
     weighted = x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]
-    rounded = weighted.to(B.dtype)
-    if tail is None:
-        # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the output,
-        # as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing need wait
-        lost = (weighted - rounded.to(INTERMEDIATE)).to(B.dtype)
-        state *= tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
-        if INTERMEDIATE.primitive_bitwidth > B.dtype.primitive_bitwidth:
-            state = add_outer_products(state, lost, B, P_ROWS)
-    return add_outer_products(state, rounded, B, P_ROWS)
+    rounded = weighted.to(x.dtype)
+    lost = (weighted - rounded.to(INTERMEDIATE)).to(x.dtype)
+    decay = tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    after = ()
+    for k in tl.static_range(len(state)):
+        block = state[k]
+        if tail is None:
+            # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the
+            # output, as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing waits
+            block *= decay
+            if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
+                block = add_outer_products(block, lost, B[k], P_ROWS)
+        after = after + (add_outer_products(block, rounded, B[k], P_ROWS),)
+    return after
 
 
 @triton.jit
-def add_outer_products(state, x, B, P_ROWS: tl.constexpr):
-    """state + sum_t x_t B_t^T."""
+def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
+    """block + sum_t x_t B_t^T, of one block of N."""
     if P_ROWS:
-        return tl.dot(tl.trans(x), B, state, input_precision=DOT_PRECISION)
+        return tl.dot(tl.trans(x), B, block, input_precision=DOT_PRECISION)
     else:
-        return tl.dot(tl.trans(B), x, state, input_precision=DOT_PRECISION)
+        return tl.dot(tl.trans(B), x, block, input_precision=DOT_PRECISION)
 
 
 @triton.jit
 def segment_state(
-    state, x_ptr, x_tile, x_stride, m_p, B_ptr, B_tile, B_stride, gates_ptr, gates_plane, first, count, felt, length,
+    state, x_ptr, x_tile, x_stride, m_p, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane,
+    first, count, felt, length,
     P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
@@ -182,7 +213,7 @@ def segment_state(
     for i in tl.range(0, felt, num_stages=STAGES):
         t = (first + count - 1 - i) * CHUNK
         x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_p, other=0.0)
-        B = tl.load(B_ptr + tl.cast(t, tl.int64) * B_stride + B_tile)
+        B = load_blocks(B_ptr + tl.cast(t, tl.int64) * B_stride, B_tile, B_step, None, len(state))
         state = chunk_state(state, x, B, gates_ptr, gates_plane, t, length, tail, P_ROWS, INTERMEDIATE, True)
         tail += tl.load(gates_ptr + gates_plane + t + CHUNK - 1)
     return state, tail
@@ -196,39 +227,63 @@ def wait_for_state(flag_ptr, segment):
 
 
 @triton.jit
-def take_state(states_ptr, state_tile, m_state):
-    """Stage 3: the state entering the segment, from L2: a line of it in L1 may be older."""
-    return tl.load(states_ptr + state_tile, mask=m_state, other=0.0, cache_modifier=".cg").to(tl.float32)
+def take_state(ptr, tile, step, m_state, BLOCKS: tl.constexpr):
+    """Stage 3: a state in fp32, from L2: a line of it in L1 may be older."""
+    state = ()
+    for k in tl.static_range(BLOCKS):
+        block = tl.load(ptr + k * step + tile, mask=m_state, other=0.0, cache_modifier=".cg")
+        state = state + (block.to(tl.float32),)
+    return state
 
 
 @triton.jit
-def hand_over_state(states_ptr, state_tile, m_state, flag_ptr, entering, added, decay_log2):
+def store_state(ptr, tile, step, m_state, state):
+    """Stage 3, or a sequence's end."""
+    for k in tl.static_range(len(state)):
+        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m_state)
+
+
+@triton.jit
+def hand_over_state(states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2):
     """Stage 3: the state leaving the segment, into the place of the one that entered it."""
-    leaving = entering * tl.exp2(tl.minimum(decay_log2, 0.0, propagate_nan=tl.PropagateNan.ALL)) + added
+    decay = tl.exp2(tl.minimum(decay_log2, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    leaving = ()
+    for k in tl.static_range(len(entering)):
+        leaving = leaving + (entering[k] * decay + added[k],)
     tl.debug_barrier()  # every thread has read what entered
-    tl.store(states_ptr + state_tile, leaving.to(states_ptr.dtype.element_ty), mask=m_state)
+    store_state(states_ptr, tile, step, m_state, leaving)
     tl.debug_barrier()  # every thread has written what leaves
     tl.atomic_add(flag_ptr, 1, sem="release")
 
 
 @triton.jit
-def bmm_chunk(C_ptr, C_tile, C_stride, B_ptr, B_tile, B_stride, t, length, ALIGNED: tl.constexpr):
+def bmm_chunk(
+    C_ptr, C_tile, C_stride, C_step, B_ptr, B_tile, B_stride, B_step, t, length,
+    BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Stage 4: (C, B, C B^T) of one chunk."""
-    m_q = ((tl.arange(0, C_tile.shape[0]) < length - t) | ALIGNED)[:, None]
-    C = tl.load(C_ptr + tl.cast(t, tl.int64) * C_stride + C_tile, mask=m_q, other=0.0)
-    B = tl.load(B_ptr + tl.cast(t, tl.int64) * B_stride + B_tile, mask=m_q, other=0.0)
-    return C, B, tl.dot(C, tl.trans(B), input_precision=DOT_PRECISION)
+    CHUNK: tl.constexpr = C_tile.shape[0]
+    m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
+    C = load_blocks(C_ptr + tl.cast(t, tl.int64) * C_stride, C_tile, C_step, m_q, BLOCKS)
+    B = load_blocks(B_ptr + tl.cast(t, tl.int64) * B_stride, B_tile, B_step, m_q, BLOCKS)
+    CB = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for k in tl.static_range(BLOCKS):
+        CB = tl.dot(C[k], tl.trans(B[k]), CB, input_precision=DOT_PRECISION)
+    return C, B, CB
 
 
 @triton.jit
 def scan_previous(C, state, gates_ptr, gates_plane, t, P_ROWS: tl.constexpr):
     """Stage 5: what entered the chunk, 2^(a_t) h C_t."""
-    o_q = tl.arange(0, C.shape[0])
-    a = tl.load(gates_ptr + gates_plane + t + o_q)
+    CHUNK: tl.constexpr = C[0].shape[0]
+    BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
+    a = tl.load(gates_ptr + gates_plane + t + tl.arange(0, CHUNK))
     decay = tl.exp2(tl.minimum(a, 0.0, propagate_nan=tl.PropagateNan.ALL))
-    if P_ROWS:
-        state = tl.trans(state)
-    return tl.dot(C, state.to(C.dtype), input_precision=DOT_PRECISION) * decay[:, None]
+    out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
+    for k in tl.static_range(len(state)):
+        block = tl.trans(state[k]) if P_ROWS else state[k]
+        out = tl.dot(C[k], block.to(C[k].dtype), out, input_precision=DOT_PRECISION)
+    return out * decay[:, None]
 
 
 @triton.jit
