@@ -14,8 +14,9 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.attempt import attempt, first_line, kernel_precision, run_of
+from ssdprof.measure.attempt import attempt, kernel_precision, run_of
 from ssdprof.measure.cases import Case, Group, batches_of, groups_of
+from ssdprof.measure.faults import first_line
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.memory import outputs_that_fit
 from ssdprof.measure.roofline import dims_of, roofline

@@ -241,6 +241,8 @@ def test_an_interruption_keeps_what_is_finished(
 class FakeBench:
     """Every call takes its implementation's time; the device half of it."""
 
+    device = torch.device("cpu")
+
     def __init__(self, times: dict[str, float], stop_at: int | None = None) -> None:
         self.times, self.stop_at, self.calls = times, stop_at, 0
         self.spoil: Callable[[SSDOutput], object] = lambda _: None

@@ -14,6 +14,7 @@ from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import Judged, still_right
 from ssdprof.bench.schema import BenchCase, Kernel, Trial
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.faults import blaming
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan, sample_in_turns
@@ -100,10 +101,14 @@ def _trial_times(candidates: Sequence[Judged], bench: Bench) -> dict[str, float]
     recordings = {}
     for candidate in candidates:
         try:
-            recordings[candidate.entry.label] = bench.record(candidate.entry.run)
+            label = candidate.entry.label
+            recordings[label] = blaming(bench.device, label, partial(bench.record, candidate.entry.run))
         except (CaptureError, torch.OutOfMemoryError):
             continue
-    samplers = {label: partial(bench.device_us, recording) for label, recording in recordings.items()}
+    samplers = {
+        label: partial(blaming, bench.device, label, partial(bench.device_us, recording))
+        for label, recording in recordings.items()
+    }
     samples = sample_in_turns(samplers, TRIALS) if samplers else {}
     return {label: float(np.median(values)) for label, values in samples.items()}
 

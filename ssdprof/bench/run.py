@@ -23,7 +23,7 @@ from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.measure.attempt import first_line
+from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.roofline import dims_of, measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from ssdprof import kernels
-from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
@@ -17,6 +16,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import check_output
 from ssdprof.measure.cases import Case
 from ssdprof.measure.dtypes import dtype_named
+from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import recorded_launches
 from ssdprof.measure.memory import run_and_measure
 from ssdprof.measure.timing import Run
@@ -79,28 +79,3 @@ def attempt_call(name: str, make_plan: Callable[[], Plan], run: Run, inputs: SSD
     # without a Triton kernel that could be asked, the plan says how it ran
     planned = Launch(kernel=name, config=dict(plan.config))
     return Attempt(status="passed", plan=plan, output=output, memory=memory, launches=tuple(launches) or (planned,))
-
-
-def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
-    """MissingCapabilityError if the GPU is lost for this process: after a fault in one kernel CUDA fails whatever is
-    asked of it next, and others would be blamed."""
-    if not _answers(device):
-        raise MissingCapabilityError(
-            f"{culprit} left the GPU unusable for this process: {first_line(error)}",
-            "Nothing can be measured after that.  Leave it out, and please report it.",
-        ) from error
-
-
-def _answers(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def first_line(error: BaseException) -> str:
-    """Of the message; errors of compilers and of CUDA go on for pages."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

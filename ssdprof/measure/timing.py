@@ -20,6 +20,7 @@ import torch
 from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.events import cuda_event
+from ssdprof.measure.faults import blaming
 from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, median_interval, ratio_interval, verdict
 from ssdprof.schema import Speedup, Timing
@@ -40,6 +41,9 @@ class Recording:
 
 
 class Bench(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
     def record(self, run: Run) -> Recording:
         """Capture a call.  Raises CaptureError."""
 
@@ -94,12 +98,13 @@ def time_in_turns(
     """Time every run against the others.
 
     check(key, output): "" if the output is still right.  It is asked after the timed loop, about a replay and a call.
+    Raises MissingCapabilityError, with the key, if a fault in a run has taken the GPU from this process.
     """
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
     for key, run in runs.items():
         try:
-            recordings[key] = bench.record(run)
+            recordings[key] = blaming(bench.device, key, partial(bench.record, run))
         except CaptureError as error:
             untimed[key] = f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
         except torch.OutOfMemoryError as error:
@@ -107,8 +112,8 @@ def time_in_turns(
 
     samplers: dict[str, Sampler] = {}
     for key, recording in recordings.items():
-        samplers[f"call {key}"] = partial(bench.call_us, runs[key])
-        samplers[f"device {key}"] = partial(bench.device_us, recording)
+        samplers[f"call {key}"] = partial(blaming, bench.device, key, partial(bench.call_us, runs[key]))
+        samplers[f"device {key}"] = partial(blaming, bench.device, key, partial(bench.device_us, recording))
     gc.collect()
     with no_garbage_collection():  # one in the middle of a call is not the call's
         samples = sample_in_turns(samplers, plan) if samplers else {}
@@ -116,8 +121,8 @@ def time_in_turns(
     sampled: dict[str, Sampled] = {}
     changed: dict[str, str] = {}
     for key, recording in recordings.items():
-        bench.device_us(recording)  # recordings share memory: only the latest replay's output is whole
-        reason = check(key, recording.output) or check(key, runs[key]())
+        samplers[f"device {key}"]()  # recordings share memory: only the latest replay's output is whole
+        reason = check(key, recording.output) or check(key, blaming(bench.device, key, runs[key]))
         if reason:
             changed[key] = reason
         else:
@@ -129,7 +134,7 @@ class CudaBench:
     """The stopwatch of one GPU, for its current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         # four times the L2: every line is replaced, and the GPU stays busy while the host enqueues what is timed
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
@@ -139,19 +144,19 @@ class CudaBench:
 
     def record(self, run: Run) -> Recording:
         """Capture after one call on another stream, as CUDA graphs need; all recordings share their workspace."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         try:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 run()
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool):
                 output = run()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self._pool = torch.cuda.graph_pool_handle()  # the old one still waits for the end of the capture
             raise CaptureError(str(error).splitlines()[0]) from error
         return Recording(graph, output)
@@ -159,7 +164,7 @@ class CudaBench:
     def call_us(self, run: Run) -> float:
         """The GPU is idle when the call begins: nothing hides the time to launch."""
         self._evict_l2()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         self._start.record()
         run()
         self._stop.record()

@@ -13,7 +13,7 @@ import torch
 from ssdprof import __version__, environment, schema
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.measure.attempt import first_line
+from ssdprof.measure.faults import first_line
 from ssdprof.measure.timing import CudaBench
 from ssdprof.progress import Watcher
 from ssdprof.tuning.problems import Source, problems

@@ -19,7 +19,7 @@ from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.attempt import first_line, refuse_if_lost
+from ssdprof.measure.faults import blaming, first_line, refuse_if_lost
 from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, ratio_interval, verdict
 from ssdprof.measure.timing import Bench, Recording
@@ -161,8 +161,10 @@ class _Search:
         return right
 
     def _refuse_if_lost(self, config: Config, error: Exception) -> None:
-        what = difference(config, self._committed) or "the committed configuration"
-        refuse_if_lost(self._problem.inputs[-1].x.device, f"The candidate {what}", error)
+        refuse_if_lost(self._bench.device, self._named(config), error)
+
+    def _named(self, config: Config) -> str:
+        return f"The candidate {difference(config, self._committed) or 'the committed configuration'}"
 
     def _wrong_at_length(self, config: Config) -> str:
         """Why the output is wrong on the very inputs that were timed; empty if it is right.
@@ -171,7 +173,8 @@ class _Search:
         """
         packed = [] if isinstance(config, HopperConfig) else [_packed(self._problem.inputs[-1])]
         for inputs in (*self._problem.inputs, *packed):
-            why = _judge(inputs, {config: self._run(inputs, config)}, self._problem.precision)[config]
+            output = blaming(self._bench.device, self._named(config), partial(self._run, inputs, config))
+            why = _judge(inputs, {config: output}, self._problem.precision)[config]
             if why:
                 return why
         return ""
@@ -190,7 +193,8 @@ class _Search:
                     config, "does not run", f"{type(error).__name__}: {first_line(error)}"
                 )
         named: dict[str, Sampler] = {
-            str(number): partial(_mean_us, self._bench, kept) for number, kept in enumerate(recordings.values())
+            str(number): partial(blaming, self._bench.device, self._named(config), partial(_mean_us, self._bench, kept))
+            for number, (config, kept) in enumerate(recordings.items())
         }
         samples = sample_in_turns(named, plan) if named else {}
         return dict(zip(recordings, samples.values(), strict=True))

@@ -36,6 +36,7 @@ HOPPER = Limits(warps=64, blocks=32, shared_bytes=233_472)
 class FakeBench:
     """Device time: what the run says of its entry.  A call costs 10 us more."""
 
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     uncapturable: frozenset[str] = frozenset()
     recorded: list[str] = field(default_factory=list)
 

@@ -1,16 +1,12 @@
 """What becomes of a call that does not run."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure import attempt
-
-GPU = torch.device("cuda")
+from ssdprof.measure import attempt, faults
 
 
 def inputs() -> SSDInputs:
@@ -33,29 +29,10 @@ def test_an_error_becomes_a_status_and_a_reason() -> None:
 
 
 def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_answers", lambda _: False)
+    monkeypatch.setattr(faults, "_answers", lambda _: False)
     with pytest.raises(
         MissingCapabilityError, match="scan left the GPU unusable for this process: CUDA error"
     ) as caught:
         attempted()
     assert "\n" not in caught.value.message
     assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
-
-
-def raising(error: Exception | None) -> Callable[[torch.device], None]:
-    def synchronize(_: torch.device) -> None:
-        if error is not None:
-            raise error
-
-    return synchronize
-
-
-@pytest.mark.parametrize(
-    ("error", "lost"), [(None, False), (RuntimeError("CUDA error"), True)], ids=["answers", "lost"]
-)
-def test_a_gpu_that_cannot_be_waited_for_is_lost(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, lost: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", raising(error))
-    assert attempt._answers(GPU) is not lost
-    assert attempt._answers(torch.device("cpu"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure import faults
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaBench, Recording, Run, Sampled, time_in_turns
 
@@ -17,6 +20,8 @@ PLAN = SamplingPlan(warmup_rounds=1, min_rounds=10, max_rounds=10)
 
 class FakeBench:
     """Calls cost what the run's own `cost` says, replays half of it."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -71,6 +76,22 @@ def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Except
 def test_nothing_left_to_time_is_no_error() -> None:
     session = time_in_turns({"a": FakeRun(1, CaptureError("no"))}, FakeBench(), PLAN, check=fine)
     assert (session.sampled, list(session.untimed)) == ({}, ["a"])
+
+
+@pytest.mark.parametrize("event", ["record", "call_us", "device_us"])
+def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    """It ran well before: whether a kernel faults may depend on what else is in memory."""
+    timed = getattr(FakeBench, event)
+
+    def faulty(bench: FakeBench, what: Any) -> object:
+        if getattr(what, "graph", what).cost == 100:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return timed(bench, what)
+
+    monkeypatch.setattr(faults, "_answers", lambda _: False)
+    monkeypatch.setattr(FakeBench, event, faulty)
+    with pytest.raises(MissingCapabilityError, match=r"^b left the GPU unusable"):
+        time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=fine)
 
 
 def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None:

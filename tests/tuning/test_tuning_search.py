@@ -11,7 +11,7 @@ from tuning_fakes import COMMITTED_SEGMENT, Fake, hopper_problem, portable_probl
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.measure import attempt
+from ssdprof.measure import faults
 from ssdprof.tuning.records import HopperSettings, Outcome, PortableSettings, Trial
 from ssdprof.tuning.search import Problem, search
 
@@ -103,10 +103,10 @@ def test_what_does_not_run_is_named() -> None:
     assert outcome.find is not None
 
 
-@pytest.mark.parametrize("broken", ["refused", "uncapturable"])
+@pytest.mark.parametrize("broken", ["refused", "uncapturable", "faulty"])
 def test_a_candidate_that_costs_the_gpu_ends_the_search(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """Or all others would be said not to run."""
-    monkeypatch.setattr(attempt, "_answers", lambda _: False)
+    monkeypatch.setattr(faults, "_answers", lambda _: False)
     fake = Fake(by_segment, **{broken: lambda config: config.segment == 4})
     with pytest.raises(MissingCapabilityError, match="The candidate segment 4 left the GPU unusable"):
         found(hopper_problem(), fake)

@@ -63,12 +63,15 @@ def portable_problem(*seqlens: int) -> Problem:
 
 @dataclass
 class Fake:
-    """cost(config, tokens): microseconds.  spoilt(config, tokens): whether the output is wrong.  noise: factors."""
+    """cost(config, tokens): microseconds.  spoilt(config, tokens): whether the output is wrong.  noise: factors.
+    faulty(config): whether it fails while it is timed."""
 
+    device = torch.device("cpu")
     cost: Callable[[Any, int], float]
     spoilt: Callable[[Any, int], bool] = lambda _config, _tokens: False
     refused: Callable[[Any], bool] = lambda _config: False
     uncapturable: Callable[[Any], bool] = lambda _config: False
+    faulty: Callable[[Any], bool] = lambda _config: False
     noise: Iterator[float] = field(default_factory=lambda: cycle((0.999, 1.001)))
     ran: list[tuple[Config, int]] = field(default_factory=list)
     _right: dict[tuple[object, ...], SSDOutput] = field(default_factory=dict)
@@ -92,6 +95,8 @@ class Fake:
         return Recording(graph=self.ran[-1], output=output)
 
     def device_us(self, recording: Recording) -> float:
+        if self.faulty(recording.graph[0]):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.cost(*recording.graph) * next(self.noise)
 
     def call_us(self, _run: Run) -> float:

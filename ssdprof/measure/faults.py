@@ -1,0 +1,46 @@
+"""Whether a kernel's error has cost the process its GPU, and whose it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from ssdprof.errors import MissingCapabilityError
+
+T = TypeVar("T")
+
+
+def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
+    """What `work` returns or raises; MissingCapabilityError with the culprit's name if the GPU is lost by it."""
+    try:
+        return work()
+    except Exception as error:
+        refuse_if_lost(device, culprit, error)
+        raise
+
+
+def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
+    """MissingCapabilityError if the GPU is lost for this process: after a fault in one kernel CUDA fails whatever is
+    asked of it next, and others would be blamed."""
+    if not _answers(device):
+        raise MissingCapabilityError(
+            f"{culprit} left the GPU unusable for this process: {first_line(error)}",
+            "Nothing can be measured after that.  Leave it out, and please report it.",
+        ) from error
+
+
+def _answers(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    """Of the message; errors of compilers and of CUDA go on for pages."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

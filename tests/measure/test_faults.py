@@ -1,0 +1,49 @@
+"""A kernel that costs the process its GPU is named; any other error stays what it is."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.measure import faults
+
+GPU = torch.device("cuda")
+
+
+def faulty() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+
+def raising(error: Exception | None) -> Callable[[torch.device], None]:
+    def synchronize(_: torch.device) -> None:
+        if error is not None:
+            raise error
+
+    return synchronize
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(None, False), (RuntimeError("CUDA error"), True)], ids=["answers", "lost"]
+)
+def test_a_gpu_that_cannot_be_waited_for_is_lost(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, lost: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(error))
+    assert faults._answers(GPU) is not lost
+    assert faults._answers(torch.device("cpu"))
+
+
+def test_the_culprit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(RuntimeError("CUDA error")))
+    with pytest.raises(
+        MissingCapabilityError, match=r"^fused left the GPU unusable for this process: CUDA error: an il"
+    ):
+        faults.blaming(GPU, "fused", faulty)
+
+
+def test_an_error_that_leaves_the_gpu_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(None))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        faults.blaming(GPU, "fused", faulty)
+    assert faults.blaming(GPU, "fused", lambda: 3) == 3
