@@ -96,3 +96,12 @@ def test_packed_sequences_do_not_meet() -> None:
 def test_configurations_agree(config: FusedConfig) -> None:
     inputs = Case(**MAMBA2 | dict(heads=4), seqlen=3000).inputs()
     assert_passes(ssd_fused_portable(inputs, EXACT, config=config), inputs, EXACT)
+
+
+@pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_state_in_blocks_of_n(dtype: torch.dtype, p_rows: bool) -> None:
+    config = FusedConfig(chunk=32, max_segments=5, min_chunks=1, block_p=32, block_n=64, p_rows=p_rows, num_warps=8)
+    sizes = MODELS["p 128, n 256"]
+    inputs = Case(lengths=(700, 0, 1300), **sizes, gate=True, initial_states=True, dtype=dtype, device="cuda").inputs()
+    assert_passes(ssd_fused_portable(inputs, EXACT, config=config), inputs, EXACT)
