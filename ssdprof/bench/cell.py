@@ -100,8 +100,8 @@ def _trial_times(candidates: Sequence[Judged], bench: Bench) -> dict[str, float]
     """Device time of each that can be captured; `time_in_turns` says why one cannot."""
     recordings = {}
     for candidate in candidates:
+        label = candidate.entry.label
         try:
-            label = candidate.entry.label
             recordings[label] = blaming(bench.device, label, partial(bench.record, candidate.entry.run))
         except (CaptureError, torch.OutOfMemoryError):
             continue

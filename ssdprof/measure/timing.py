@@ -121,13 +121,19 @@ def time_in_turns(
     sampled: dict[str, Sampled] = {}
     changed: dict[str, str] = {}
     for key, recording in recordings.items():
-        samplers[f"device {key}"]()  # recordings share memory: only the latest replay's output is whole
-        reason = check(key, recording.output) or check(key, blaming(bench.device, key, runs[key]))
+        look = partial(_reason_now, partial(check, key), runs[key], bench, recording)
+        reason = blaming(bench.device, key, look)  # whatever a call leaves the GPU to do is done when it was looked at
         if reason:
             changed[key] = reason
         else:
             sampled[key] = Sampled(call=samples[f"call {key}"], device=samples[f"device {key}"])
     return Session(sampled=sampled, untimed=untimed, changed=changed)
+
+
+def _reason_now(check: Callable[[SSDOutput], str], run: Run, bench: Bench, recording: Recording) -> str:
+    """Of a replay and of a call, what `check` says."""
+    bench.device_us(recording)  # recordings share memory: only the latest replay's output is whole
+    return check(recording.output) or check(run())
 
 
 class CudaBench:

@@ -173,11 +173,13 @@ class _Search:
         """
         packed = [] if isinstance(config, HopperConfig) else [_packed(self._problem.inputs[-1])]
         for inputs in (*self._problem.inputs, *packed):
-            output = blaming(self._bench.device, self._named(config), partial(self._run, inputs, config))
-            why = _judge(inputs, {config: output}, self._problem.precision)[config]
+            why = blaming(self._bench.device, self._named(config), partial(self._wrong_on, inputs, config))
             if why:
                 return why
         return ""
+
+    def _wrong_on(self, inputs: SSDInputs, config: Config) -> str:
+        return _judge(inputs, {config: self._run(inputs, config)}, self._problem.precision)[config]
 
     # --- fast
 

@@ -94,6 +94,19 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest
         time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=fine)
 
 
+def test_a_call_whose_fault_shows_when_its_output_is_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call returns before the GPU has done its work."""
+
+    def look(key: str, _output: SSDOutput) -> str:
+        if key == "b":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return ""
+
+    monkeypatch.setattr(faults, "_answers", lambda _: False)
+    with pytest.raises(MissingCapabilityError, match=r"^b left the GPU unusable"):
+        time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=look)
+
+
 def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None:
     bench, seen = FakeBench(), []
 
