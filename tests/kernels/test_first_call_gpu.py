@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Case, str, Precision]] = {
     "hopper, n 256, packed": (Case(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
     "portable, n 256, gate": (Case(**vars(LARGE) | {"seqlen": 4096, "gate": True}), "fused", EXACT),
     "portable, fp32": (Case(**vars(MAMBA2) | {"dtype": FP32}), "fused", EXACT),
+    "portable, fp32, n 256": (Case(**vars(LARGE) | {"seqlen": 4096, "dtype": FP32}), "fused", EXACT),
     "unfused": (Case(**vars(MAMBA2) | {"chunk_size": 256}), "unfused", EXACT),
     "unfused, packed, fp32": (
         Case(**vars(HYBRID) | {"lengths": LENGTHS, "dtype": FP32, "gate": True, "chunk_size": 128}),

@@ -109,9 +109,8 @@ _SHORT = (
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 PORTABLE = (
-    Row(wide=True, dstate=64, take=Tile(chunk=32, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
-    Row(wide=True, dstate=128, take=Tile(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
-    Row(wide=True, take=Tile(chunk=16, block_p=32, block_n=128, p_rows=False, num_warps=8), why=_SHORT),
+    Row(wide=True, dstate=128, take=Tile(chunk=32, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
+    Row(wide=True, take=Tile(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
     Row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
@@ -134,8 +133,9 @@ PORTABLE = (
     ),
     Row(
         majors=(9,),
-        take=Tile(chunk=64, block_p=64, p_rows=False, num_warps=8),
-        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM",
+        take=Tile(chunk=64, block_p=64, p_rows=False, num_warps=8, block_n=128),
+        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in halves, each "
+        "of which a stage reads by itself, because whole rows of B and C do not fit beside the state",
     ),
     Row(
         majors=FROM_SHARED_MEMORY,

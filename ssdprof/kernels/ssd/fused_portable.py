@@ -41,13 +41,12 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.fused_buffers import BufferSizes
 from ssdprof.kernels.ssd.fused_config import FusedConfig
 from ssdprof.kernels.ssd.fused_stages import (
-    bmm_chunk,
     chunk_cumsum,
+    chunk_products,
     chunk_state,
     find_segment,
     hand_over_state,
     scan_current,
-    scan_previous,
     scan_residual,
     segment_chunks,
     segment_state,
@@ -182,14 +181,17 @@ def _fused_kernel(
         z_tile, z_stride = rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1]
     for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
         t = i_c * CHUNK
-        C, B, CB = bmm_chunk(
-            C_ptr, C_tile, C_strides[1], C_step, B_ptr, B_tile, B_strides[1], B_step, t, length, BLOCKS, ALIGNED
-        )
-        out = scan_previous(C, state, gates_ptr, positions, t, P_ROWS)
+        CB, out = chunk_products(
+            state, C_ptr, C_tile, C_strides[1], C_step, B_ptr, B_tile, B_strides[1], B_step, gates_ptr, positions,
+            t, length, P_ROWS, ALIGNED,
+        )  # fmt: skip
         out, x = scan_current(
             out, CB, x_ptr, x_tile, x_strides[1], m_p[None, :], gates_ptr, positions, t, length, INTERMEDIATE, ALIGNED
         )
-        state = chunk_state(state, x, B, gates_ptr, positions, t, length, None, P_ROWS, INTERMEDIATE, ALIGNED)
+        state = chunk_state(
+            state, x, B_ptr, B_tile, B_strides[1], B_step, gates_ptr, positions, t, length, None,
+            P_ROWS, INTERMEDIATE, ALIGNED,
+        )  # fmt: skip
         scan_residual(
             out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_strides[1], m_p[None, :], t, length, ALIGNED
         )

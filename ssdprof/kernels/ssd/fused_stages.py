@@ -6,8 +6,9 @@
 A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
 
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
-B, C and state are tuples: blocks of N, `step` elements apart in memory.  A sum over N is made of theirs: tensor
-cores round towards zero whenever they add products, and sums of blocks are rounded to nearest.
+N is cut into blocks, `step` elements apart in memory; the state is a tuple of them.  A sum over N is made of theirs:
+tensor cores round towards zero whenever they add products, and sums of blocks are rounded to nearest.  Where there are
+several, a stage reads its own: all of them would not fit into registers until the next stage.
 A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
 registers where its strides are compile-time constants.  Rows at or past `length` are another sequence's: never read,
 never written.  ALIGNED says that no chunk has any.  Only gates are read past `length`, because a mask per vector would
@@ -32,7 +33,7 @@ STAGES = {
     "take_ticket": "ticket",
     "segment_chunks": "ticket",
     "find_segment": "ticket",
-    "load_blocks": "caller",
+    "load_block": "caller",
     "zero_state": "caller",
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
@@ -43,8 +44,7 @@ STAGES = {
     "take_state": "state_passing.load",
     "store_state": "caller",
     "hand_over_state": "state_passing.store",
-    "bmm_chunk": "bmm_chunk",
-    "scan_previous": "chunk_scan.previous",
+    "chunk_products": "bmm_chunk",
     "scan_current": "chunk_scan.current",
     "scan_residual": "chunk_scan.residual",
 }
@@ -92,13 +92,10 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.c
 
 
 @triton.jit
-def load_blocks(ptr, tile, step, mask, BLOCKS: tl.constexpr):
-    """The blocks of N of a chunk's B or C; `tile` is where the first one is."""
-    other: tl.constexpr = None if mask is None else 0.0
-    blocks = ()
-    for k in tl.static_range(BLOCKS):
-        blocks = blocks + (tl.load(ptr + k * step + tile, mask=mask, other=other),)
-    return blocks
+def load_block(ptr, tile, stride, step, t, k: tl.constexpr, m, AGAIN: tl.constexpr):
+    """Block k of B or C of the chunk at t.  AGAIN: read it, even if the compiler could still have it."""
+    p = ptr + tl.cast(t, tl.int64) * stride + k * step + tile
+    return tl.load(p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else "")
 
 
 @triton.jit
@@ -155,7 +152,7 @@ def chunk_cumsum(
 
 @triton.jit
 def chunk_state(
-    state, x, B, gates_ptr, gates_plane, t, length, tail,
+    state, x, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane, t, length, tail,
     P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
@@ -164,7 +161,9 @@ def chunk_state(
     Its weighted x is rounded, which only later segments see.
     """
     CHUNK: tl.constexpr = x.shape[0]
+    AGAIN: tl.constexpr = tail is None and len(state) > 1
     o_q = tl.arange(0, CHUNK)
+    m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
     dt = tl.load(gates_ptr + t + o_q)
     a = tl.load(gates_ptr + gates_plane + t + o_q)
     end = tl.load(gates_ptr + gates_plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
@@ -178,13 +177,14 @@ def chunk_state(
     after = ()
     for k in tl.static_range(len(state)):
         block = state[k]
+        B = load_block(B_ptr, B_tile, B_stride, B_step, t, k, m_q, AGAIN)
         if tail is None:
             # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the
             # output, as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing waits
             block *= decay
             if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
-                block = add_outer_products(block, lost, B[k], P_ROWS)
-        after = after + (add_outer_products(block, rounded, B[k], P_ROWS),)
+                block = add_outer_products(block, lost, B, P_ROWS)
+        after = after + (add_outer_products(block, rounded, B, P_ROWS),)
     return after
 
 
@@ -213,8 +213,10 @@ def segment_state(
     for i in tl.range(0, felt, num_stages=STAGES):
         t = (first + count - 1 - i) * CHUNK
         x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_p, other=0.0)
-        B = load_blocks(B_ptr + tl.cast(t, tl.int64) * B_stride, B_tile, B_step, None, len(state))
-        state = chunk_state(state, x, B, gates_ptr, gates_plane, t, length, tail, P_ROWS, INTERMEDIATE, True)
+        state = chunk_state(
+            state, x, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane, t, length, tail,
+            P_ROWS, INTERMEDIATE, True,
+        )  # fmt: skip
         tail += tl.load(gates_ptr + gates_plane + t + CHUNK - 1)
     return state, tail
 
@@ -257,33 +259,28 @@ def hand_over_state(states_ptr, tile, step, m_state, flag_ptr, entering, added, 
 
 
 @triton.jit
-def bmm_chunk(
-    C_ptr, C_tile, C_stride, C_step, B_ptr, B_tile, B_stride, B_step, t, length,
-    BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
+def chunk_products(
+    state, C_ptr, C_tile, C_stride, C_step, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane, t, length,
+    P_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Stage 4: (C, B, C B^T) of one chunk."""
+    """Stage 4, C B^T, and of stage 5 what entered the chunk, 2^(a_t) h C_t: block by block, so that C is read once."""
     CHUNK: tl.constexpr = C_tile.shape[0]
-    m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
-    C = load_blocks(C_ptr + tl.cast(t, tl.int64) * C_stride, C_tile, C_step, m_q, BLOCKS)
-    B = load_blocks(B_ptr + tl.cast(t, tl.int64) * B_stride, B_tile, B_step, m_q, BLOCKS)
-    CB = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for k in tl.static_range(BLOCKS):
-        CB = tl.dot(C[k], tl.trans(B[k]), CB, input_precision=DOT_PRECISION)
-    return C, B, CB
-
-
-@triton.jit
-def scan_previous(C, state, gates_ptr, gates_plane, t, P_ROWS: tl.constexpr):
-    """Stage 5: what entered the chunk, 2^(a_t) h C_t."""
-    CHUNK: tl.constexpr = C[0].shape[0]
     BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
-    a = tl.load(gates_ptr + gates_plane + t + tl.arange(0, CHUNK))
-    decay = tl.exp2(tl.minimum(a, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
+    CB = tl.zeros((CHUNK, CHUNK), tl.float32)
     out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
     for k in tl.static_range(len(state)):
+        C = load_block(C_ptr, C_tile, C_stride, C_step, t, k, m_q, False)
+        B = load_block(B_ptr, B_tile, B_stride, B_step, t, k, m_q, False)
+        CB = tl.dot(C, tl.trans(B), CB, input_precision=DOT_PRECISION)
+        # stage chunk_scan.previous
         block = tl.trans(state[k]) if P_ROWS else state[k]
-        out = tl.dot(C[k], block.to(C[k].dtype), out, input_precision=DOT_PRECISION)
-    return out * decay[:, None]
+        out = tl.dot(C, block.to(C.dtype), out, input_precision=DOT_PRECISION)
+        # stage bmm_chunk
+    # stage chunk_scan.previous
+    a = tl.load(gates_ptr + gates_plane + t + tl.arange(0, CHUNK))
+    decay = tl.exp2(tl.minimum(a, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return CB, out * decay[:, None]
 
 
 @triton.jit
