@@ -35,6 +35,9 @@ import triton.language as tl
 
 from ssdprof.kernels._triton import ptr_offset
 from ssdprof.kernels.ssd.portable.stages import (
+    Gates,
+    Rows,
+    Steps,
     chunk_cumsum,
     chunk_products,
     chunk_state,
@@ -113,14 +116,14 @@ def _fused_kernel(
     C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
     B_step, C_step = ptr_offset((BLOCK_N,), B_strides[3:]), ptr_offset((BLOCK_N,), C_strides[3:])
     out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
-    x_ptr += ptr_offset((i_b, begin, i_h, first_p), x_strides)
-    B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3])
-    C_ptr += ptr_offset((i_b, begin, i_g), C_strides[:3])
-    out_ptr += ptr_offset((i_b, begin, i_h, first_p), out_strides)
+    x_rows = Rows(x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1])
+    B_rows = Rows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
+    C_rows = Rows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
+    out_rows = Rows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
     positions = tl.cast(seqlen, tl.int64)  # of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates_ptr += 2 * positions * unit + position
+    gates = Gates(gates_ptr + (2 * positions * unit + position), positions)
     state_offset = ((tl.cast(sequence, tl.int64) * HEADS + i_h) * HEADDIM + first_p) * DSTATE
     if P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
@@ -133,10 +136,8 @@ def _fused_kernel(
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
-    felt = chunk_cumsum(
-        dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high,
-        gates_ptr, positions, first, count, length, DT_SOFTPLUS, CHUNK,
-    )  # fmt: skip
+    steps = Steps(dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high)
+    felt = chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS, CHUNK)
 
     # stage state_passing: the state that enters the segment
     state = zero_state(state_tile, BLOCKS)
@@ -144,8 +145,8 @@ def _fused_kernel(
         added, decay_log2 = state, 0.0
         if not last:
             added, decay_log2 = segment_state(
-                state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], B_step,
-                gates_ptr, positions, first, count, felt, length, P_ROWS, INTERMEDIATE, STATE_STAGES,
+                state, x_rows, m_p[None, :], B_rows, gates, first, count, felt, length,
+                P_ROWS, INTERMEDIATE, STATE_STAGES,
             )  # fmt: skip
         flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
@@ -162,7 +163,7 @@ def _fused_kernel(
         )  # fmt: skip
 
     # stage chunk_scan: the output, chunk after chunk
-    D, z_tile, z_stride = None, None, None
+    D, z_rows = None, None
     if D_ptr is not None:
         if len(D_strides) == 2:
             D_row = tl.load(D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0)
@@ -171,23 +172,13 @@ def _fused_kernel(
             D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
     if z_ptr is not None:
         z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
-        z_tile, z_stride = rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1]
+        z_rows = Rows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
     for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
         t = i_c * CHUNK
-        CB, out = chunk_products(
-            state, C_ptr, C_tile, C_strides[1], C_step, B_ptr, B_tile, B_strides[1], B_step, gates_ptr, positions,
-            t, length, P_ROWS, ALIGNED,
-        )  # fmt: skip
-        out, x = scan_current(
-            out, CB, x_ptr, x_tile, x_strides[1], m_p[None, :], gates_ptr, positions, t, length, INTERMEDIATE, ALIGNED
-        )
-        state = chunk_state(
-            state, x, B_ptr, B_tile, B_strides[1], B_step, gates_ptr, positions, t, length, None,
-            P_ROWS, INTERMEDIATE, ALIGNED,
-        )  # fmt: skip
-        scan_residual(
-            out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_strides[1], m_p[None, :], t, length, ALIGNED
-        )
+        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS, ALIGNED)
+        out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, INTERMEDIATE, ALIGNED)
+        state = chunk_state(state, x, B_rows, gates, t, length, None, P_ROWS, INTERMEDIATE, ALIGNED)
+        scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, ALIGNED)
     # stage state_passing.store
     if last:
         store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state)
