@@ -143,7 +143,6 @@ def test_repeated_runs_agree_in_every_bit() -> None:
     [
         (dict(headdim=129), "headdim is at most 128, not 129"),
         (dict(dstate=257), "dstate is at most 256, not 257"),
-        (dict(chunk_size=512), "chunk_size is at most 256, not 512"),
     ],
 )
 def test_what_it_does_not_do_it_refuses_by_name(options: dict[str, int], message: str) -> None:

@@ -25,7 +25,7 @@ from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.portable.launch import PortableLaunch
 
 _INF = float("inf")
-MIN_DSTATE, MAX_DSTATE = 16, 256
+MAX_DSTATE = 256
 
 Launch = HopperLaunch | PortableLaunch
 _MOST_LAUNCHES = 4096  # of a few kilobytes each
@@ -225,9 +225,9 @@ def _portable_config(inputs: SSDInputs, precision: Precision) -> PortableConfig:
 
 
 def refuse_dstate(dstate: int) -> None:
-    """Raises UnsupportedError for an N that the kernels do not take."""
-    if not MIN_DSTATE <= dstate <= MAX_DSTATE or dstate & (dstate - 1):
-        raise UnsupportedError(f"fused: dstate must be a power of two from {MIN_DSTATE} to {MAX_DSTATE}, not {dstate}")
+    """Raises UnsupportedError for a state size N that the fused kernels do not take."""
+    if dstate > MAX_DSTATE:
+        raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {dstate}")
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:

@@ -13,7 +13,7 @@ from ssdprof.kernels._triton import INTERPRETED, TL_DTYPE
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.buffers import BufferSizes
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.config import PortableConfig, whole_block
 from ssdprof.kernels.ssd.portable.portable_kernel import FLAG_STRIDE, FLAGS, _fused_kernel
 
 
@@ -76,7 +76,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: PortableConfig, ha
         "DSTATE": inputs.B.shape[3],
         "CHUNK": config.chunk,
         "BLOCK_P": config.block_p,
-        "BLOCK_N": min(config.block_n, inputs.B.shape[3]),
+        "BLOCK_N": min(config.block_n, whole_block(inputs.B.shape[3])),
         "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
         "HANDOVER": handover,
         "P_ROWS": config.p_rows,

@@ -86,7 +86,7 @@ def _fused_kernel(
 ):  # fmt: skip
     # stage ticket: which segment of which slice is mine
     SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    BLOCKS: tl.constexpr = DSTATE // BLOCK_N
+    BLOCKS: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     ticket = take_ticket(sync_ptr, HANDOVER)
     unit, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
     i_h, first_p = unit // SLICES, (unit % SLICES) * BLOCK_P
@@ -146,20 +146,20 @@ def _fused_kernel(
         if not last:
             added, decay_log2 = segment_state(
                 state, x_rows, m_p[None, :], B_rows, gates, first, count, felt, length,
-                P_ROWS, INTERMEDIATE, STATE_STAGES,
+                DSTATE, P_ROWS, INTERMEDIATE, STATE_STAGES,
             )  # fmt: skip
         flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
             wait_for_state(flag_ptr, segment)
-            state = take_state(states_ptr + state_offset, state_tile, BLOCK_N, m_state, BLOCKS)
+            state = take_state(states_ptr + state_offset, state_tile, BLOCK_N, m_state, DSTATE, P_ROWS)
     if initial_states_ptr is not None and segment == 0:
         initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, first_p, 0), initial_states_strides)
         initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
         initial_step = ptr_offset((BLOCK_N,), initial_states_strides[3:])
-        state = take_state(initial_ptr, initial_tile, initial_step, m_state, BLOCKS)
+        state = take_state(initial_ptr, initial_tile, initial_step, m_state, DSTATE, P_ROWS)
     if HANDOVER and not last:
         hand_over_state(
-            states_ptr + state_offset, state_tile, BLOCK_N, m_state, flag_ptr, state, added, decay_log2
+            states_ptr + state_offset, state_tile, BLOCK_N, m_state, flag_ptr, state, added, decay_log2, DSTATE, P_ROWS,
         )  # fmt: skip
 
     # stage chunk_scan: the output, chunk after chunk
@@ -175,10 +175,10 @@ def _fused_kernel(
         z_rows = Rows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
     for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
         t = i_c * CHUNK
-        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS, ALIGNED)
+        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, DSTATE, P_ROWS, ALIGNED)
         out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, INTERMEDIATE, ALIGNED)
-        state = chunk_state(state, x, B_rows, gates, t, length, None, P_ROWS, INTERMEDIATE, ALIGNED)
+        state = chunk_state(state, x, B_rows, gates, t, length, None, DSTATE, P_ROWS, INTERMEDIATE, ALIGNED)
         scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, ALIGNED)
     # stage state_passing.store
     if last:
-        store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state)
+        store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state, DSTATE, P_ROWS)

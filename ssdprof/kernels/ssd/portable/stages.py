@@ -6,7 +6,8 @@
 A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
 
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
-N is cut into blocks, `step` elements apart in memory; the state is a tuple of them.  A sum over N is made of theirs:
+N is cut into blocks, `step` elements apart in memory; the state is a tuple of them.  What the last one has past N is
+zero: B and C are read with a mask, and so the state stays zero there.  A sum over N is made of theirs:
 tensor cores round towards zero whenever they add products, and sums of blocks are rounded to nearest.  Where there are
 several, a stage reads its own: all of them would not fit into registers until the next stage.
 A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
@@ -67,6 +68,7 @@ STAGES = {
     "segment_chunks": "ticket",
     "find_segment": "ticket",
     "load_block": "caller",
+    "part_of_state": "caller",
     "zero_state": "caller",
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
@@ -125,8 +127,12 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.c
 
 
 @triton.jit
-def load_block(rows, t, k: tl.constexpr, m, AGAIN: tl.constexpr):
+def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.constexpr):
     """Block k of B or C of the chunk at t.  AGAIN: read it, even if the compiler could still have it."""
+    BLOCK: tl.constexpr = rows.tile.shape[1]
+    if (k + 1) * BLOCK > DSTATE:
+        m_n = (tl.arange(0, BLOCK) < DSTATE - k * BLOCK)[None, :]
+        m = m_n if m is None else m & m_n
     p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else "")
 
@@ -183,7 +189,7 @@ def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, 
 @triton.jit
 def chunk_state(
     state, x, B_rows, gates, t, length, tail,
-    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
+    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
@@ -207,7 +213,7 @@ def chunk_state(
     after = ()
     for k in tl.static_range(len(state)):
         block = state[k]
-        B = load_block(B_rows, t, k, m_q, AGAIN)
+        B = load_block(B_rows, t, k, m_q, DSTATE, AGAIN)
         if tail is None:
             # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the
             # output, as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing waits
@@ -230,7 +236,7 @@ def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
 @triton.jit
 def segment_state(
     state, x_rows, m_p, B_rows, gates, first, count, felt, length,
-    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
+    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
 
@@ -242,7 +248,7 @@ def segment_state(
     for i in tl.range(0, felt, num_stages=STAGES):
         t = (first + count - 1 - i) * CHUNK
         x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0)
-        state = chunk_state(state, x, B_rows, gates, t, length, tail, P_ROWS, INTERMEDIATE, True)
+        state = chunk_state(state, x, B_rows, gates, t, length, tail, DSTATE, P_ROWS, INTERMEDIATE, True)
         tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
     return state, tail
 
@@ -255,37 +261,55 @@ def wait_for_state(flag_ptr, segment):
 
 
 @triton.jit
-def take_state(ptr, tile, step, m_state, BLOCKS: tl.constexpr):
+def part_of_state(m_state, k: tl.constexpr, BLOCK: tl.constexpr, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
+    """Where block k of a state lies inside P, as `m_state` says, and inside N."""
+    if (k + 1) * BLOCK > DSTATE:
+        m_n = tl.arange(0, BLOCK) < DSTATE - k * BLOCK
+        return m_state & (m_n[None, :] if P_ROWS else m_n[:, None])
+    else:
+        return m_state
+
+
+@triton.jit
+def take_state(ptr, tile, step, m_state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
     """Stage 3: a state in fp32, from L2: a line of it in L1 may be older."""
+    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
     state = ()
-    for k in tl.static_range(BLOCKS):
-        block = tl.load(ptr + k * step + tile, mask=m_state, other=0.0, cache_modifier=".cg")
+    for k in tl.static_range((DSTATE + BLOCK - 1) // BLOCK):
+        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
+        block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
         state = state + (block.to(tl.float32),)
     return state
 
 
 @triton.jit
-def store_state(ptr, tile, step, m_state, state):
+def store_state(ptr, tile, step, m_state, state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
     """Stage 3, or a sequence's end."""
+    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
     for k in tl.static_range(len(state)):
-        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m_state)
+        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
+        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit
-def hand_over_state(states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2):
+def hand_over_state(
+    states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2, DSTATE: tl.constexpr, P_ROWS: tl.constexpr
+):
     """Stage 3: the state leaving the segment, into the place of the one that entered it."""
     decay = decay_exp2(decay_log2)
     leaving = ()
     for k in tl.static_range(len(entering)):
         leaving = leaving + (entering[k] * decay + added[k],)
     tl.debug_barrier()  # every thread has read what entered
-    store_state(states_ptr, tile, step, m_state, leaving)
+    store_state(states_ptr, tile, step, m_state, leaving, DSTATE, P_ROWS)
     tl.debug_barrier()  # every thread has written what leaves
     tl.atomic_add(flag_ptr, 1, sem="release")
 
 
 @triton.jit
-def chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+def chunk_products(
+    state, C_rows, B_rows, gates, t, length, DSTATE: tl.constexpr, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Stage 4, C B^T, and of stage 5 what entered the chunk, 2^(a_t) h C_t: block by block, so that C is read once."""
     CHUNK: tl.constexpr = C_rows.tile.shape[0]
     BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
@@ -293,8 +317,8 @@ def chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS: tl.constexpr
     CB = tl.zeros((CHUNK, CHUNK), tl.float32)
     out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
     for k in tl.static_range(len(state)):
-        C = load_block(C_rows, t, k, m_q, False)
-        B = load_block(B_rows, t, k, m_q, False)
+        C = load_block(C_rows, t, k, m_q, DSTATE, False)
+        B = load_block(B_rows, t, k, m_q, DSTATE, False)
         CB = tl.dot(C, tl.trans(B), CB, input_precision=DOT_PRECISION)
         # stage chunk_scan.previous
         block = tl.trans(state[k]) if P_ROWS else state[k]

@@ -22,7 +22,7 @@ from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig, chunk_stat
 from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_count
 from ssdprof.kernels.ssd.unfused.state_passing import StatePassingConfig, state_passing
 
-MAX_HEADDIM, MAX_DSTATE, MAX_CHUNK_SIZE = 128, 256, 256
+MAX_HEADDIM, MAX_DSTATE = 128, 256
 
 
 def ssd_unfused(
@@ -45,7 +45,8 @@ def ssd_unfused(
 ) -> SSDOutput:
     """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of `ssd_fused`.
 
-    chunk_size: positions per chunk.  batch_invariant: every call is.  Not for torch.compile(fullgraph=True).
+    chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.  batch_invariant: every call is.
+    Not for torch.compile(fullgraph=True).
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernels do not do.
     """
@@ -59,8 +60,8 @@ def ssd_unfused(
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
     """Output as x, final states in fp32.
 
-    Raises UnsupportedError for sizes above MAX_HEADDIM, MAX_DSTATE or MAX_CHUNK_SIZE, for inputs that want a gradient,
-    and for tensors that are not on a GPU, outside Triton's interpreter.
+    Raises UnsupportedError for sizes above MAX_HEADDIM or MAX_DSTATE, for inputs that want a gradient, and for tensors
+    that are not on a GPU, outside Triton's interpreter.
     """
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # nothing to do for -1, the CPU
@@ -96,7 +97,7 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
     """Its launches, configurations and workspace.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     (batch, _, nheads, headdim), (ngroups, dstate) = inputs.x.shape, inputs.B.shape[2:]
-    nchunks, size, dtype = batch * chunk_count(inputs), inputs.chunk_size, inputs.x.dtype
+    nchunks, size, dtype = batch * chunk_count(inputs), inputs.power_of_two_chunk, inputs.x.dtype
     configs: dict[str, Any] = {
         "chunk_cumsum": ChunkCumsumConfig(),
         "chunk_state": ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=size, dtype=dtype),
@@ -122,7 +123,6 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
     for name, value, limit in (
         ("headdim", inputs.x.shape[3], MAX_HEADDIM),
         ("dstate", inputs.B.shape[3], MAX_DSTATE),
-        ("chunk_size", inputs.chunk_size, MAX_CHUNK_SIZE),
     ):
         if value > limit:
             raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")
