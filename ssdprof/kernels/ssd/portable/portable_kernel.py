@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.ssd.portable.segments import find_segment, segment_chunks, take_ticket
 from ssdprof.kernels.ssd.portable.stages import (
     Gates,
     Rows,
@@ -41,18 +42,11 @@ from ssdprof.kernels.ssd.portable.stages import (
     chunk_cumsum,
     chunk_products,
     chunk_state,
-    find_segment,
-    hand_over_state,
     scan_current,
     scan_residual,
-    segment_chunks,
     segment_state,
-    store_state,
-    take_state,
-    take_ticket,
-    wait_for_state,
-    zero_state,
 )
+from ssdprof.kernels.ssd.portable.states import hand_over_state, store_state, take_state, wait_for_state, zero_state
 
 FLAGS = tl.constexpr(32)  # where the flags begin in sync
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector each

@@ -29,7 +29,6 @@ from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2
 LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
 GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
-SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
 
 
 class Rows(NamedTuple):
@@ -64,66 +63,16 @@ class Steps(NamedTuple):
 
 
 STAGES = {
-    "take_ticket": "ticket",
-    "segment_chunks": "ticket",
-    "find_segment": "ticket",
     "load_block": "caller",
-    "part_of_state": "caller",
-    "zero_state": "caller",
     "softplus": "chunk_cumsum",
     "chunk_cumsum": "chunk_cumsum",
     "chunk_state": "chunk_state",
     "add_outer_products": "chunk_state",
     "segment_state": "chunk_state",
-    "wait_for_state": "state_passing.wait",
-    "take_state": "state_passing.load",
-    "store_state": "caller",
-    "hand_over_state": "state_passing.store",
     "chunk_products": "bmm_chunk",
     "scan_current": "chunk_scan.current",
     "scan_residual": "chunk_scan.residual",
 }
-
-
-@triton.jit
-def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
-    """Lower tickets belong to programs that run or have ended.  Where nobody waits, the program's number will do."""
-    if HANDOVER:
-        return tl.atomic_add(sync_ptr, 1, sem="relaxed")
-    else:
-        return tl.program_id(0)
-
-
-@triton.jit
-def segment_chunks(nchunks, RULE: tl.constexpr):
-    """Chunks per segment of a sequence of `nchunks`: `PortableConfig.segment_chunks`."""
-    return tl.minimum(tl.maximum(tl.cdiv(nchunks, RULE[0]), RULE[1]), RULE[2])
-
-
-@triton.jit
-def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.constexpr, RULE: tl.constexpr):
-    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences; sequence -1 if there
-    are not so many."""
-    sequence, segment, before = -1, 0, 0
-    begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-    for block in range(0, sequences, SEQUENCE_BLOCK):
-        o_s = block + tl.arange(0, SEQUENCE_BLOCK)
-        m_s = o_s < sequences
-        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
-        start = tl.load(p, mask=m_s, other=0).to(tl.int64)
-        stop = tl.load(p + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
-        nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
-        # an empty sequence has one segment of no chunks, which makes its initial state its final one
-        segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE)), 1)
-        segments = tl.where(m_s, segments, 0)
-        after = before + tl.cumsum(segments, axis=0)
-        mine = (after - segments <= rank) & (rank < after)
-        sequence += tl.sum(tl.where(mine, o_s + 1, 0), axis=0)
-        segment += tl.sum(tl.where(mine, rank - (after - segments), 0), axis=0)
-        begin += tl.sum(tl.where(mine, start, 0), axis=0)
-        length += tl.sum(tl.where(mine, stop - start, 0), axis=0)
-        before += tl.sum(segments, axis=0)
-    return sequence, segment, begin, length.to(tl.int32)
 
 
 @triton.jit
@@ -135,14 +84,6 @@ def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.cons
         m = m_n if m is None else m & m_n
     p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else "")
-
-
-@triton.jit
-def zero_state(tile, BLOCKS: tl.constexpr):
-    blocks = ()
-    for _ in tl.static_range(BLOCKS):
-        blocks = blocks + (tl.zeros(tile.shape, tl.float32),)
-    return blocks
 
 
 @triton.jit
@@ -251,59 +192,6 @@ def segment_state(
         state = chunk_state(state, x, B_rows, gates, t, length, tail, DSTATE, P_ROWS, INTERMEDIATE, True)
         tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
     return state, tail
-
-
-@triton.jit
-def wait_for_state(flag_ptr, segment):
-    """Stage 3, until the segment before has handed over."""
-    while tl.atomic_add(flag_ptr, 0, sem="acquire") < segment:
-        pass
-
-
-@triton.jit
-def part_of_state(m_state, k: tl.constexpr, BLOCK: tl.constexpr, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
-    """Where block k of a state lies inside P, as `m_state` says, and inside N."""
-    if (k + 1) * BLOCK > DSTATE:
-        m_n = tl.arange(0, BLOCK) < DSTATE - k * BLOCK
-        return m_state & (m_n[None, :] if P_ROWS else m_n[:, None])
-    else:
-        return m_state
-
-
-@triton.jit
-def take_state(ptr, tile, step, m_state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
-    """Stage 3: a state in fp32, from L2: a line of it in L1 may be older."""
-    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
-    state = ()
-    for k in tl.static_range((DSTATE + BLOCK - 1) // BLOCK):
-        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
-        block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
-        state = state + (block.to(tl.float32),)
-    return state
-
-
-@triton.jit
-def store_state(ptr, tile, step, m_state, state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
-    """Stage 3, or a sequence's end."""
-    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
-    for k in tl.static_range(len(state)):
-        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
-        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def hand_over_state(
-    states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2, DSTATE: tl.constexpr, P_ROWS: tl.constexpr
-):
-    """Stage 3: the state leaving the segment, into the place of the one that entered it."""
-    decay = decay_exp2(decay_log2)
-    leaving = ()
-    for k in tl.static_range(len(entering)):
-        leaving = leaving + (entering[k] * decay + added[k],)
-    tl.debug_barrier()  # every thread has read what entered
-    store_state(states_ptr, tile, step, m_state, leaving, DSTATE, P_ROWS)
-    tl.debug_barrier()  # every thread has written what leaves
-    tl.atomic_add(flag_ptr, 1, sem="release")
 
 
 @triton.jit
