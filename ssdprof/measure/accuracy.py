@@ -240,11 +240,11 @@ def check_output(output: SSDOutput, inputs: SSDInputs) -> None:
 def _block_length(inputs: SSDInputs) -> int:
     """Positions per block: whole chunks, at most 2048 positions, within the working memory.
 
-    Of each position, `lo` holds about six fp32 rows of scores (h, chunk_size), and the oracle and the sums about ten
+    Of each position, `lo` holds about six fp32 rows of scores (h, chunk), and the oracle and the sums about ten
     fp64 rows of (h, p + 64 + p n / 64); `ssd_blocks` says where the latter comes from.
     """
     h, p = inputs.x.shape[2:]
-    n, q = inputs.B.shape[3], inputs.chunk_size
+    n, q = inputs.B.shape[3], inputs.power_of_two_chunk
     bytes_per_position = h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
     block = _WORKING_BYTES[inputs.x.device.type] // bytes_per_position
     return max(q, min(block, 2048) // q * q)

@@ -1,7 +1,8 @@
 """What a precision allows an implementation to lose: the SSD operator with a rounding at every place that may round.
 
 This is the `lo` of the comparison (docs/measuring.md).  It is the chunked algorithm of Dao and Gu 2024
-(arXiv:2405.21060), section 6, at the model's chunk size, in plain torch.  Everything is computed in fp32 and rounded
+(arXiv:2405.21060), section 6, in plain torch, at the chunk size `SSDInputs.power_of_two_chunk`.  Everything is
+computed in fp32 and rounded
 
     where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it
     where states pass from chunk to chunk, and at the end     to the state dtype
@@ -58,10 +59,10 @@ class Gate:
             dt = torch.nn.functional.softplus(dt)
         dt = dt.clamp(*inputs.dt_limit)
         groups = inputs.B.shape[2]
-        dt = _chunks(dt.reshape(len(dt), groups, inputs.heads_per_group), inputs.chunk_size).permute(0, 2, 3, 1)
+        dt = _chunks(dt.reshape(len(dt), groups, inputs.heads_per_group), inputs.power_of_two_chunk).permute(0, 2, 3, 1)
         steps = dt * inputs.A.float().reshape(groups, -1, 1)
         running = [steps[..., 0]]
-        for i in range(1, inputs.chunk_size):
+        for i in range(1, inputs.power_of_two_chunk):
             running.append(running[-1] + steps[..., i])
         return cls(dt=dt, dA_cumsum=torch.stack(running, -1))
 
@@ -112,7 +113,7 @@ class RoundedSSD:
         return inputs.x.new_zeros(h, p, n, dtype=torch.float32)
 
     def _scan(self, span: Span, gate: Gate) -> torch.Tensor:
-        inputs, q = self._inputs, self._inputs.chunk_size
+        inputs, q = self._inputs, self._inputs.power_of_two_chunk
         operand, intermediate = self._operand_rounded, self._intermediate_rounded
         (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
         r, length = h // g, span.stop - span.start

@@ -75,6 +75,7 @@ def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
             inputs(cu_seqlens=torch.tensor([0, 8])),
             "packed sequence",
         ),
+        (Precision(state_dtype=torch.bfloat16), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             run(given, precision)
@@ -138,6 +139,7 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
         (Precision(state_dtype=torch.float16), inputs(torch.float16), "exact intermediates go with fp32 states"),
         (relaxed, inputs(torch.bfloat16), "fp16 inputs and fp16 states"),
         (Precision(), inputs(cu_seqlens=torch.tensor([0, 8])), "no packed sequences"),
+        (Precision(), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             plan(given, precision)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from ssd_cases import DTYPES, EXACT, PRECISIONS, Case, assert_close, cut, in_fp64, sequences
 
 from ssdprof.kernels import Precision, get
-from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import buffer_sizes, ssd_fused_portable
-from ssdprof.kernels.ssd.portable.stages import find_segment
+from ssdprof.kernels.ssd.portable.launch import buffer_sizes, ssd_fused_portable
+from ssdprof.kernels.ssd.portable.segments import find_segment
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
@@ -313,10 +312,3 @@ def test_plan_says_what_is_allocated() -> None:
     assert sum(allocated.values()) == plan.workspace_bytes
     short = get("ssd", "fused").plan(Case(seqlen=200).inputs(), EXACT)
     assert (short.launches, short.workspace_bytes) == (1, (2 * 2 * 200 + 32) * 4)
-
-
-def test_refuses_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="dstate must be a power of two"):
-        fused(Case(dstate=24).inputs())
-    with pytest.raises(UnsupportedError, match="dstate"):
-        get("ssd", "fused").plan(Case(dstate=8).inputs(), EXACT)

@@ -11,7 +11,7 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MAMBA2 = dict(heads=2, headdim=64, dstate=128)
@@ -27,6 +27,8 @@ CASES: dict[str, tuple[Case, Precision]] = {
     "mamba2 fp32 exact": (Case(seqlen=1000, **MAMBA2, dtype=FP32), EXACT),
     "p 80 bf16 exact": (Case(seqlen=1000, heads=2, headdim=80, dstate=128, dtype=BF16), EXACT),
     "n 256 bf16 exact": (Case(seqlen=1000, heads=2, headdim=64, dstate=256, dtype=BF16), EXACT),
+    "n 8 bf16 exact": (Case(seqlen=1000, heads=2, headdim=64, dstate=8, dtype=BF16), EXACT),
+    "n 48 bf16 exact": (Case(seqlen=1000, heads=2, headdim=64, dstate=48, dtype=BF16), EXACT),
 }
 
 # Bytes of one thread's stack, as ptxas left it with Triton 3.6.  Where the common sizes run, none of it is touched in

@@ -307,7 +307,7 @@ def _positions(case: Case) -> Iterator[tuple[tuple[int, int], int, int]]:
         (dict(dt=lambda i: i.dt[:, 1:]), "dt must have shape"),
         (dict(z=lambda i: i.z.double()), "z must be"),
         (dict(D=lambda i: i.D.to("meta")), "D is on meta"),
-        (dict(chunk_size=lambda _: 24), "chunk_size must be a power of two"),
+        (dict(chunk_size=lambda _: 0), "chunk_size must be a positive integer"),
         (dict(dt_limit=lambda _: (1.0, 0.5)), "dt_limit must be"),
         (dict(dt_limit=lambda _: (0.0, float("nan"))), "dt_limit must be"),
     ],

@@ -34,8 +34,8 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         (dict(z=zeros(2, 9, 4, 4)), "z must have shape"),
         (dict(dt_bias=zeros(1)), "dt_bias must have shape"),
         (dict(initial_states=zeros(1, 4, 5, 3)), "initial_states must have shape"),
-        (dict(chunk_size=48), "chunk_size must be a power of two"),
-        (dict(chunk_size=8), "of at least 16, not 8"),
+        (dict(chunk_size=0), "chunk_size must be a positive integer, not 0"),
+        (dict(chunk_size=64.0), "chunk_size must be a positive integer, not 64.0"),
         (dict(dt_limit=(1.0, 0.0)), "dt_limit must be"),
         (dict(dt_limit=(-0.1, 0.1), dt_softplus=False), "dt_limit must not let a negative dt pass"),
         (dict(cu_seqlens=torch.tensor([0, 9])), "cu_seqlens needs a batch of 1"),
@@ -58,6 +58,14 @@ def test_bad_inputs_are_named(overrides: dict[str, Any], message: str) -> None:
 def test_bad_bounds_are_named(cu_seqlens: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Case(seqlen=9).inputs(cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "taken"),
+    [(1, 16), (16, 16), (31, 16), (96, 64), (100, 64), (128, 128), (256, 256), (300, 256), (4096, 256)],
+)
+def test_a_chunk_size_is_rounded_down_to_a_power_of_two_that_kernels_take(chunk_size: int, taken: int) -> None:
+    assert GOOD.inputs(chunk_size=chunk_size).power_of_two_chunk == taken
 
 
 def test_derived_sizes() -> None:

@@ -28,7 +28,7 @@ class SSDInputs:
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple of g
     D: (h) or (h, p)   z: as x               dt_bias: (h)
-    chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
+    chunk_size: positions per chunk, as the model's configuration has it; kernels take `power_of_two_chunk` or their own
     initial_states: (b, h, p, n); one per sequence if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
         x[:, cu_seqlens[i]:cu_seqlens[i+1]].  Its values are not read on the host.
@@ -76,8 +76,8 @@ class SSDInputs:
                 raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
         if h % g:
             raise ValueError(f"the number of heads ({h}) must be a multiple of B's number of groups ({g})")
-        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be a positive integer, not {self.chunk_size!r}")
         if not self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"dt_limit must be (low, high), not {self.dt_limit}")
         if self.dt_limit[0] < 0 and not self.dt_softplus:
@@ -126,6 +126,14 @@ class SSDInputs:
             bool(self.dt_softplus),
             *map(float, self.dt_limit),
         )
+
+    @property
+    def power_of_two_chunk(self) -> int:
+        """The chunk of algorithms that work in tiles: the largest power of two up to chunk_size, from 16 to 256.
+
+        The chunk changes no result beyond rounding.
+        """
+        return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
 
     @property
     def sequences(self) -> int:

@@ -72,6 +72,8 @@ class _FiveKernels:
             raise UnsupportedError(f"mamba_ssm: this version passes states on in {inputs.C.dtype} only")
         if inputs.cu_seqlens is not None:
             raise UnsupportedError("mamba_ssm: no initial and final states of each packed sequence")
+        if inputs.chunk_size & (inputs.chunk_size - 1):  # NaN: https://github.com/state-spaces/mamba/issues/449
+            raise UnsupportedError(f"mamba_ssm: chunk_size must be a power of two, not {inputs.chunk_size}")
         (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
         farthest = max(states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)))

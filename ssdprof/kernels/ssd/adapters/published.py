@@ -104,6 +104,8 @@ class _Published:
             raise UnsupportedError("published: relaxed intermediates go with fp16 inputs and fp16 states")
         if inputs.cu_seqlens is not None:
             raise UnsupportedError("published: no packed sequences")
+        if inputs.chunk_size & (inputs.chunk_size - 1):
+            raise UnsupportedError(f"published: chunk_size must be a power of two, not {inputs.chunk_size}")
         (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
         states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
         rows = (span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))

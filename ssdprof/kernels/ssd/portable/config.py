@@ -13,6 +13,11 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions
 
 
+def whole_block(size: int) -> int:
+    """The smallest block that holds all of N, or of P: a power of two of at least 16."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PortableConfig:
     """Chosen by the shape of one sequence, dtype and GPU, never by the batch: a sequence's result must not depend on
@@ -54,8 +59,8 @@ class PortableConfig:
             chunk=row.take.chunk,
             min_chunks=_MIN_SEGMENT // row.take.chunk,
             max_chunks=_MAX_SEGMENT // row.take.chunk,
-            block_p=max(16, min(triton.next_power_of_2(headdim), row.take.block_p)),
-            block_n=min(dstate, row.take.block_n),
+            block_p=min(whole_block(headdim), row.take.block_p),
+            block_n=min(whole_block(dstate), row.take.block_n),
             p_rows=row.take.p_rows,
             num_warps=row.take.num_warps,
             state_stages=row.take.state_stages,

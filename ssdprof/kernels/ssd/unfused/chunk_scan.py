@@ -51,9 +51,9 @@ class ChunkScanConfig:
         call = Call(wide=wide, headdim=headdim, dstate=dstate, gate=inputs.z is not None)
         tile = first_fit(CHUNK_SCAN, call).take
         return cls(
-            block_q=min(inputs.chunk_size, tile.block_q),
+            block_q=min(inputs.power_of_two_chunk, tile.block_q),
             block_p=max(16, min(triton.next_power_of_2(headdim), tile.block_p)),
-            block_s=min(inputs.chunk_size, tile.block_s),
+            block_s=min(inputs.power_of_two_chunk, tile.block_s),
             block_n=max(16, min(triton.next_power_of_2(dstate), tile.block_n)),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Where the chunks of a call lie: by arithmetic for a batch, by a table made on the device for packed sequences.
 
-A chunk never crosses a sequence.  ceil(l / chunk_size) + sequences chunks are always enough for packed sequences, so
-that nothing has to be read on the host; those that are not needed are empty and stand at the end of the table.
+A chunk has `SSDInputs.power_of_two_chunk` positions and never crosses a sequence.  ceil(l / chunk) + sequences chunks
+are always enough for packed sequences, so that nothing has to be read on the host; those that are not needed are empty
+and stand at the end of the table.
 
 Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks; the last one also those
 of the empty chunks.
@@ -41,7 +42,7 @@ class Chunks:
 
     @classmethod
     def of(cls, inputs: SSDInputs) -> Chunks:
-        size, count, sequences = inputs.chunk_size, chunk_count(inputs), inputs.sequences
+        size, count, sequences = inputs.power_of_two_chunk, chunk_count(inputs), inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(size=size, count=count, sequences=sequences)
         spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.x.device)
@@ -59,7 +60,7 @@ class Chunks:
 
 def chunk_count(inputs: SSDInputs) -> int:
     """Chunks per row of the batch; if packed, at most so many are needed."""
-    whole = triton.cdiv(inputs.x.shape[1], inputs.chunk_size)
+    whole = triton.cdiv(inputs.x.shape[1], inputs.power_of_two_chunk)
     return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
 
 
