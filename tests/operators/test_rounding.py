@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ssdprof.measure.rounding import Gate, RoundedSSD, Span
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.rounding import Gate, RoundedSSD, Span
 
 MakeInputs = Callable[..., SSDInputs]
 
