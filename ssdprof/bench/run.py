@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ssdprof import __version__, environment, schema
+from ssdprof import __version__, environment, operators, schema
 from ssdprof.bench.cell import Stopwatch, time_cell
 from ssdprof.bench.contenders import Contender, Entry, line_up
 from ssdprof.bench.first_call import Patience, slower
@@ -72,7 +72,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
     report = BenchReport(
         ssdprof_version=__version__,
         operator=request.operator.name,
-        kernels=kernels_hash(),
+        kernels=kernels_hash(request.operator.name) if operators.is_bundled(request.operator.name) else "",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),

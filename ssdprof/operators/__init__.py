@@ -34,6 +34,11 @@ def names() -> tuple[str, ...]:
     return (*_MODULES, *_registered)
 
 
+def is_bundled(name: str) -> bool:
+    """Whether the operator's kernels are those of `ssdprof.kernels`."""
+    return name in _MODULES
+
+
 def get(name: str) -> Operator[Any]:
     """The whole record, which imports torch.  BadInputError names those that there are."""
     if name in _MODULES:

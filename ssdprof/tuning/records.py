@@ -31,12 +31,15 @@ class Find(Record):
 
 
 class Finds(Record):
-    """What the cache holds for one GPU.  kernels: a hash of their sources; for others a find means nothing."""
+    """What the cache holds for one GPU.
+
+    kernels: a hash of each operator's sources; for others a find means nothing.
+    """
 
     schema_version: Literal[2] = 2
     kind: Literal["ssdprof tuned"] = "ssdprof tuned"
     ssdprof_version: str
-    kernels: str
+    kernels: dict[str, str]
     environment: Environment
     finds: tuple[Find, ...]
 

@@ -10,12 +10,13 @@ import torch
 
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import hopper_config, tuned
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.ssd.tuning.candidates import Axis, Config, axes
@@ -52,7 +53,7 @@ class SSDTuning:
     def committed(self, inputs: SSDInputs, kernel: str) -> Config:
         if kernel == "hopper":
             return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
-        return FusedConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+        return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
     def axes(self, config: Config) -> tuple[Axis, ...]:
         return axes(config)
@@ -110,7 +111,7 @@ def _find(find: Use) -> tuned.Find:
         exact=find.calls.intermediates == "exact",
     )
     config = config_of(find.settings, find.reason)
-    if isinstance(config, FusedConfig):
+    if isinstance(config, PortableConfig):
         return tuned.PortableFind(gpu=find.gpu, layer=layer, config=config)
     sequences, nchunks = sizes["sequences"], sizes["nchunks"]
     return tuned.HopperFind(gpu=find.gpu, layer=layer, sequences=sequences, nchunks=nchunks, config=config)
