@@ -72,7 +72,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpr
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 warps are twice as fast, says the stopwatch, and everything is right that the interpreter computes."""
     fake = Fake(lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0))
-    monkeypatch.setattr(run, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
     gpu = GPU.model_copy(update={"name": "cpu"})  # what the kernels call the device of their tensors
     monkeypatch.setattr(run.environment, "collect", lambda: environment(gpu))

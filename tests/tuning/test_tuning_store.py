@@ -145,6 +145,6 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
 
 def test_the_file_names_what_it_holds_for() -> None:
     finds = Finds.model_validate_json(store.keep(environment(), [outcome()]).read_text())
-    assert finds.kernels == store.kernels_hash("ssd")
+    assert finds.kernels == {"ssd": store.kernels_hash("ssd")}
     assert finds.environment.gpu == GPU
     assert finds.environment.packages["triton"]
