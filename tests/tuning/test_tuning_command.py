@@ -91,7 +91,7 @@ def test_from_words_to_a_file() -> None:
     (found,) = report.outcomes
     assert found.tokens == "1 x 40, bf16; 1 x 100, bf16"
     assert found.find is not None
-    assert found.find.settings.num_warps == 8  # type: ignore[union-attr]
+    assert found.find.settings.values["num_warps"] == 8
     assert "1 of 1 searches found something" in err
 
     said: list[str] = []
