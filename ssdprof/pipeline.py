@@ -23,6 +23,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.plan import Plan, PlannedFile
 from ssdprof.progress import Watcher
 from ssdprof.record import Recorder, draft, recorded
@@ -96,11 +97,20 @@ def capture(
 
 
 def run(
-    request: CaptureRequest, precisions: tuple[Precision, ...], recording: Recording, watcher: Watcher
+    request: CaptureRequest,
+    precisions: tuple[Precision, ...],
+    recording: Recording,
+    watcher: Watcher,
+    *,
+    smallest_difference: float = 0.01,
 ) -> tuple[Path, RunReport]:
-    """Capture a model's SSD layers on each prompt and replay them.  Returns the run's folder and its report."""
+    """Capture a model's SSD layers on each prompt and replay them.  Returns the run's folder and its report.
+
+    smallest_difference: of two times that counts, relative.
+    """
+    sampling = SamplingPlan(smallest_difference=smallest_difference)
     if store.is_capture(Path(request.model.model).expanduser()):
-        return _run_stored(request, precisions, recording, watcher)
+        return _run_stored(request, precisions, recording, watcher, sampling)
     with runs.opened(recording.out, request.model.model) as folder, ExitStack() as stack:
         subject = _find(request)
         _refuse_gdn(subject.ref, subject.layers)
@@ -109,7 +119,7 @@ def run(
         report = draft(folder, recording, subject.ref, loaded.prompts, max(loaded.segment_lengths))
         recorder = stack.enter_context(recorded(folder, report, watcher))
         count = len(subject.layers) * len(loaded.ids)
-        replay = stack.enter_context(_replaying(recorder, precisions, watcher, count))
+        replay = stack.enter_context(_replaying(recorder, precisions, watcher, count, sampling))
         if recording.save_captures:
             writer = stack.enter_context(_store_in(folder.captures, subject, loaded))
             _run_model(subject, loaded, writer.add, replay)
@@ -119,7 +129,11 @@ def run(
 
 
 def _run_stored(
-    request: CaptureRequest, precisions: tuple[Precision, ...], recording: Recording, watcher: Watcher
+    request: CaptureRequest,
+    precisions: tuple[Precision, ...],
+    recording: Recording,
+    watcher: Watcher,
+    sampling: SamplingPlan,
 ) -> tuple[Path, RunReport]:
     """Replay stored captures: `request.model.model` is their folder."""
     plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
@@ -142,7 +156,7 @@ def _run_stored(
         )
         with (
             recorded(folder, report, watcher) as recorder,
-            _replaying(recorder, precisions, watcher, len(chosen)) as replay,
+            _replaying(recorder, precisions, watcher, len(chosen), sampling) as replay,
         ):
             for stored in chosen:
                 replay(load(stored, limits.device()))
@@ -229,7 +243,7 @@ def _run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int
+    recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int, sampling: SamplingPlan
 ) -> Iterator[OnLayer]:
     """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None
@@ -245,6 +259,7 @@ def _replaying(
             forget_peak(gpu)
         options = ReplayOptions(
             precisions=precisions,
+            sampling=sampling,
             ceilings=recorder.report.ceilings,
             watcher=watcher,
             on_case=recorder.finished,

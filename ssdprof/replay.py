@@ -196,13 +196,14 @@ class LayerReplay:
         for label, reason in session.changed.items():
             self._update(cases[label], status="inaccurate", reason=f"after it was timed: {reason}")
         of_baseline = session.sampled.get(baseline)
+        smallest = self._options.sampling.smallest_difference
         for label, sampled in session.sampled.items():
             timing, ceilings = sampled.timing(), self._options.ceilings
             is_compared = of_baseline is not None and label != baseline
             self._update(
                 cases[label],
                 timing=timing,
-                speedup=sampled.speedup(of_baseline, baseline) if of_baseline and is_compared else None,
+                speedup=sampled.speedup(of_baseline, baseline, smallest) if of_baseline and is_compared else None,
                 roofline=roofline(self._inputs, ceilings, timing.device_median_us) if ceilings else None,
             )
 

@@ -17,11 +17,12 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.faults import blaming
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.measure.roofline import roofline
-from ssdprof.measure.sampling import SamplingPlan, sample_in_turns
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.statistics import median_us
 from ssdprof.measure.timing import Bench, CaptureError, Sampled, time_in_turns
 from ssdprof.schema import Ceilings, Launch, Speedup
 
-TRIALS = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5, seconds=math.inf)
+TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,9 @@ def time_cell(
             case = _updated(
                 case,
                 timing=timing,
-                speedups=_speedups(choice.contender, session.sampled[label], fastest),
+                speedups=_speedups(
+                    choice.contender, session.sampled[label], fastest, watch.sampling.smallest_difference
+                ),
                 roofline=roofline(inputs, watch.ceilings, timing.device_median_us),
             )
         cases.append(case)
@@ -98,34 +101,39 @@ def _choose(contender: Contender, judged: Sequence[Judged], bench: Bench) -> Cho
 
 def _trial_times(candidates: Sequence[Judged], bench: Bench) -> dict[str, float]:
     """Device time of each that can be captured; `time_in_turns` says why one cannot."""
-    recordings = {}
-    for candidate in candidates:
-        label = candidate.entry.label
-        try:
-            recordings[label] = blaming(bench.device, label, partial(bench.record, candidate.entry.run))
-        except (CaptureError, torch.OutOfMemoryError):
-            continue
-    samplers = {
-        label: partial(blaming, bench.device, label, partial(bench.device_us, recording))
-        for label, recording in recordings.items()
-    }
-    samples = sample_in_turns(samplers, TRIALS) if samplers else {}
-    return {label: float(np.median(values)) for label, values in samples.items()}
+
+    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+        bench.relocate(generator)
+        samplers: dict[Name, Sampler] = {}
+        for candidate in candidates:
+            label = candidate.entry.label
+            try:
+                recording = blaming(bench.device, label, partial(bench.record, candidate.entry.run))
+            except (CaptureError, torch.OutOfMemoryError):
+                continue
+            samplers["device", label] = partial(blaming, bench.device, label, partial(bench.device_us, recording))
+        return samplers
+
+    return {label: median_us(samples) for (_, label), samples in sample_in_turns(set_up, TRIALS).items()}
 
 
 def _fastest(contenders: Mapping[str, Contender], sampled: Mapping[str, Sampled]) -> dict[str, Sampled]:
-    """Of each implementation that was timed, by device time."""
+    """The fastest case of each implementation that was timed, by device time."""
     fastest: dict[str, Sampled] = {}
-    for label, own in sorted(sampled.items(), key=lambda item: float(np.median(item[1].device))):
+    for label, own in sorted(sampled.items(), key=lambda item: median_us(item[1].device)):
         fastest.setdefault(contenders[label].name, own)
     return fastest
 
 
-def _speedups(contender: Contender, sampled: Sampled, fastest: Mapping[str, Sampled]) -> tuple[Speedup, ...]:
+def _speedups(
+    contender: Contender, sampled: Sampled, fastest: Mapping[str, Sampled], smallest_difference: float
+) -> tuple[Speedup, ...]:
     """Over each other implementation; only ours are compared."""
     if not contender.ours:
         return ()
-    return tuple(sampled.speedup(other, name) for name, other in fastest.items() if name != contender.name)
+    return tuple(
+        sampled.speedup(other, name, smallest_difference) for name, other in fastest.items() if name != contender.name
+    )
 
 
 def _case(choice: Choice, limits: Limits | None) -> BenchCase:

@@ -33,6 +33,7 @@ from ssdprof.progress import Watcher
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
 LEAST_SECONDS = 0.1
+MAX_ROUNDS = 32  # of a recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class BenchRequest:
         that share it.
     baseline: an implementation's name.
     first_call: seconds after which a first call is broken off.
+    smallest_difference: that counts, relative.
     """
 
     cells: tuple[Cell, ...]
@@ -53,6 +55,7 @@ class BenchRequest:
     check: Literal["full", "short"] = "full"
     budget: float | None = None
     first_call: float = math.inf
+    smallest_difference: float = 0.01
     command: tuple[str, ...] = ()
 
 
@@ -143,7 +146,9 @@ class _Cells:
                 judged = self._judge_short(entries, contenders, checked, patience)
         watch = Stopwatch(
             bench=self._bench,
-            sampling=SamplingPlan(warmup_rounds=2, min_rounds=15, max_rounds=80, seconds=seconds),
+            sampling=SamplingPlan(
+                smallest_difference=request.smallest_difference, max_rounds=MAX_ROUNDS, seconds=seconds
+            ),
             ceilings=self._ceilings,
             limits=self._limits,
         )

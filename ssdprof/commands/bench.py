@@ -74,6 +74,7 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JSON, after every cell.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
     as_json: options.Json = False,
@@ -92,13 +93,14 @@ def bench(
     from ssdprof.bench.schema import dump
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
-    from ssdprof.request import parse_states
+    from ssdprof.request import parse_percent, parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     grid = expand(parse_shapes(shape), parse_dtypes(dtype), tokens, layout)
     state_dtypes = None if states is None else parse_states(states)
     names = peer_names(against, published)
     baseline = _baseline(baseline, names)
+    smallest = parse_percent("--smallest-difference", smallest_difference)
     if out is not None:
         runs.check_target(out, replace=force)
     require_gpu()
@@ -112,6 +114,7 @@ def bench(
         check=check,
         budget=budget,
         first_call=first_call,
+        smallest_difference=smallest,
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()

@@ -34,6 +34,7 @@ def run(
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
+    smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
@@ -45,16 +46,17 @@ def run(
     from ssdprof import pipeline
     from ssdprof.report import json
     from ssdprof.report import terminal as tables
-    from ssdprof.request import Recording, precisions
+    from ssdprof.request import Recording, parse_percent, precisions
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     chosen = precisions(dtypes, states)
+    smallest = parse_percent("--smallest-difference", smallest_difference)
     if dry_run:
         terminal.show_plan(pipeline.plan(request), as_json)
         return
     tuned = options.use_tuned(no_tuned)
     recording = Recording(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = pipeline.run(request, chosen, recording, terminal.TerminalWatcher())
+    folder, report = pipeline.run(request, chosen, recording, terminal.TerminalWatcher(), smallest_difference=smallest)
     if as_json:
         print(json.dump(report))
     else:

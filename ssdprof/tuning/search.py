@@ -20,15 +20,15 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.faults import blaming, first_line, refuse_if_lost
-from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.statistics import Samples, ratio_interval, verdict
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval, verdict
 from ssdprof.measure.timing import Bench, Recording
 from ssdprof.tuning.candidates import Config, axes, difference
 from ssdprof.tuning.records import Calls, Find, Outcome, Trial, settings_of
 
-SCREENING = SamplingPlan(warmup_rounds=1, min_rounds=7, max_rounds=7, seconds=math.inf)
-DECIDING = SamplingPlan(warmup_rounds=2, min_rounds=20, max_rounds=160, seconds=2.0)
 MARGIN = 0.01  # a find is faster by more than that, with 95 % confidence: from day to day a GPU differs by as much
+SCREENING = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf)
+DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 CHECKED_CHUNKS = 16  # of 64 positions: a candidate is first judged on so many
 
 Run = Callable[[SSDInputs, Config], SSDOutput]
@@ -185,21 +185,28 @@ class _Search:
 
     def _sample(self, configs: Sequence[Config], plan: SamplingPlan) -> dict[Config, Samples]:
         """Device times in turns: of a round the geometric mean over the inputs.  Without those that cannot be timed."""
-        recordings: dict[Config, list[Recording]] = {}
-        for config in configs:
-            try:
-                recordings[config] = [self._record(inputs, config) for inputs in self._problem.inputs]
-            except Exception as error:  # of any kind, as above
-                self._refuse_if_lost(config, error)
-                self._trials[config] = self._untimed(
-                    config, "does not run", f"{type(error).__name__}: {first_line(error)}"
-                )
-        named: dict[str, Sampler] = {
-            str(number): partial(blaming, self._bench.device, self._named(config), partial(_mean_us, self._bench, kept))
-            for number, (config, kept) in enumerate(recordings.items())
-        }
-        samples = sample_in_turns(named, plan) if named else {}
-        return dict(zip(recordings, samples.values(), strict=True))
+        failed: set[Config] = set()
+
+        def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+            self._bench.relocate(generator)
+            samplers: dict[Name, Sampler] = {}
+            for number, config in enumerate(configs):
+                if config in failed:
+                    continue
+                try:
+                    recordings = [self._record(inputs, config) for inputs in self._problem.inputs]
+                except Exception as error:  # of any kind, as above
+                    self._refuse_if_lost(config, error)
+                    why = f"{type(error).__name__}: {first_line(error)}"
+                    self._trials[config] = self._untimed(config, "does not run", why)
+                    failed.add(config)
+                    continue
+                mean_us = partial(_mean_us, self._bench, recordings)
+                samplers["device", str(number)] = partial(blaming, self._bench.device, self._named(config), mean_us)
+            return samplers
+
+        samples = sample_in_turns(set_up, plan)
+        return {configs[int(number)]: own for (_, number), own in samples.items()}
 
     def _record(self, inputs: SSDInputs, config: Config) -> Recording:
         def run() -> SSDOutput:
@@ -215,7 +222,7 @@ class _Search:
         for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
             alone = _Search(replace(self._problem, inputs=(inputs,)), self._bench, self._run)
             samples = alone._sample([self._committed, config], DECIDING)
-            if len(samples) < 2 or verdict(ratio_interval(samples[self._committed], samples[config])) == "slower":
+            if len(samples) < 2 or self._timed(config, samples[config], samples[self._committed]).verdict == "slower":
                 slower.append(f"{inputs.x.shape[1]:,}")
         return " and ".join(slower)
 
@@ -225,9 +232,9 @@ class _Search:
         return Trial(
             change=difference(config, self._committed),
             settings=settings_of(config),
-            verdict="committed" if own else verdict(interval),
-            device_us=float(np.median(samples)),
-            device_ratio=float(np.median(committed) / np.median(samples)),
+            verdict="committed" if own else verdict(interval, MARGIN),
+            device_us=median_us(samples),
+            device_ratio=ratio(committed, samples),
             device_interval=interval,
         )
 
@@ -238,8 +245,8 @@ class _Search:
 
 def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
     """The fastest; `best` if that is not faster beyond doubt."""
-    fastest = min(samples, key=lambda config: float(np.median(samples[config])))
-    if best in samples and verdict(ratio_interval(samples[best], samples[fastest])) != "faster":
+    fastest = min(samples, key=lambda config: median_us(samples[config]))
+    if best in samples and verdict(ratio_interval(samples[best], samples[fastest]), 0.0) != "faster":
         return best
     return fastest
 
