@@ -31,19 +31,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssdprof import __version__, environment, kernels
-from ssdprof.bench.grid import Cell, Tokens
-from ssdprof.bench.inputs import draw
+from ssdprof import __version__, environment, kernels, operators
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaBench, Run, time_in_turns
-from ssdprof.replay import ReplayOptions, replay_layer
+from ssdprof.measure.timing import CudaBench, time_in_turns
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.operator import Output
+from ssdprof.pipeline.replay import ReplayOptions, replay_layer
 from ssdprof.schema import LayerRef, Speedup
 from ssdprof.schema import Precision as Named
 
+OPERATOR = "ssd"
+CHUNK_SIZE = 256  # of unfused
 SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LENGTHS = (1024, 4096, 16384, 65536)
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -55,20 +57,24 @@ Place = tuple[str, int, str]  # shape, tokens, implementation
 
 
 @cache
-def inputs_of(shape: str, seqlen: int) -> SSDInputs:
+def inputs_of(shape: str, seqlen: int) -> Any:
+    drawing = operators.get(OPERATOR).drawing
     cell = Cell(
-        shape=parse_shapes(shape)[0], dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=seqlen)
+        shape=parse_shapes(drawing, shape)[0],
+        dtype="bf16",
+        layout="contiguous",
+        tokens=Tokens(sequences=1, seqlen=seqlen),
     )
-    return draw(cell, torch.device("cuda"), chunk_size=256)
+    return drawing.with_chunk_size(drawing.draw(cell, torch.device("cuda")), CHUNK_SIZE)
 
 
 def run_of(place: Place, wait: int = 0) -> Run:
     """A call, followed by a wait of so many cycles."""
     shape, seqlen, implementation = place
-    call = partial(kernels.get("ssd", implementation).run, inputs_of(shape, seqlen), Precision())
+    call = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
 
-    def waiting() -> SSDOutput:
-        output: SSDOutput = call()
+    def waiting() -> Output:
+        output: Output = call()
         torch.cuda._sleep(wait)  # type: ignore[no-untyped-call]
         return output
 
@@ -134,12 +140,12 @@ def layer(bench: CudaBench, shape: str, seqlen: int) -> Row:
     """Seconds of wall clock for a layer's three cases with fp32 states: judged, sampled as before, sampled now."""
     inputs = inputs_of(shape, seqlen)
     options = ReplayOptions(precisions=LAYERS, timed=False)
-    where = LayerRef(index=0, name="layer", operator="ssd")
+    where = LayerRef(index=0, name="layer", operator=OPERATOR)
     runs: dict[str, Run] = {
         "unfused": run_of((shape, seqlen, "unfused")),
         **{
             precision.intermediates: partial(
-                kernels.get("ssd", "fused").run, inputs, Precision(intermediates=precision.intermediates)
+                kernels.get(OPERATOR, "fused").run, inputs, Precision(intermediates=precision.intermediates)
             )
             for precision in LAYERS
         },
@@ -274,7 +280,7 @@ def main() -> None:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python benchmarks/verdicts.py {' '.join(sys.argv[1:])}",
         "ssdprof_version": __version__,
-        "kernels": kernels_hash(),
+        "kernels": kernels_hash(OPERATOR),
         "environment": environment.collect().model_dump(mode="json"),
         "seconds": time.monotonic() - began,
         "difference": DIFFERENCE,
