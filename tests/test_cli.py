@@ -14,7 +14,7 @@ import ssdprof
 from ssdprof import cli, runs
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
-from ssdprof.request import parse_percent
+from ssdprof.pipeline.request import parse_percent
 
 
 class Answer:
