@@ -68,9 +68,9 @@ def refusals(what: str) -> Iterator[None]:
         raise MissingCapabilityError(
             f"transformers needs a missing package for {what}: {library_message(error)}.", "Install the package."
         ) from error
-    except MemoryError as error:
-        raise MissingCapabilityError(f"Main memory is too small for {what}.", "Use a smaller model.") from error
     except Exception as error:  # the library's code on the user's data: it raises nearly every class there is
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is PyTorch's
+            raise MissingCapabilityError(f"Main memory is too small for {what}.", "Take fewer layers.") from error
         raise BadInputError(
             f"transformers cannot use {what}: {library_message(error)}.",
             "The file is damaged, or the checkpoint is newer than the installed transformers.",

@@ -13,7 +13,7 @@ from ssdprof.checkpoint import original
 from ssdprof.checkpoint.definition import empty_model, quiet_transformers, refusals
 from ssdprof.checkpoint.fetched import LocalCheckpoint
 from ssdprof.checkpoint.integrity import broken_file
-from ssdprof.checkpoint.sizes import shown
+from ssdprof.checkpoint.sizes import LIMIT, shown
 from ssdprof.checkpoint.weights import SINGLE, is_needed
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 
@@ -54,6 +54,12 @@ def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> Non
             f"The config of {local.ref.repo_id} describes {described} parameters in {local.depth} layers, "
             f"but the weights hold {stored}.",
             "Config and weights do not belong together, or weights are missing.",
+        )
+    computed = sum(buffer.numel() for buffer in empty.buffers())
+    if computed > LIMIT:
+        raise BadInputError(
+            f"The config of {local.ref.repo_id} describes tables of {computed} elements beside the weights.",
+            "Its frequencies of rotary positions (rope_parameters) are the usual place: the config is damaged.",
         )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.layer_kinds import ZAMBA2_DEFAULT_KINDS
-from ssdprof.checkpoint.source import CONFIG
 from ssdprof.checkpoint.weights import INDEX, is_needed
 
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
