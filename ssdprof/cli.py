@@ -113,7 +113,8 @@ def main() -> None:
         _complain(error.message, error.hint)
         sys.exit(error.exit_code)
     except Exception as error:
-        _complain(f"internal error: {type(error).__name__}: {error}", _kept_traceback())
+        _line("internal error", f"{type(error).__name__}: {error}", "red")
+        _line("hint", _kept_traceback(), "cyan")
         sys.exit(INTERNAL_ERROR)
 
 

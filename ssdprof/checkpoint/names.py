@@ -13,7 +13,7 @@ from ssdprof.checkpoint.families import FAMILIES, known
 from ssdprof.errors import BadInputError
 
 DEMO = "demo"
-_ALIKE = 0.85  # difflib's ratio, from which a name may be a typo of another
+_ALIKE = 0.83  # difflib's ratio, from which a name may be a typo of another
 _AT_MOST = 4  # suggestions
 
 
@@ -53,14 +53,17 @@ def parse_repo(typed: str, revision: str | None) -> RepoName:
 def close_names(typed: str) -> list[str]:
     """Names that ssdprof knows and that `typed` may be a typo of, the likeliest first."""
     names = {DEMO, *(name for row in FAMILIES for name in (*row.typed, *(one.repo for one in row.checkpoints)))}
-    whole = {name.casefold(): name for name in names}
-    by_last_part = {name.rpartition("/")[2].casefold(): name for name in sorted(names, reverse=True)}
-    found = difflib.get_close_matches(typed.casefold(), whole, n=_AT_MOST, cutoff=_ALIKE)
-    last = typed.rpartition("/")[2].casefold()
-    parts = difflib.get_close_matches(last, by_last_part, n=_AT_MOST, cutoff=_ALIKE)
-    return list(dict.fromkeys([*(whole[name] for name in found), *(by_last_part[name] for name in same_part)]))[
-        :_AT_MOST
-    ]
+    scored = sorted((-_likeness(typed.casefold(), name.casefold()), name) for name in names)
+    return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
+
+
+def _likeness(typed: str, name: str) -> float:
+    """From 0 to 1: of the whole names, of what stands behind the organisation, or of a single word and one in `name`."""
+    last, typed_last = name.rpartition("/")[2], typed.rpartition("/")[2]
+    pairs = [(typed, name), (typed_last, last)]
+    if typed.isalnum():
+        pairs += [(typed, word) for word in last.split("-") if len(word) > 4]
+    return max(difflib.SequenceMatcher(None, one, other).ratio() for one, other in pairs)
 
 
 def _split(typed: str) -> tuple[str, str | None]:
