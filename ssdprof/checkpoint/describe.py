@@ -49,6 +49,12 @@ class Description:
         positions = self.config.get("max_position_embeddings")
         return positions if isinstance(positions, int) and positions > 0 else None
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids that the model knows; None where the config does not say."""
+        size = self.config.get("vocab_size")
+        return size if isinstance(size, int) else None
+
     def depth(self, deepest_layer: int | None) -> int:
         """Decoder layers to load so that layer `deepest_layer` can run; all for None.
 

@@ -125,6 +125,10 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
             raise BadInputError(f"{model} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
     else:
         name = parse_repo(model, revision)
+        if name.repo_id.casefold() == DEMO:
+            raise BadInputError(
+                f"There is no model {model}; the model that ships with ssdprof is {DEMO}.", "Name demo."
+            )
         family = family_named(name.repo_id)
         source = _open_repo(family.flagship if family and family.flagship else name.repo_id, name.revision)
         if family:

@@ -58,7 +58,7 @@ def close_names(typed: str) -> list[str]:
 
 
 def _likeness(typed: str, name: str) -> float:
-    """From 0 to 1: of the whole names, of what stands behind the organisation, or of a single word and one in `name`."""
+    """From 0 to 1: of the whole names, of what stands behind the organisation, or of one word and one of `name`."""
     last, typed_last = name.rpartition("/")[2], typed.rpartition("/")[2]
     pairs = [(typed, name), (typed_last, last)]
     if typed.isalnum():

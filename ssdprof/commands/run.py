@@ -42,20 +42,25 @@ def run(
 
     Exit code 1 says that a case was inaccurate or not finite.
     """
-    from ssdprof.pipeline.dry_run import plan
     from ssdprof.pipeline.request import Keep, precisions
-    from ssdprof.pipeline.run import run as run_model
+    from ssdprof.pipeline.subject import find, find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     chosen = precisions(dtypes, states)
+    options.check_folder("--out", out)
     if dry_run:
-        terminal.show_plan(plan(request), as_json)
+        from ssdprof.pipeline.dry_run import plan
+
+        terminal.show_plan(plan(find(request)), as_json)
         return
+    subject = find_to_replay(request)
+    from ssdprof.pipeline.run import run as run_model  # torch comes with it: after all that can be wrong without
+
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = run_model(request, chosen, keep, terminal.TerminalWatcher())
+    folder, report = run_model(request, chosen, keep, terminal.TerminalWatcher(), subject=subject)
     if as_json:
         print(document.dump(report))
     else:
