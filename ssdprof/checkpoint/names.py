@@ -61,6 +61,8 @@ def _likeness(typed: str, name: str) -> float:
     """From 0 to 1: of the whole names, of what stands behind the organisation, or of one word and one of `name`."""
     last, typed_last = name.rpartition("/")[2], typed.rpartition("/")[2]
     pairs = [(typed, name), (typed_last, last)]
+    if not any(c.isdigit() for c in typed):  # else the end of a name matters: granite-9 is no typo of granite-4.0
+        pairs.append((typed_last, last[: len(typed_last)]))
     if typed.isalnum():
         pairs += [(typed, word) for word in last.split("-") if len(word) > 4]
     return max(difflib.SequenceMatcher(None, one, other).ratio() for one, other in pairs)

@@ -28,7 +28,7 @@ def run(
     states: options.States = "all",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the run.", show_default="runs/<time>-<model>"),
+        typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
     ] = None,
     save_captures: Annotated[bool, typer.Option("--save-captures", help="Keep the inputs too.  Gigabytes.")] = False,
     stalls: Annotated[
@@ -49,7 +49,6 @@ def run(
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     chosen = precisions(dtypes, states)
-    options.check_folder("--out", out)
     if dry_run:
         from ssdprof.pipeline.dry_run import plan
 

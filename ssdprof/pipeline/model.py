@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, select_layers, store
+from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
 from ssdprof.capture.prompt import build_prompt
-from ssdprof.checkpoint import LocalCheckpoint, Located, fetch, load_model, locate
+from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
-from ssdprof.schema import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema import Prompt
 
 OnLayer = Callable[[CapturedLayer], object]
 

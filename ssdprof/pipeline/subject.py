@@ -69,6 +69,6 @@ def refuse_large(subject: Subject) -> None:
             size = getattr(dims, name)
             if size > most:
                 raise BadInputError(
-                    f"{subject.ref.repo_id} has {name} = {size} in layer {layer.index}; the kernels take at most {most}.",
+                    f"{subject.ref.repo_id} has {name} = {size} in layer {layer.index}; kernels take at most {most}.",
                     "Its inputs can be stored with 'ssdprof capture'.",
                 )
