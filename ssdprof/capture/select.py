@@ -51,14 +51,16 @@ def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]
         return tuple(layers[:count])
     present = {layer.index for layer in layers}
     wanted: set[int] = set()
+    missing: list[str] = []
     for first, last in re.findall(_NUMBERS, text):
-        found = present & set(range(int(first), int(last) + 1)) if last else {int(first)}
-        if missing := (found - present or set() if found else {f"{first}-{last}"}):
-            raise BadInputError(
-                f"Layer {missing.pop()} has no SSD or GDN operator; the model has {_listed(layers)}.",
-                "Numbers are decoder layer indices, counted from 0.",
-            )
+        found = present & set(range(int(first), int(last or first) + 1))
+        missing += [] if found else [f"{first}-{last}" if last else first]
         wanted |= found
+    if missing:
+        raise BadInputError(
+            f"Layer {', '.join(missing)} has no SSD or GDN operator; the model has {_listed(layers)}.",
+            "Numbers are decoder layer indices, counted from 0.",
+        )
     return tuple(layer for layer in layers if layer.index in wanted)
 
 

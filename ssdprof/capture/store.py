@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -38,6 +39,7 @@ from ssdprof.schema import (
     Prompt,
     TensorRecord,
 )
+from ssdprof.schema.capture import scalars_hash
 
 _LOCK = ".lock"
 
@@ -129,6 +131,7 @@ class CaptureWriter:
         file = f"layer_{captured.layer.index:03d}_seqlen_{seqlen}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
+        scalars = operators.of(captured.inputs).door.scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -142,7 +145,8 @@ class CaptureWriter:
                 )
                 for name, tensor in stored.items()
             },
-            scalars=operators.of(captured.inputs).door.scalars(captured.inputs),
+            scalars=scalars,
+            scalars_sha256=scalars_hash(scalars),
         )
         _replace(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
@@ -207,15 +211,33 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
+    if capture.scalars_sha256 not in (None, scalars_hash(capture.scalars)):
+        raise BadInputError(
+            f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
+        )
     try:
         operator = operators.get(capture.layer.operator)
-        inputs = operator.inputs(**found, **operator.door.arguments(capture.scalars))
+        arguments = operator.door.arguments(capture.scalars)
+        _check_types(operator.inputs, arguments)
+        inputs = operator.inputs(**found, **arguments)
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides)
+
+
+def _check_types(inputs: type[Any], arguments: Mapping[str, Any]) -> None:
+    """ValueError for a scalar of another type than the field of `inputs` that it fills: "256" or true for a size."""
+    types = get_type_hints(inputs)
+    for name, value in arguments.items():
+        if name not in types:
+            raise ValueError(f"{name} is no argument of {inputs.__name__}")
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from error
 
 
 def _sha256(tensor: torch.Tensor) -> str:
