@@ -19,9 +19,10 @@ from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.model import OnLayer, find, load, run_model, store_in
+from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, replay_layer, unready
 from ssdprof.pipeline.request import CaptureRequest, Keep, ModelRequest
+from ssdprof.pipeline.subject import Subject, captures_of, find_to_replay
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.schema import CheckpointRef, LayerRef, Precision, RunReport
@@ -33,17 +34,20 @@ def run(
     keep: Keep,
     watcher: Watcher,
     *,
+    subject: Subject | None = None,
     smallest_difference: float = 0.01,
 ) -> tuple[Path, RunReport]:
     """Capture a model's layers on each prompt and replay them.  Returns the run's folder and its report.
 
+    subject: what `find_to_replay` gave for the request, if it was asked already.
     smallest_difference: of two times that counts, relative.
     """
     sampling = SamplingPlan(smallest_difference=smallest_difference)
-    if store.is_capture(Path(request.model.model).expanduser()):
+    if captures_of(request) is not None:
         return _run_stored(request, precisions, keep, watcher, sampling)
     with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
-        subject = find(request)
+        subject = subject or find_to_replay(request)
+        assert subject is not None, "the request names no captures"
         _refuse_unready(subject.ref, subject.layers)
         limits.check_replay(subject.seqlens)
         loaded = load(request, subject, watcher)
