@@ -32,7 +32,10 @@ _HOME = {
     "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }
-_IMPLEMENTATIONS = {"ssd": ("reference", "unfused", "fused")}  # modules that register themselves, in this order
+_IMPLEMENTATIONS = {
+    "ssd": ("reference", "unfused", "fused"),
+    "gdn": ("reference",),
+}  # modules that register themselves, in this order
 
 __all__ = ["get", "names", *_HOME]
 
