@@ -35,7 +35,7 @@ _HOME = {
 # operator -> name -> the module that registers it, in the order in which they are listed
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused"},
-    "gdn": {"reference": "reference"},
+    "gdn": {"reference": "reference", "unfused": "unfused.six_launches"},
 }
 
 __all__ = ["get", "names", *_HOME]
