@@ -37,7 +37,7 @@ STAGES = {"_load": "caller", "_chunk_state_kernel": "chunk_state"}
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     w, u, k, prev_states, v_new = (args[f"{name}_ptr"] for name in ("w", "u", "k", "prev_states", "v_new"))
-    batch, nchunks, heads, size, key_dim = w.shape
+    batch, nchunks, heads, _, key_dim = w.shape
     return {
         "name": f"{kernel.name} b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}",
         "flops": 4 * u.numel() * key_dim,
@@ -122,9 +122,7 @@ def _chunk_state_kernel(
         decayed = (v_new.to(INTERMEDIATE) * to_end[None, :]).to(OPERAND)
         S = tl.dot(decayed, b_k, S * decay_exp2(g_end), input_precision=DOT_PRECISION)
         S = S.to(STATE).to(tl.float32)
-    tl.store(
-        final_states_ptr + ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides), S, mask=m_vk
-    )
+    tl.store(final_states_ptr + ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides), S, mask=m_vk)
 
 
 def chunk_state(

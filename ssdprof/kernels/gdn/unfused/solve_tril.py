@@ -32,7 +32,7 @@ from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import LEAF, SolveTrilConfig
 from ssdprof.kernels.gdn.unfused.precisions import inverse_products
 
-STAGES = {"_side_by_side": "solve_tril", "_solve_tril_kernel": "solve_tril"}
+STAGES = {"_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_solve_tril_kernel": "solve_tril"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -52,6 +52,20 @@ def _side_by_side(left, right):
     r: tl.constexpr = left.shape[1]
     c: tl.constexpr = left.shape[2]
     return tl.reshape(tl.permute(tl.join(left, right), (0, 1, 3, 2)), (n, r, 2 * c))
+
+
+@triton.jit
+def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
+    """From the inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 * s, 2 * s)."""
+    PAIRS: tl.constexpr = A.shape[0] // 2
+    HALF: tl.constexpr = A.shape[1]
+    top, bottom = tl.split(tl.permute(tl.reshape(A, (PAIRS, 2, HALF, HALF)), (0, 2, 3, 1)))
+    first, o_h = tl.arange(0, PAIRS)[:, None, None] * (2 * HALF), tl.arange(0, HALF)
+    below = ptr_offset((first + HALF + o_h[None, :, None], first + o_h[None, None, :]), L_strides)
+    corner = tl.dot(tl.load(L_ptr + below), top, input_precision=PRODUCTS)
+    corner = -tl.dot(bottom, corner, input_precision=PRODUCTS)
+    upper, lower = _side_by_side(top, tl.zeros_like(top)), _side_by_side(corner, bottom)
+    return tl.reshape(tl.permute(tl.join(upper, lower), (0, 3, 1, 2)), (PAIRS, 2 * HALF, 2 * HALF))
 
 
 @triton.jit(launch_metadata=_metadata)
@@ -81,20 +95,8 @@ def _solve_tril_kernel(
         A = tl.where(o_r[None, :, None] == i, A - known[:, None, :], A)
 
     # --- pairs of blocks
-    for log2_merged in tl.static_range(MERGES):
-        HALF: tl.constexpr = LEAF * 2**log2_merged
-        PAIRS: tl.constexpr = CHUNK_SIZE // (2 * HALF)
-        o_p, o_h = tl.arange(0, PAIRS), tl.arange(0, HALF)
-        both = tl.permute(tl.reshape(A, (PAIRS, 2, HALF, HALF)), (0, 2, 3, 1))
-        top, bottom = tl.split(both)
-        first = o_p[:, None, None] * (2 * HALF)
-        between = tl.load(
-            L_ptr + ptr_offset((first + HALF + o_h[None, :, None], first + o_h[None, None, :]), L_strides[3:])
-        )  # [PAIRS, HALF, HALF]  # fmt: skip
-        corner = -tl.dot(bottom, tl.dot(between, top, input_precision=PRODUCTS), input_precision=PRODUCTS)
-        upper = _side_by_side(top, tl.zeros_like(top))
-        lower = _side_by_side(corner, bottom)
-        A = tl.reshape(tl.permute(tl.join(upper, lower), (0, 3, 1, 2)), (PAIRS, 2 * HALF, 2 * HALF))
+    for _ in tl.static_range(MERGES):
+        A = _merge_pairs(A, L_ptr, L_strides[3:], PRODUCTS)
 
     o_i = tl.arange(0, CHUNK_SIZE)
     tl.store(
