@@ -74,8 +74,10 @@ class ChunkStateConfig:
     @classmethod
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkStateConfig:
         if operand == torch.float32:
-            return cls(block_v=_block(value_dim, 32 if key_dim <= 64 else 16), num_stages=1)
-        return cls(block_v=_block(value_dim, 64 if key_dim <= 128 else 32), num_stages=3 if key_dim <= 128 else 2)
+            return cls(block_v=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
+        if key_dim <= 128:
+            return cls(block_v=_block(value_dim, 64), num_stages=3)
+        return cls(block_v=_block(value_dim, 32), num_warps=8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""GDN in six launches: the baseline, and the table of contents of the algorithm.
+"""GDN in six launches: the baseline, and the algorithm stage by stage.
 
-The dtypes are those of the original unfused kernels of flash-linear-attention, except where the caller asks for others:
+`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  The dtypes are those of the original unfused kernels of flash-linear-attention, except where the caller asks for others:
 `precisions.py` lists every product.
 """
 
@@ -29,7 +29,32 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, reg
 MAX_CHUNK_SIZE = 64
 
 
-def gdn_unfused(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
+def gdn_unfused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+) -> GDNOutput:
+    """The gated delta rule in six launches, forward only.  Arguments and result are those of `GDNInputs`.
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernels do not do.
+    """
+    inputs = GDNInputs(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, scale=scale, use_qk_l2norm=use_qk_l2norm,
+        chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return run(inputs, precision)
+
+
+def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
     """Output as v, final states in fp32.
 
     Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that want a gradient, and for tensors that are
@@ -41,7 +66,7 @@ def gdn_unfused(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOut
 
 
 def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
-    """`gdn_unfused` without its checks, on the current device."""
+    """`run` without its checks, on the current device."""
     q, k, v, beta, dtype = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.q.dtype
     operand = operand_dtype(dtype, precision)
     if inputs.use_qk_l2norm:
@@ -64,7 +89,8 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     return GDNOutput(out, final_states)
 
 
-def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
+def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """Its launches, configurations and workspace.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
     operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
@@ -106,4 +132,4 @@ def _refuse_unsupported(inputs: GDNInputs) -> None:
         )
 
 
-register(Implementation(operator="gdn", name="unfused", run=gdn_unfused, plan=_plan))
+register(Implementation(operator="gdn", name="unfused", run=run, plan=plan))
