@@ -42,10 +42,12 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     case, _ = CASES[label]
     kernels = compiled("test_gdn_unfused_compile", capability)[label]
     stages = ["gate_cumsum", "scaled_dot_kkt", "solve_tril", "recompute_w_u", "chunk_state", "chunk_output"]
-    before = ["qk_l2norm", "qk_l2norm"] + (["chunk_table"] if case.lengths else [])
-    assert [kernel.kernel for kernel in kernels] == [f"_{stage}_kernel" for stage in before + stages]
+    names = ["_gdn_qk_l2norm_kernel"] * 2 + (["_chunk_table_kernel"] if case.lengths else [])
+    names += [f"_gdn_{stage}_kernel" for stage in stages]
+    assert [kernel.kernel for kernel in kernels] == names
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there
-        assert kernel.spilled_bytes <= (64 if case.dtype == FP32 else 0), kernel
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size
+        most = 0 if case.dtype != FP32 or case.key_dim < 128 else 512 if case.key_dim == 256 else 64
+        assert kernel.spilled_bytes <= most, kernel
         assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel

@@ -26,7 +26,7 @@ from ssdprof.kernels.gdn.unfused.configs import ChunkOutputConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.precision import Precision
 
-STAGES = {"_chunk_output_kernel": "chunk_output"}
+STAGES = {"_gdn_chunk_output_kernel": "chunk_output"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _chunk_output_kernel(
+def _gdn_chunk_output_kernel(
     q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr,
     q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides,
     length, heads, nchunks, values_per_key, scale,
@@ -116,7 +116,7 @@ def chunk_output(
     config = config or ChunkOutputConfig.choose(key_dim=key_dim, value_dim=value_dim, operand=operand)
     out = torch.empty(batch, length, heads, value_dim, device=q.device, dtype=out_dtype)
     launch(
-        _chunk_output_kernel,
+        _gdn_chunk_output_kernel,
         batch * chunks.count * heads * triton.cdiv(value_dim, config.block_v),
         (q, k, prev_states, v_new, g_cumsum_log2, chunks.spans, out),
         (

@@ -32,7 +32,7 @@ from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.precision import Precision
 
-STAGES = {"_load": "caller", "_chunk_state_kernel": "chunk_state"}
+STAGES = {"_load": "caller", "_gdn_chunk_state_kernel": "chunk_state"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit(launch_metadata=_metadata)
-def _chunk_state_kernel(
+def _gdn_chunk_state_kernel(
     k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr,
     prev_states_ptr, v_new_ptr, final_states_ptr,
     k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides, prev_states_strides, v_new_strides,
@@ -146,7 +146,7 @@ def chunk_state(
     v_new = torch.empty_like(u)
     final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)
     launch(
-        _chunk_state_kernel,
+        _gdn_chunk_state_kernel,
         chunks.sequences * heads * triton.cdiv(value_dim, config.block_v),
         (k, w, u, g_cumsum_log2, initial_state, chunks.spans, chunks.bounds, prev_states, v_new, final_states),
         (

@@ -30,7 +30,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 # 2^-160 is zero in fp32.  A lower g, -inf above all, would cost the differences of later sums their digits.
 FORGOTTEN = tl.constexpr(-160.0)
 
-STAGES = {"_gate_cumsum_kernel": "gate_cumsum"}
+STAGES = {"_gdn_gate_cumsum_kernel": "gate_cumsum"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gate_cumsum_kernel(
+def _gdn_gate_cumsum_kernel(
     g_ptr, spans_ptr, g_cumsum_log2_ptr,
     g_strides, g_cumsum_log2_strides,
     length, heads, nchunks,
@@ -78,7 +78,7 @@ def gate_cumsum(g: torch.Tensor, chunks: Chunks, *, config: GateCumsumConfig | N
     batch, length, heads = g.shape
     g_cumsum_log2 = torch.empty(batch, chunks.count, heads, chunks.size, device=g.device, dtype=torch.float32)
     launch(
-        _gate_cumsum_kernel,
+        _gdn_gate_cumsum_kernel,
         batch * chunks.count * triton.cdiv(heads, config.block_h),
         (g, chunks.spans, g_cumsum_log2),
         (g.stride(), g_cumsum_log2.stride(), length, heads, chunks.count),

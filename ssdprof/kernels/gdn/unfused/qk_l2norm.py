@@ -23,7 +23,7 @@ from ssdprof.kernels.gdn.unfused.configs import QkL2NormConfig
 
 L2NORM_EPS = tl.constexpr(1e-6)
 
-STAGES = {"_qk_l2norm_kernel": "qk_l2norm"}
+STAGES = {"_gdn_qk_l2norm_kernel": "qk_l2norm"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _qk_l2norm_kernel(
+def _gdn_qk_l2norm_kernel(
     x_ptr, y_ptr, x_strides, length, heads, rows,
     KEY_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | N
     y = torch.empty(x.shape, device=x.device, dtype=dtype)
     rows = batch * length * heads
     launch(
-        _qk_l2norm_kernel,
+        _gdn_qk_l2norm_kernel,
         triton.cdiv(rows, config.block_rows),
         (x, y),
         (x.stride(), length, heads, rows),

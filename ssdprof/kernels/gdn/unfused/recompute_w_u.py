@@ -29,7 +29,7 @@ from ssdprof.kernels.gdn.unfused.configs import RecomputeWUConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.precision import Precision
 
-STAGES = {"_recompute_w_u_kernel": "recompute_w_u"}
+STAGES = {"_gdn_recompute_w_u_kernel": "recompute_w_u"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _recompute_w_u_kernel(
+def _gdn_recompute_w_u_kernel(
     A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr,
     A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides,
     length, heads, nchunks, values_per_key,
@@ -113,7 +113,7 @@ def recompute_w_u(
     w = torch.empty(*place, chunks.size, key_dim, device=v.device, dtype=operand)
     u = torch.empty(*place, value_dim, chunks.size, device=v.device, dtype=operand)
     launch(
-        _recompute_w_u_kernel,
+        _gdn_recompute_w_u_kernel,
         batch * chunks.count * heads,
         (A, k, v, beta, g_cumsum_log2, chunks.spans, w, u),
         (

@@ -26,7 +26,7 @@ from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_off
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import LEAF, ScaledDotKktConfig
 
-STAGES = {"_scaled_dot_kkt_kernel": "scaled_dot_kkt"}
+STAGES = {"_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _scaled_dot_kkt_kernel(
+def _gdn_scaled_dot_kkt_kernel(
     k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr,
     k_strides, beta_strides, g_cumsum_log2_strides, L_strides,
     length, heads, nchunks,
@@ -99,7 +99,7 @@ def scaled_dot_kkt(
         batch, chunks.count, value_heads, chunks.size, chunks.size, device=k.device, dtype=torch.float32
     )  # fmt: skip
     launch(
-        _scaled_dot_kkt_kernel,
+        _gdn_scaled_dot_kkt_kernel,
         batch * chunks.count * heads,
         (k, beta, g_cumsum_log2, chunks.spans, L),
         (k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride(), length, heads, chunks.count),

@@ -1,7 +1,7 @@
 """GDN in six launches: the baseline, and the algorithm stage by stage.
 
-`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  The dtypes are those of the original unfused kernels of flash-linear-attention, except where the caller asks for others:
-`precisions.py` lists every product.
+`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  Unless `Precision` says
+otherwise, dtypes are those of the unfused Triton kernels of flash-linear-attention: `precisions.py` lists them.
 """
 
 from __future__ import annotations

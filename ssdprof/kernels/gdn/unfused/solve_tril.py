@@ -32,7 +32,7 @@ from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import LEAF, SolveTrilConfig
 from ssdprof.kernels.gdn.unfused.precisions import inverse_products
 
-STAGES = {"_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_solve_tril_kernel": "solve_tril"}
+STAGES = {"_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_gdn_solve_tril_kernel": "solve_tril"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
 
 
 @triton.jit(launch_metadata=_metadata)
-def _solve_tril_kernel(
+def _gdn_solve_tril_kernel(
     L_ptr, spans_ptr, A_ptr,
     L_strides, A_strides,
     length, heads, nchunks,
@@ -113,7 +113,7 @@ def solve_tril(
     config = config or SolveTrilConfig()
     A = torch.empty(L.shape, device=L.device, dtype=operand)
     launch(
-        _solve_tril_kernel,
+        _gdn_solve_tril_kernel,
         batch * chunks.count * heads,
         (L, chunks.spans, A),
         (L.stride(), A.stride(), length, heads, chunks.count),
