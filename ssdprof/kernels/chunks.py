@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+import ssdprof.kernels._triton  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
 from ssdprof.kernels._launch import launch
 
 _BLOCK = 128  # sequences or chunks per loop turn
