@@ -141,8 +141,8 @@ def main() -> None:
     count, families = int(sys.argv[1]), [word for word in sys.argv[2:] if word != "-v"]
     folders = [DEMO_FOLDER] if not families else []
     if families:
-        import tiny_models
         from checkpoint.conftest import save_tokenizer
+        import tiny_models
 
         for family in families:
             folder = Path(tempfile.mkdtemp()) / family
@@ -160,9 +160,7 @@ def main() -> None:
                     last = traceback.extract_tb(unexpected.__traceback__)
                     ours = [frame for frame in last if "/ssdprof/" in frame.filename][-1]
                     print(f"{number} {mutation.what}\n    {type(unexpected).__name__}: {str(unexpected)[:300]}")
-                    print(
-                        f"    {Path(ours.filename).name}:{ours.lineno} ... {last[-1].filename.split('site-packages/')[-1]}:{last[-1].lineno}"
-                    )
+                    print(f"    {Path(ours.filename).name}:{ours.lineno} ... {last[-1].filename.split('site-packages/')[-1]}:{last[-1].lineno}")
                     end = "INTERNAL"
                 else:
                     end = "ok" if error is None else str(int(error.exit_code))
