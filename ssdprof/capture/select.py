@@ -58,7 +58,7 @@ def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]
         wanted |= found
     if missing:
         raise BadInputError(
-            f"Layer {', '.join(missing)} has no SSD or GDN operator; the model has {_listed(layers)}.",
+            f"Layer {', '.join(sorted(missing, key=lambda word: int(word.split('-')[0])))} has no SSD or GDN operator; the model has {_listed(layers)}.",
             "Numbers are decoder layer indices, counted from 0.",
         )
     return tuple(layer for layer in layers if layer.index in wanted)
