@@ -144,7 +144,7 @@ def try_all(folder: Path, count: int, *, seed: int = 0) -> dict[str, str]:
             except Exception as unexpected:
                 defects[mutation.what] = "".join(traceback.format_exception(unexpected, limit=-3))
                 continue
-        if error is not None and (error.exit_code not in (2, 4) or not error.hint):
+        if error is not None and error.exit_code not in (2, 4):
             defects[mutation.what] = repr(vars(error))
     return defects
 
