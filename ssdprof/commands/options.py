@@ -79,6 +79,12 @@ Dtypes = Annotated[
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+SmallestDifference = Annotated[
+    str,
+    typer.Option(
+        metavar="P%", help="Call nothing faster or slower unless its whole 95 % interval differs by more than this."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and stop.")]
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")

@@ -34,6 +34,7 @@ def run(
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
+    smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
@@ -42,13 +43,14 @@ def run(
 
     Exit code 1 says that a case was inaccurate or not finite.
     """
-    from ssdprof.pipeline.request import Keep, precisions
+    from ssdprof.pipeline.request import Keep, parse_percent, precisions
     from ssdprof.pipeline.subject import find, find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     chosen = precisions(dtypes, states)
+    smallest = parse_percent("--smallest-difference", smallest_difference)
     if dry_run:
         from ssdprof.pipeline.dry_run import plan
 
@@ -59,7 +61,9 @@ def run(
 
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = run_model(request, chosen, keep, terminal.TerminalWatcher(), subject=subject)
+    folder, report = run_model(
+        request, chosen, keep, terminal.TerminalWatcher(), subject=subject, smallest_difference=smallest
+    )
     if as_json:
         print(document.dump(report))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,12 @@ class Call:
 
 
 def call_of(
-    implementation: Implementation, inputs: Any, precision: schema.Precision, *, label: str = "", widens: bool = False
+    implementation: Implementation,
+    inputs: Any,
+    precision: schema.PrecisionRecord,
+    *,
+    label: str = "",
+    widens: bool = False,
 ) -> Call:
     """The call of a registered implementation."""
     wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
@@ -56,7 +62,7 @@ def call_of(
         label=label or f"{implementation.name} {precision}",
         inputs=inputs,
         precision=wanted,
-        run=lambda: implementation.run(inputs, wanted),
-        plan=lambda: implementation.plan(inputs, wanted),
+        run=partial(implementation.run, inputs, wanted),
+        plan=partial(implementation.plan, inputs, wanted),
         widens=widens,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import DType, Intermediates, Precision
+from ssdprof.schema import DType, Intermediates, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
@@ -52,11 +53,13 @@ class Keep:
     command: tuple[str, ...] = ()
 
 
-def precisions(dtypes: Dtypes, states: str) -> tuple[Precision, ...]:
+def precisions(dtypes: Dtypes, states: str) -> tuple[PrecisionRecord, ...]:
     """Every pair of intermediates and state dtype, exact before relaxed."""
     intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
     return tuple(
-        Precision(intermediates=kind, state_dtype=state) for kind in intermediates for state in parse_states(states)
+        PrecisionRecord(intermediates=kind, state_dtype=state)
+        for kind in intermediates
+        for state in parse_states(states)
     )
 
 
@@ -74,3 +77,14 @@ def parse_states(states: str) -> tuple[DType, ...]:
             )
         chosen += [dtype for dtype in match if dtype not in chosen]
     return tuple(chosen)
+
+
+def parse_percent(option: str, text: str) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 100:
+        raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
+    return value / 100

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
-from ssdprof.schema import CaseResult, Precision, RunReport
+from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
 
 GOOD = ("PASSED", "So far")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
@@ -95,7 +95,7 @@ def _trouble(series: Series) -> str:
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
 
 
-def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: Precision) -> str:
+def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> str:
     own = [(group, s) for group in found for s in group.series(name) if s.precision == precision]
     speeds = [(group, speed) for group, s in own if (speed := total_speed(s)) and speed.device_ratio is not None]
     compared = [(group, s) for group, s in own if pool(s.cases, "out", vs_oracle)]
@@ -118,14 +118,19 @@ def _speed(baseline: str, speeds: list[tuple[Group, TotalSpeed]]) -> str:
         "slower": f"slower than {baseline}, {ratio}",
         "no difference": f"as fast as {baseline}, {ratio}",
         None: f"compared with {baseline} {ratio}",
-    }[speed.verdict]
+    }[speed.device_verdict]
     layers = f"summed over {len(speed.layers)} layers" if len(speed.layers) > 1 else f"in layer {speed.layers[0]}"
     others = [
-        f"; {fmt.speedup(other.device_ratio, other.device_interval)} (call {fmt.ratio(other.call_ratio)}) "
-        f"at {shorter.tokens}"
+        f"; {fmt.speedup(other.device_ratio, other.device_interval)} ({_call(other)}) at {shorter.tokens}"
         for shorter, other in speeds[1:]
     ]
-    return f"{said} by device time (call {fmt.ratio(speed.call_ratio)}) at {group.tokens}, {layers}{''.join(others)}."
+    return f"{said} by device time ({_call(speed)}) at {group.tokens}, {layers}{''.join(others)}."
+
+
+def _call(speed: TotalSpeed) -> str:
+    """ "call 3.02x"; "call 1.00x: no difference"."""
+    doubt = ": no difference" if speed.call_verdict == "no difference" else ""
+    return f"call {fmt.ratio(speed.call_ratio)}{doubt}"
 
 
 def _exactness(baseline: str, group: Group, series: Series) -> str:
@@ -147,7 +152,7 @@ def _failed(series: Series) -> bool:
     return any(case.status not in ("passed", "refused") for case in series.cases)
 
 
-def _with(precision: Precision) -> str:
+def _with(precision: PrecisionRecord) -> str:
     return f"{precision.intermediates} with {precision.state_dtype} states"
 
 

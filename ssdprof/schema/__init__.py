@@ -5,13 +5,13 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 """
 
 from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, Precision, Record
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment, Gpu
 from ssdprof.schema.run import CaseResult, RunReport, Status
-from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing
+from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -33,7 +33,7 @@ __all__ = [
     "LayerRef",
     "Match",
     "Memory",
-    "Precision",
+    "PrecisionRecord",
     "Prompt",
     "Record",
     "Roofline",
@@ -43,4 +43,5 @@ __all__ = [
     "TensorAccuracy",
     "TensorRecord",
     "Timing",
+    "Verdict",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssdprof import __version__, operators
 from ssdprof.operators.outline import Stages
-from ssdprof.schema.stalls import KernelStalls, Recorded, StallReport, Subject
+from ssdprof.schema.stalls import KernelStalls, Profiled, Recorded, StallReport
 from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints
@@ -16,7 +16,7 @@ from ssdprof.stalls.stages import Sources
 
 def analyse(
     reports: Sequence[RawReport],
-    subject: Subject | None = None,
+    subject: Profiled | None = None,
     *,
     recorded: Recorded | None = None,
     missing: str = "",
@@ -76,9 +76,9 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
 
 
 def _stages(kernel: RawKernel) -> Stages:
-    """Those of the operator that the kernel is bundled for."""
-    known = (outline.stages for outline in operators.outlines())
-    return next((stages for stages in known if kernel.function in stages.kernels), Stages())
+    """Those of the operator that the kernel is bundled for; those of all operators for a kernel that is not known."""
+    known = [outline.stages for outline in operators.outlines()]
+    return next((stages for stages in known if kernel.function in stages.kernels), Stages.together(known))
 
 
 def _words(known: Sequence[Stages]) -> dict[str, str]:

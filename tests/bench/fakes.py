@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssdprof import schema
@@ -28,7 +29,7 @@ from ssdprof.operators.ssd.shapes import SSDShape
 
 SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
-EXACT = schema.Precision(intermediates="exact", state_dtype="fp32")
+EXACT = schema.PrecisionRecord(intermediates="exact", state_dtype="fp32")
 CEILINGS = schema.Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and what it costs
 HOPPER = Limits(warps=64, blocks=32, shared_bytes=233_472)
@@ -42,6 +43,9 @@ class FakeBench:
     uncapturable: frozenset[str] = frozenset()
     recorded: list[str] = field(default_factory=list)
     costs: dict[Run, float] = field(default_factory=dict)
+
+    def relocate(self, _generator: np.random.Generator) -> None:
+        """Nothing lies anywhere."""
 
     def record(self, run: Run) -> Recording:
         output = run()
@@ -65,7 +69,7 @@ def contender(
     *,
     chunk_sizes: tuple[int, ...] = (),
     ours: bool = True,
-    precision: schema.Precision = EXACT,
+    precision: schema.PrecisionRecord = EXACT,
     spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output,
     wrong_chunk: int = 0,
 ) -> Contender:
@@ -88,7 +92,7 @@ def measured(*contenders: Contender, bench: FakeBench | None = None, cell: Cell 
     """The cases of a cell, judged by the real comparator and timed by a fake stopwatch."""
     inputs = draw(cell, torch.device("cpu"))
     judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)])
-    plan = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5)
+    plan = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
     watch = Stopwatch(bench=bench or FakeBench(), sampling=plan, ceilings=CEILINGS, limits=HOPPER)
     return time_cell(inputs, contenders, judged, watch)
 
