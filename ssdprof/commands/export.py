@@ -15,7 +15,7 @@ def export(
     format: Annotated[Literal["markdown", "json"], typer.Option(help="What to write.")] = "markdown",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="stdout"),
+        typer.Option("--output", "-o", metavar="FILE", parser=options.path, help="Where to.", show_default="stdout"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     as_json: options.Json = False,
@@ -34,7 +34,11 @@ def export(
     if as_data:
         text = document.dump(report)
     else:
-        text = markdown.render(report) + stall_files.appendix(folder, None if to_stdout else output)
+        text = markdown.render(report)
+        stalls = stall_files.of_run(folder)
+        if stalls is not None:
+            figures = {} if output is None or to_stdout else stall_files.write_pictures(output, stalls)
+            text += "\n" + stall_files.as_markdown(stalls, figures)
     if output is None or to_stdout:
         print(text)
         return

@@ -136,6 +136,7 @@ def make_case(index: int, seqlen: int, implementation: str, precision: Precision
             device_median_us=device_us,
             call_interval_us=around(call_us, 0.01),
             device_interval_us=around(device_us, 0.005),
+            recordings=5,
             samples=40,
         ),
         "speedup": None
@@ -144,9 +145,11 @@ def make_case(index: int, seqlen: int, implementation: str, precision: Precision
             baseline=f"unfused exact, {precision.state_dtype} states",
             call_ratio=call_ratio,
             call_interval=around(call_ratio, 0.03),
+            call_verdict="no difference" if unfused else "faster",
             device_ratio=device_ratio,
             device_interval=around(device_ratio, 0.02),
             verdict="no difference" if unfused else "faster",
+            smallest_difference=0.01,
         ),
         "roofline": schema.Roofline(
             bytes_moved=4_400_000_000,
@@ -159,15 +162,14 @@ def make_case(index: int, seqlen: int, implementation: str, precision: Precision
     }
     return CaseResult(
         layer=layer(index),
-        dims=schema.SSDDims(
+        dims=schema.Dims(
+            operator="ssd",
             batch=1,
             seqlen=seqlen,
-            nheads=HEADS,
-            headdim=HEADDIM,
-            dstate=DSTATE,
-            ngroups=1,
             chunk_size=256,
             dtype="bf16",
+            sizes={"nheads": HEADS, "headdim": HEADDIM, "dstate": DSTATE, "ngroups": 1},
+            words=f"{HEADS} heads x {HEADDIM}, state {DSTATE}, 1 group",
         ),
         implementation=implementation,
         variant=("portable" if unfused else "hopper") if gpu else "interpreter",
