@@ -115,10 +115,8 @@ def test_layouts_of_models_change_no_bit() -> None:
 def test_gates_and_states_of_any_dtype(dtype: torch.dtype) -> None:
     inputs = Case(initial_state=True).inputs()
     assert inputs.initial_state is not None
-    given_ = Case().inputs(
-        g=inputs.g.to(dtype), beta=inputs.beta.to(dtype), initial_state=inputs.initial_state.to(dtype)
-    )
-    assert_is_recurrence(given_)
+    cast = Case().inputs(g=inputs.g.to(dtype), beta=inputs.beta.to(dtype), initial_state=inputs.initial_state.to(dtype))
+    assert_is_recurrence(cast)
 
 
 def test_nan_stays_in_its_head_and_sequence() -> None:
