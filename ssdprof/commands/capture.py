@@ -33,10 +33,11 @@ def capture(
     """
     from ssdprof.pipeline.capture import capture as store_captures
     from ssdprof.pipeline.dry_run import plan
+    from ssdprof.pipeline.model import find
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     if dry_run:
-        terminal.show_plan(plan(request), as_json)
+        terminal.show_plan(plan(find(request)), as_json)
         return
     folder, manifest = store_captures(request, out, overwrite=force, watcher=terminal.TerminalWatcher())
     if as_json:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ssdprof.errors import BadInputError
+from ssdprof.files import why
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.model import find
-from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.model import Subject
+from ssdprof.pipeline.run import Stored
 from ssdprof.schema.plan import Plan, PlannedFile
 
+_BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, and a run of it cannot pass."
 
-def plan(request: CaptureRequest) -> Plan:
-    """What `run` or `capture` would download and load."""
-    subject = find(request)
+
+def plan(found: Subject | Stored) -> Plan:
+    """What `run` or `capture` would download and load.  BadInputError for a file of a capture that is not there."""
+    return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+
+
+def _of_model(subject: Subject) -> Plan:
     return Plan(
         checkpoint=subject.ref,
         layers=subject.layers,
@@ -22,3 +31,28 @@ def plan(request: CaptureRequest) -> Plan:
         free_bytes=limits.free_bytes(),
         notes=subject.located.notes,
     )
+
+
+def _of_stored(stored: Stored) -> Plan:
+    """Nothing is downloaded, and no weights are loaded."""
+    return Plan(
+        checkpoint=stored.manifest.checkpoint,
+        layers=stored.layers,
+        dims="stored captures",
+        seqlens=tuple(dict.fromkeys(capture.seqlen for capture in stored.chosen)),
+        files=tuple(
+            PlannedFile(name=capture.file, size_bytes=_size(stored.folder / capture.file), cached=True)
+            for capture in stored.chosen
+        ),
+        weight_bytes=0,
+        device=str(limits.device()),
+        free_bytes=limits.free_bytes(),
+        notes=() if stored.manifest.complete else (_BROKEN_OFF,),
+    )
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {why(error)}.", "Capture again.") from error
