@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -20,6 +20,16 @@ class Stages:
     words: Mapping[str, str] = field(default_factory=dict)
     ahead: frozenset[str] = frozenset()
     kernels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, several: Sequence[Stages]) -> Stages:
+        """Those of several operators, one after the other."""
+        return cls(
+            order=tuple(name for stages in several for name in stages.order),
+            words={part: words for stages in several for part, words in stages.words.items()},
+            ahead=frozenset().union(*(stages.ahead for stages in several)),
+            kernels={kernel: name for stages in several for kernel, name in stages.kernels.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.kernels.precision import Precision as KernelPrecision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure import engine
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Recording, Run
 from ssdprof.pipeline import replay
@@ -91,7 +92,7 @@ def test_the_bundled_baseline_passes_at_all_six_precisions(inputs: SSDInputs) ->
     assert {result.precision for result in results} == set(PRECISIONS)
     for result in results:
         assert result.layer == LAYER
-        assert result.dims.nheads == 2
+        assert result.dims.sizes["nheads"] == 2
         assert result.variant != ""
         assert result.plan != ""
         assert result.launches != ()
@@ -159,7 +160,7 @@ def test_an_oracle_without_memory_is_said_of_every_case(inputs: SSDInputs, monke
     def no_memory(*_args: object, **_kwargs: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
-    monkeypatch.setattr(replay, "compare", no_memory)
+    monkeypatch.setattr(engine, "compare", no_memory)
     (result,) = replay_layer(LAYER, inputs, options())
     assert result.status == "out of memory"
     assert result.reason == "while compared with the oracle: tried to allocate 4 GiB"
@@ -183,13 +184,13 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
     wanted = options("a", "wrong", precisions=PRECISIONS)
     roomy = replay_layer(LAYER, inputs, wanted)
     passes: list[int] = []
-    compare = replay.compare
+    compare = engine.compare
 
     def counted(*args: object, **kwargs: object) -> object:
         passes.append(len(args[1]))  # type: ignore[arg-type]
         return compare(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(replay, "compare", counted)
+    monkeypatch.setattr(engine, "compare", counted)
     monkeypatch.setattr(replay, "outputs_that_fit", lambda _: 2)
     finished: list[CaseResult] = []
     tight = replay_layer(LAYER, inputs, replace(wanted, on_case=finished.append))
