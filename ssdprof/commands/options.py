@@ -67,8 +67,7 @@ SmallestDifference = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Say what would be downloaded and needed, and what would keep it from running."),
+    bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and what is in the way, and stop.")
 ]
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")

@@ -190,8 +190,9 @@ def _of_results(report: RunReport) -> Iterator[str]:
     for group in groups(report):
         chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
         if chunks and group.seqlen <= min(chunks):
+            are = "is" if group.seqlen == 1 else "are"
             yield (
-                f"{group.tokens} {'is' if group.seqlen == 1 else 'are'} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
+                f"{group.tokens} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."
             )
 

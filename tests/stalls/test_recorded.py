@@ -224,6 +224,8 @@ def test_a_damaged_report_is_refused(unpacked: Path, tmp_path: Path, seed: int) 
 
 def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
     """`ssdprof run demo --seq 4k --stalls` wrote its JSON on the H200's machine, from the same two files."""
+    from ssdprof.pipeline import stall_files
+
     there = stall_files.load(DATA / "demo" / "stalls.json")  # of version 1
     here = analyse([raw(unpacked / "demo" / f"{name}.ncu-rep") for name in ("unfused", "fused")])
     assert here.sources == there.sources
