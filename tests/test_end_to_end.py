@@ -406,7 +406,7 @@ def test_interrupted_before_the_first_case(running: Callable[..., subprocess.Pop
 
 def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
     """A valid report that says it is partial, and no command takes it for a pass."""
-    process = running("run", "demo", "--seq", "300", "--out", "run")
+    process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
     wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -426,7 +426,7 @@ def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
 
 
 def test_killed(running: Callable[..., subprocess.Popen[str]]) -> None:
-    process = running("run", "demo", "--seq", "300", "--out", "run")
+    process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
     wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
     process.kill()
     process.wait()
