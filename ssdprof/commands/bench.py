@@ -77,7 +77,9 @@ def bench(
     min_speedup: Annotated[
         float | None, typer.Option(metavar="X", min=0, help="Fail unless fused reaches it everywhere, by device time.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JSON, after every cell.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON, after every cell.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,

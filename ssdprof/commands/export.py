@@ -17,7 +17,7 @@ def export(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="stdout"),
+        typer.Option("--output", "-o", metavar="FILE", parser=options.path, help="Where to.", show_default="stdout"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
@@ -42,7 +42,11 @@ def export(
     if as_json or format == "json":
         text = document.dump(report)
     else:
-        text = markdown.render(report) + stall_files.appendix(folder, None if to_stdout else output)
+        text = markdown.render(report)
+        stalls = stall_files.of_run(folder)
+        if stalls is not None:
+            figures = {} if output is None or to_stdout else stall_files.write_pictures(output, stalls)
+            text += "\n" + stall_files.as_markdown(stalls, figures)
     if output is None or to_stdout:
         print(text)
     else:

@@ -30,7 +30,7 @@ def run(
     ] = "unfused,fused",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the run.", show_default="runs/<time>-<model>"),
+        typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
     ] = None,
     save_captures: Annotated[bool, typer.Option("--save-captures", help="Keep the inputs too.  Gigabytes.")] = False,
     stalls: Annotated[
@@ -46,11 +46,8 @@ def run(
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that nothing was compared, or that the stored capture was broken off.
     """
-    from ssdprof.pipeline.dry_run import plan
-    from ssdprof.pipeline.model import find
     from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, precisions
-    from ssdprof.pipeline.run import check, find_stored, is_stored
-    from ssdprof.pipeline.run import run as run_model
+    from ssdprof.pipeline.subject import find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
@@ -60,14 +57,19 @@ def run(
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
     )
-    keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
+    found = find_to_replay(request, save_captures=save_captures)
+    from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
+    from ssdprof.pipeline.run import run as run_model
+
     if dry_run:
-        found = find_stored(request, keep) if is_stored(request) else find(request)
+        from ssdprof.pipeline.dry_run import plan
+
         terminal.show_plan(plan(found), as_json)
         check(found, replay)
         return
     tuned = options.use_tuned(no_tuned)
-    folder, report = run_model(request, replay, keep, terminal.TerminalWatcher())
+    keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
+    folder, report = run_model(request, replay, keep, terminal.TerminalWatcher(), found=found)
     if as_json:
         print(document.dump(report))
     else:

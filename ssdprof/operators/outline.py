@@ -34,9 +34,13 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer"."""
+    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
+
+    largest: sizes of a checkpoint's layer, by name, beyond which no bundled implementation runs.
+    """
 
     name: str
     title: str
     layers: str
+    largest: Mapping[str, int] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)

@@ -7,20 +7,19 @@ from pathlib import Path
 from ssdprof.errors import BadInputError
 from ssdprof.files import why
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.model import Subject
-from ssdprof.pipeline.run import Stored
-from ssdprof.schema.plan import Plan, PlannedFile
+from ssdprof.pipeline.subject import Stored, Subject
+from ssdprof.schema.plan import DryRun, PlannedFile
 
 _BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, and a run of it cannot pass."
 
 
-def plan(found: Subject | Stored) -> Plan:
+def plan(found: Subject | Stored) -> DryRun:
     """What `run` or `capture` would download and load.  BadInputError for a file of a capture that is not there."""
     return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
 
 
-def _of_model(subject: Subject) -> Plan:
-    return Plan(
+def _of_model(subject: Subject) -> DryRun:
+    return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
         dims=str(subject.located.dims(subject.layers[0])),
@@ -33,13 +32,13 @@ def _of_model(subject: Subject) -> Plan:
     )
 
 
-def _of_stored(stored: Stored) -> Plan:
+def _of_stored(stored: Stored) -> DryRun:
     """Nothing is downloaded, and no weights are loaded."""
-    return Plan(
-        checkpoint=stored.manifest.checkpoint,
+    return DryRun(
+        checkpoint=stored.ref,
         layers=stored.layers,
         dims="stored captures",
-        seqlens=tuple(dict.fromkeys(capture.seqlen for capture in stored.chosen)),
+        seqlens=stored.seqlens,
         files=tuple(
             PlannedFile(name=capture.file, size_bytes=_size(stored.folder / capture.file), cached=True)
             for capture in stored.chosen

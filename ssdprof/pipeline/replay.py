@@ -23,11 +23,11 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Bench, CudaBench
 from ssdprof.operators import tensors
 from ssdprof.progress import Advance, Watcher
-from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, Precision
+from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, PrecisionRecord
 
 _INTERMEDIATES: tuple[Intermediates, ...] = ("exact", "relaxed")
 _STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
-PRECISIONS = tuple(Precision(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
+PRECISIONS = tuple(PrecisionRecord(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
 
 
 class Unwatched:
@@ -51,7 +51,7 @@ class ReplayOptions:
     on_timed: called after each timed group, while the GPU is still warm from it.
     """
 
-    precisions: tuple[Precision, ...] = PRECISIONS
+    precisions: tuple[PrecisionRecord, ...] = PRECISIONS
     implementations: tuple[str, ...] = ("unfused", "fused")
     baseline: str = "unfused"
     timed: bool = True

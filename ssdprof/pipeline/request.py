@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import Asked, DType, Intermediates, LayerRef, Precision
+from ssdprof.schema import Asked, DType, Intermediates, LayerRef, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -49,7 +49,7 @@ class CaptureRequest:
 class ReplayRequest:
     """What to compare.  smallest_difference: of two times that counts, relative."""
 
-    precisions: tuple[Precision, ...]
+    precisions: tuple[PrecisionRecord, ...]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
 
@@ -67,11 +67,13 @@ class Keep:
     command: tuple[str, ...] = ()
 
 
-def precisions(dtypes: Dtypes, states: str) -> tuple[Precision, ...]:
+def precisions(dtypes: Dtypes, states: str) -> tuple[PrecisionRecord, ...]:
     """Every pair of intermediates and state dtype, exact before relaxed."""
     intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
     return tuple(
-        Precision(intermediates=kind, state_dtype=state) for kind in intermediates for state in parse_states(states)
+        PrecisionRecord(intermediates=kind, state_dtype=state)
+        for kind in intermediates
+        for state in parse_states(states)
     )
 
 

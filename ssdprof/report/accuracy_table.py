@@ -14,7 +14,7 @@ from ssdprof.report import format as fmt
 from ssdprof.report import summary, terminal
 from ssdprof.report.groups import Group, groups, precision_order, tokens
 from ssdprof.report.tables import accuracy
-from ssdprof.schema import CaseResult, DType, Intermediates, Precision, RunReport
+from ssdprof.schema import CaseResult, DType, Intermediates, PrecisionRecord, RunReport
 from ssdprof.schema.outcome import at_precisions, outcome
 
 
@@ -47,7 +47,7 @@ def accuracy_table(
         raise _nothing_compared(report, f"{fmt.words(kinds, 'or')} with {fmt.words(absent, 'or')} states")
     parts: list[RenderableType] = [Text(f"{report.checkpoint.repo_id}, run {report.run_id}", style="bold")]
     shown = at_precisions(
-        report, [Precision(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
+        report, [PrecisionRecord(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
     )
     parts += [terminal.verdict(line, good=False) for line in summary.shortcomings(outcome(shown))]
     advice: dict[tuple[str, bool], list[Group]] = {}

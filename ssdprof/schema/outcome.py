@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ssdprof.schema.base import Precision
+from ssdprof.schema.base import PrecisionRecord
 from ssdprof.schema.run import CaseResult, RunReport
 
 
@@ -42,7 +42,7 @@ def outcome(report: RunReport) -> Outcome:
     )
 
 
-def at_precisions(report: RunReport, precisions: Collection[Precision]) -> RunReport:
+def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) -> RunReport:
     """The report as if only these precisions had been asked for."""
     asked = report.asked
     if asked is not None:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from report.make import EXACT_FP32, make_case
 
 from ssdprof import files, runs
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.runs.record import recorded
 from ssdprof.schema import CheckpointRef, Environment, RunReport
 
 
@@ -218,3 +221,35 @@ def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         runs.opened(Path("r"), "demo"),
     ):
         pytest.fail("the folder was handed out")
+
+
+class Silent:
+    """A watcher that nobody looks at."""
+
+    def say(self, text: str) -> None:
+        """Nobody hears it."""
+
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> Any:
+        raise AssertionError(f"no step of {text}, {total} {unit}")
+
+
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt, MissingCapabilityError("no memory")])
+def test_a_run_that_ended_before_its_first_case_does_not_become_the_latest(ended_by: Any) -> None:
+    store("before")
+    with pytest.raises((KeyboardInterrupt, MissingCapabilityError)), runs.opened(None, "demo") as folder:
+        with recorded(folder, make_report(), Silent()) as recorder:
+            recorder.update(segment_length=32)
+            assert not (folder.path / "report.json").exists()
+            raise ended_by
+    assert runs.latest() == runs.RUNS / "before"
+
+
+def test_a_run_is_on_disk_from_its_first_case_on() -> None:
+    case = make_case(3, 1024, "unfused", EXACT_FP32)
+    with pytest.raises(KeyboardInterrupt, match="1 case of 0 layers"), runs.opened(None, "demo") as folder:
+        with recorded(folder, make_report(), Silent()) as recorder:
+            recorder.finished(case)
+            assert runs.read(folder.path)[1].cases == (case,)
+            raise KeyboardInterrupt
+    assert runs.latest() == folder.path
+    assert runs.read(None)[1].state == "partial"

@@ -61,8 +61,8 @@ def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 def stand_in(inputs: GDNInputs) -> Output:
     """The chunked form in fp32."""
-    o, final_state = gdn_chunked(inputs, dtype=torch.float32)
-    return o.to(inputs.v.dtype), final_state
+    out, final_states = gdn_chunked(inputs, dtype=torch.float32)
+    return out.to(inputs.v.dtype), final_states
 
 
 DOOR = Door(
