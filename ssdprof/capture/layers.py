@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from ssdprof.capture.captured import CapturedLayer, OnLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layout import PromptBuffer, strides, token_major
-from ssdprof.capture.memory import choose_segment_length, host_memory
-from ssdprof.capture.operator import run_operator
+from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prefill import prefill, split_prompt
 from ssdprof.capture.sites import Site, find_sites, match_layers
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.environment.memory import host_memory
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 from ssdprof.schema import CheckpointRef, LayerRef
 
 
@@ -86,15 +86,35 @@ class _Prompt:
     def segments(self) -> int:
         return len(split_prompt(self.ids.shape[1], self.segment_length))
 
-    def run(self, handler: Any) -> int:
-        """One prefill with `handler` at the operator's door; returns the number of operator calls."""
+    def run(self, handler: Callable[[OperatorCall], Result]) -> int:
+        """One prefill with `handler` at the operator's door; returns the number of operator calls.
+
+        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
+        transformers accepts may still describe a model that does not run.
+        """
+        raised: list[BaseException] = []
+
+        def watched(call: OperatorCall) -> Result:
+            try:
+                return handler(call)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
         try:
-            with intercept(self.sites, handler) as count:
+            with intercept(self.sites, watched) as count:
                 prefill(self.model, self.ids, self.segment_length)
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
                 f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
+            ) from error
+        except Exception as error:
+            if error in raised or isinstance(error, SsdprofError):
+                raise
+            raise BadInputError(
+                f"This {self.model_type} model does not run: {library_message(error)}.",
+                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
             ) from error
         expected = len(self.sites) * self.segments
         if count.calls != expected:
@@ -112,7 +132,7 @@ def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
             on_layer(CapturedLayer(layer=layer, inputs=token_major(call.inputs), model_strides=strides(call.inputs)))
-        return run_operator(call.inputs)
+        return call.stand_in()
 
     return prompt.run(handler)
 
@@ -130,7 +150,7 @@ def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer:
                 buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host)
                 model_strides[index] = strides(call.inputs)
             filled[index] += buffers[index].write(call.inputs, filled[index])
-        return run_operator(call.inputs)
+        return call.stand_in()
 
     calls = prompt.run(handler)
     for index, layer in wanted.items():

@@ -6,50 +6,40 @@ writer closes without an error, and everything that it names is valid at any tim
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ssdprof.capture.captured import CapturedLayer, OperatorInputs
-from ssdprof.capture.layout import PromptBuffer, tensors
-from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof import operators
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layout import PromptBuffer
+from ssdprof.capture.manifest import AGAIN, MANIFEST
+from ssdprof.capture.manifest import is_capture as is_capture
+from ssdprof.capture.manifest import read_manifest as read_manifest
+from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
+from ssdprof.files import check_writable, locked, put
+from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.tensors import tensors
 from ssdprof.schema import (
-    SCHEMA_VERSION,
     CaptureManifest,
     CheckpointRef,
-    DType,
     LayerCapture,
     LayerRef,
-    Operator,
     Prompt,
     TensorRecord,
 )
-
-MANIFEST = "manifest.json"
-_LOCK = ".lock"
-_TYPES: dict[Operator, type[SSDInputs] | type[GDNInputs]] = {"ssd": SSDInputs, "gdn": GDNInputs}
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
-_AGAIN = "Capture again."
+from ssdprof.schema.capture import scalars_hash
 
 
 class Loader(Protocol):
@@ -66,6 +56,24 @@ def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers:
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     lengths = "-".join(str(prompt.seqlen) for prompt in prompts)
     return cached_assets_path("ssdprof", namespace=checkpoint.repo_id, subfolder=f"{lengths}-{digest}")
+
+
+def check_folder(out: Path | None, *, overwrite: bool) -> None:
+    """What `CaptureWriter` would refuse of a folder, before a model is loaded.  out: None for the default one."""
+    from huggingface_hub import constants
+
+    check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
+    if out is not None and is_capture(out) and not overwrite:
+        _refuse_complete(out)
+
+
+def _refuse_complete(folder: Path) -> None:
+    before = read_manifest(folder)
+    if before.complete:
+        raise BadInputError(
+            f"{folder} holds a complete capture of {before.checkpoint.repo_id} already.",
+            "Name another folder, or give --force.",
+        )
 
 
 class CaptureWriter:
@@ -91,28 +99,20 @@ class CaptureWriter:
         )
 
     def __enter__(self) -> CaptureWriter:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-        except OSError as error:
-            raise _unwritable(self.folder, error) from error
-        try:
-            self._take_lock()
+        with ExitStack() as held:
+            hint = "Wait for it, or name another folder."
+            held.enter_context(locked(self.folder, "Another capture is being written to", hint))
             self._clear()
             self._write_manifest(self.manifest)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._held = held.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._held:
             if kind is None:
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
-        finally:
-            os.close(self._lock)
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
         """Store one layer, then name it in the manifest.  ValueError if that layer and length are there already."""
@@ -121,6 +121,7 @@ class CaptureWriter:
         file = f"layer_{captured.layer.index:03d}_seqlen_{seqlen}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
+        scalars = operators.of(captured.inputs).door.scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -128,50 +129,33 @@ class CaptureWriter:
             tensors={
                 name: TensorRecord(
                     shape=tuple(tensor.shape),
-                    dtype=_DTYPES[tensor.dtype],
+                    dtype=dtype_name(tensor.dtype),
                     model_strides=captured.model_strides[name],
                     sha256=_sha256(tensor),
                 )
                 for name, tensor in stored.items()
             },
-            scalars=_scalars(captured.inputs),
+            scalars=scalars,
+            scalars_sha256=scalars_hash(scalars),
         )
-        _replace(self.folder / file, lambda temporary: save_file(stored, temporary))
+        _put(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
         return capture
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadInputError(
-                f"Another capture is being written to {self.folder}.", "Wait for it, or name another folder."
-            ) from error
-
     def _clear(self) -> None:
         """Make room: an unfinished capture is replaced, a complete one only if asked for."""
-        if not (self.folder / MANIFEST).exists():
+        if not is_capture(self.folder):
             return
         if not self._overwrite:
-            before = read_manifest(self.folder)
-            if before.complete:
-                raise BadInputError(
-                    f"{self.folder} holds a complete capture of {before.checkpoint.repo_id} already.",
-                    "Name another folder, or give --force.",
-                )
+            _refuse_complete(self.folder)
         (self.folder / MANIFEST).unlink()
         for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
             file.unlink()
 
     def _write_manifest(self, manifest: CaptureManifest) -> None:
         text = manifest.model_dump_json(indent=1) + "\n"
-        _replace(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
-
-
-def is_capture(path: Path) -> bool:
-    """Whether `path` is a folder of captures, good or damaged."""
-    return (path / MANIFEST).is_file()
 
 
 def load(folder: Path) -> tuple[CaptureManifest, Loader]:
@@ -187,100 +171,68 @@ def load(folder: Path) -> tuple[CaptureManifest, Loader]:
     return manifest, read
 
 
-def read_manifest(folder: Path) -> CaptureManifest:
-    """The manifest alone.  Raises BadInputError as `load` does."""
-    path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name a folder of captures.") from error
-    except ValueError as error:
-        raise BadInputError(f"{path} is damaged: it is not JSON.", _AGAIN) from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{path} has schema version {version}; this ssdprof reads version {SCHEMA_VERSION}.",
-            "Capture again, or read it with the ssdprof that wrote it.",
-        )
-    try:
-        return CaptureManifest.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise BadInputError(f"{path} is damaged at {place}: {first['msg']}.", _AGAIN) from error
-
-
 def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> CapturedLayer:
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
-        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which is none of its own.", _AGAIN)
+        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which is none of its own.", AGAIN)
     path = folder / capture.file
-    if not path.is_file():
-        raise BadInputError(f"{path} is missing.", _AGAIN)
+    if not os.path.isfile(path):
+        raise BadInputError(f"{path} is missing.", AGAIN)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             absent = capture.tensors.keys() - set(file.keys())
             if absent:
-                raise BadInputError(f"{path} lacks the tensor {', '.join(sorted(absent))}.", _AGAIN)
+                raise BadInputError(f"{path} lacks the tensor {', '.join(sorted(absent))}.", AGAIN)
             found = {name: file.get_tensor(name) for name in capture.tensors}
+    except OSError as error:
+        raise unreadable(str(path), error, AGAIN) from error
     except SafetensorError as error:
-        raise BadInputError(f"{path} is damaged: {error}.", _AGAIN) from error
+        raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
     for name, record in capture.tensors.items():
         tensor = found[name]
-        if tuple(tensor.shape) != record.shape or _DTYPES.get(tensor.dtype) != record.dtype:
-            raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", _AGAIN)
+        if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
+            raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
-            raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", _AGAIN)
+            raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
+    if capture.scalars_sha256 not in (None, scalars_hash(capture.scalars)):
+        raise BadInputError(
+            f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
+        )
     try:
-        inputs = _TYPES[capture.layer.operator](**found, **_arguments(capture.scalars))
+        operator = operators.get(capture.layer.operator)
+        arguments = operator.door.arguments(capture.scalars)
+        _check_types(operator.inputs, arguments)
+        inputs = operator.inputs(**found, **arguments)
     except (TypeError, ValueError) as error:
-        raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", _AGAIN) from error
+        raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides)
 
 
-def _scalars(inputs: OperatorInputs) -> dict[str, int | float | bool | str | None]:
-    """Arguments that are no tensors.  JSON has no infinity: a limit that is None is none."""
-    given = tensors(inputs)
-    scalars = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in given}
-    absent = {name for name, value in scalars.items() if value is None}
-    if "dt_limit" in scalars:
-        low, high = (limit if math.isfinite(limit) else None for limit in scalars.pop("dt_limit"))
-        scalars |= {"dt_limit_low": low, "dt_limit_high": high}
-    return {name: value for name, value in scalars.items() if name not in absent}
-
-
-def _arguments(scalars: dict[str, int | float | bool | str | None]) -> dict[str, Any]:
-    """The inverse of `_scalars`."""
-    arguments: dict[str, Any] = dict(scalars)
-    if "dt_limit_low" in arguments:
-        low, high = arguments.pop("dt_limit_low"), arguments.pop("dt_limit_high", None)
-        arguments["dt_limit"] = (-math.inf if low is None else low, math.inf if high is None else high)
-    return arguments
+def _check_types(inputs: type[Any], arguments: Mapping[str, Any]) -> None:
+    """ValueError for a scalar of another type than the field of `inputs` that it fills: "256" or true for a size."""
+    types = get_type_hints(inputs)
+    for name, value in arguments.items():
+        if name not in types:
+            raise ValueError(f"{name} is no argument of {inputs.__name__}")
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from error
 
 
 def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Put a whole file at `path`, or leave what was there: written beside it, flushed to the disk, renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """`files.put`, told as an error of captures."""
     try:
-        write(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        put(path, write)
     except (OSError, SafetensorError) as error:
-        raise _unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _unwritable(path: Path, error: Exception) -> MissingCapabilityError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return MissingCapabilityError(
-        f"{path} cannot be written: {reason}.",
-        "Free some space or name a folder on another disk.  The layers that the manifest names are whole.",
-    )
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise MissingCapabilityError(
+            f"{path} cannot be written: {reason}.",
+            "Free some space or name a folder on another disk.  The layers that the manifest names are whole.",
+        ) from error

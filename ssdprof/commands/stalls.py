@@ -30,14 +30,23 @@ def stalls(
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
     files: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="FILE", help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable."),
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            parser=options.path,
+            help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable.",
+        ),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown, and its pictures beside it.")
+        Path | None,
+        typer.Option(
+            "--markdown", metavar="FILE", parser=options.path, help="Write Markdown, and its pictures beside it."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Seconds that each process may take.")] = 300,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for what is found.", show_default="the run's")
+        Path | None,
+        typer.Option(metavar="DIR", parser=options.path, help="Folder for what is found.", show_default="the run's"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     no_tuned: options.NoTuned = False,
@@ -54,7 +63,7 @@ def stalls(
     from ssdprof.pipeline.stalls import StallRequest, from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
-    from ssdprof.schema import Precision
+    from ssdprof.schema import PrecisionRecord
 
     if markdown is not None:
         check_target(markdown, replace=force)
@@ -68,7 +77,7 @@ def stalls(
             layer=layer,
             seqlen=None if seq is None else _one_length(seq),
             implementations=_names(impl),
-            precision=Precision(intermediates=dtypes, state_dtype=states),
+            precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
             timeout_s=timeout,
             out=out,
             overwrite=force,
@@ -106,11 +115,11 @@ def _one_length(seq: str) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     """Implementations that there are, each once."""
-    from ssdprof import kernels
+    from ssdprof import kernels, operators
     from ssdprof.errors import BadInputError
 
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    known = [name for name in kernels.names("ssd") if name != "reference"]
+    known = {name: None for operator in operators.names() for name in kernels.names(operator) if name != "reference"}
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise BadInputError(

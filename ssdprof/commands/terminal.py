@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.text import Text
+
+from ssdprof.errors import BadInputError, MissingCapabilityError, masked
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ssdprof.progress import Advance
-    from ssdprof.schema.plan import Plan
+    from ssdprof.schema import RunReport
+    from ssdprof.schema.plan import DryRun
 
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # as shells count a writer that SIGPIPE ended: no verdict, and no mistake
@@ -30,8 +35,45 @@ class _Output(Console):
 
 def reader_is_gone() -> NoReturn:
     """End quietly when what reads stdout has had enough, as `head` does."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
+    drop_output()
     raise SystemExit(READER_IS_GONE)
+
+
+def drop_output() -> None:
+    """Send what is left for stdout nowhere: the interpreter's last flush would fail, and change the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def check_working_directory() -> None:
+    """BadInputError if another process has removed it: libraries end the process without a word then."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise BadInputError("The working directory does not exist any more.", "Change to a folder that does.") from None
+
+
+def prepare() -> None:
+    """Make stdout and stderr fit for any text.
+
+    Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads back.
+    MissingCapabilityError if stdout is closed: nothing should run for hours and then have nowhere to print to.
+    """
+    closed = sys.stdout is None
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lasts
+    codecs.register_error("json-escape", _json_escape)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="json-escape")
+    if closed:
+        raise MissingCapabilityError("Standard output is closed.", "Redirect it to a file or to /dev/null.")
+
+
+def _json_escape(error: UnicodeError) -> tuple[str, int]:
+    """A codec's error handler: each UTF-16 unit of what cannot be encoded as \\uXXXX."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)), error.end
 
 
 def out() -> Console:
@@ -51,11 +93,20 @@ def print_json(value: Any) -> None:
 
 
 def command_line() -> tuple[str, ...]:
-    """The command as typed, for the report; an access token in it is masked."""
-    return ("ssdprof", *(re.sub(r"hf_\w+", "hf_...", word) for word in sys.argv[1:]))
+    """The command as typed, for the report; secrets in it are masked."""
+    return ("ssdprof", *(masked(word) for word in sys.argv[1:]))
 
 
-def show_plan(plan: Plan, as_json: bool) -> None:
+def exit_by(report: RunReport) -> None:
+    """End with exit code 1 unless everything that the run was asked for was compared and passed."""
+    from ssdprof.errors import ExitCode
+    from ssdprof.schema.outcome import outcome
+
+    if not outcome(report).passed:
+        raise typer.Exit(ExitCode.GATE_FAILED)
+
+
+def show_plan(plan: DryRun, as_json: bool) -> None:
     """The answer of --dry-run, on stdout."""
     if as_json:
         print_json(plan.model_dump(mode="json") | {"download_bytes": plan.download_bytes})
@@ -68,7 +119,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     indices = ", ".join(str(layer.index) for layer in plan.layers)
     rows = {
         "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
-        "prompt": f"{', '.join(f'{seqlen:,}' for seqlen in plan.seqlens)} tokens",
+        "prompt": f"{_tokens(plan.seqlens)}",
         "download": _megabytes(plan.download_bytes),
         "weights": f"{_megabytes(plan.weight_bytes)} loaded; {_megabytes(plan.free_bytes)} are free on {plan.device}",
     }
@@ -77,6 +128,11 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     for file in plan.files:
         size = _megabytes(file.size_bytes)
         console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))
+
+
+def _tokens(seqlens: tuple[int, ...]) -> str:
+    """ "1 token", "1,024, 16,384 tokens"."""
+    return f"{', '.join(f'{seqlen:,}' for seqlen in seqlens)} {'token' if seqlens == (1,) else 'tokens'}"
 
 
 def _megabytes(size: int) -> str:

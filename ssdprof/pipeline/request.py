@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import DType, Intermediates, Precision
+from ssdprof.schema import Asked, DType, Intermediates, LayerRef, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
+IMPLEMENTATIONS = ("unfused", "fused")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 
 
@@ -44,6 +46,19 @@ class CaptureRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayRequest:
+    """What to compare.  smallest_difference: of two times that counts, relative."""
+
+    precisions: tuple[PrecisionRecord, ...]
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    smallest_difference: float = 0.01
+
+    def asked(self, layers: tuple[LayerRef, ...]) -> Asked:
+        """For the report of a run of these layers."""
+        return Asked(implementations=self.implementations, precisions=self.precisions, layers=layers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Keep:
     """How a run is kept.  out: its folder; None makes one under runs/.  command: as typed."""
 
@@ -52,11 +67,13 @@ class Keep:
     command: tuple[str, ...] = ()
 
 
-def precisions(dtypes: Dtypes, states: str) -> tuple[Precision, ...]:
+def precisions(dtypes: Dtypes, states: str) -> tuple[PrecisionRecord, ...]:
     """Every pair of intermediates and state dtype, exact before relaxed."""
     intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
     return tuple(
-        Precision(intermediates=kind, state_dtype=state) for kind in intermediates for state in parse_states(states)
+        PrecisionRecord(intermediates=kind, state_dtype=state)
+        for kind in intermediates
+        for state in parse_states(states)
     )
 
 
@@ -74,3 +91,24 @@ def parse_states(states: str) -> tuple[DType, ...]:
             )
         chosen += [dtype for dtype in match if dtype not in chosen]
     return tuple(chosen)
+
+
+def parse_implementations(words: str) -> tuple[str, ...]:
+    """ "fused,unfused" -> names, each once.  Which there are depends on the operator and is not checked here."""
+    names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
+    if "" in names:
+        raise BadInputError(
+            f"--implementations has an empty name: {words!r}.", f"Give one or more of {', '.join(IMPLEMENTATIONS)}."
+        )
+    return names
+
+
+def parse_percent(option: str, text: str) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 100:
+        raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
+    return value / 100

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from ssdprof import files
 from ssdprof.errors import BadInputError
+from ssdprof.operators import outlines
+from ssdprof.operators.outline import Stages
 from ssdprof.report import markdown, stall_document
-from ssdprof.report import stall_words as words
-from ssdprof.report.stall_groups import Share, designs
+from ssdprof.report.stall_groups import Design, Share, designs
+from ssdprof.schema import migrate
 from ssdprof.schema.stalls import STALLS_VERSION, StallReport
 from ssdprof.stalls import plots
 
@@ -28,7 +31,12 @@ def load(file: Path) -> StallReport:
     """The report that `dump` wrote.  Raises BadInputError if it cannot be read or has another version."""
     try:
         text = file.read_text(encoding="utf-8")
-        version = json.loads(text).get("stalls_version")
+        document = json.loads(text)
+        version = document.get("stalls_version")
+        if version == migrate.OLDEST:
+            return StallReport.model_validate(
+                migrate.stall_report(document, Stages.together([one.stages for one in outlines()]).words)
+            )
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
         return StallReport.model_validate_json(text)
@@ -38,17 +46,15 @@ def load(file: Path) -> StallReport:
         raise BadInputError(f"{file} is damaged.", _AGAIN) from error
 
 
-def appendix(folder: Path, target: Path | None) -> str:
-    """What a run's folder knows of stalls, as Markdown to follow its report; empty if that is nothing.
-
-    target: the Markdown's file, which gets the pictures beside it; None leaves them out.
-    """
+def of_run(folder: Path) -> StallReport | None:
+    """What a run's folder knows of stalls."""
     record = folder / FOLDER / RECORD
-    if not record.is_file():
-        return ""
-    report = load(record)
-    figures = {} if target is None else _write_pictures(target, report)
-    return "\n" + markdown.render_document(stall_document.compose(report, figures))
+    return load(record) if record.is_file() else None
+
+
+def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
+    """figures: title -> file name of pictures beside the Markdown, as `write_pictures` gives them."""
+    return markdown.render_document(stall_document.compose(report, figures or {}))
 
 
 def write(folder: Path, report: StallReport) -> None:
@@ -63,12 +69,12 @@ def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> 
     Raises what `files.write_text` raises.
     """
     files.check_target(file, replace=replace)
-    document = stall_document.compose(report, _write_pictures(file, report))
-    files.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
+    figures = write_pictures(file, report)
+    files.write_text(file, as_markdown(report, figures).rstrip("\n") + "\n")
 
 
-def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
-    """Title -> file name, of pictures beside `file`."""
+def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
+    """Write the pictures beside `file`, a Markdown file.  Returns title -> file name."""
     figures = {}
     for name, (title, svg) in pictures(report).items():
         picture = file.with_name(f"{file.stem}-{name}.svg")
@@ -86,12 +92,12 @@ def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
         every.add(design.all())
     for design in sampled:
         title = f"{design.name}: stages and stall reasons"
-        bars = {_label(name): share.reasons for name, share in design.stages.items()}
+        bars = {_label(design, name): share.reasons for name, share in design.stages.items()}
         picture = plots.stages(bars, title, [reason for reason, _ in every.most])
         found[files.safe_name(design.name.lstrip("_"))] = (title, picture)
     roofline = plots.roofline(report)
     return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
 
 
-def _label(stage: str) -> str:
-    return f"{stage.split('.')[0]}: {words.part(stage)}" if "." in stage else stage
+def _label(design: Design, stage: str) -> str:
+    return f"{stage.split('.')[0]}: {design.part(stage)}" if "." in stage else stage

@@ -34,6 +34,12 @@ def speedup(value: float | None, interval: Interval | None) -> str:
     return f"{ratio(value)} [{_ratio(interval.low)}, {_ratio(interval.high)}]"
 
 
+def counts(smallest_difference: float) -> str:
+    """Which ratios are called faster or slower, in a sentence."""
+    much = f"by more than {100 * smallest_difference:g}%" if smallest_difference else "at all"
+    return f"Faster or slower: the whole interval differs from 1 {much}."
+
+
 def percent(value: float | None, decimals: int = 3) -> str:
     """Rounded towards zero, so that 100 % means all and 0 % means none: a share above zero is at least "<0.001%"."""
     if value is None:
@@ -123,6 +129,11 @@ def words(items: Iterable[str], last: str = "and") -> str:
 def plural(number: int, noun: str) -> str:
     """ "1 layer", "4 layers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def tokens(seqlen: int, batch: int = 1) -> str:
+    """ "1 token", "131,072 tokens", "32 x 1,024 tokens"."""
+    return plural(seqlen, "token") if batch == 1 else f"{batch} x {plural(seqlen, 'token')}"
 
 
 def _three_digits(value: float) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ssdprof.errors import BadInputError
-from ssdprof.files import safe_name, unwritable, why, write_text
+from ssdprof.errors import BadInputError, unreadable
+from ssdprof.files import locked, safe_name, why, write_text
 from ssdprof.runs import document
 from ssdprof.schema import RunReport
 
 RUNS = Path("runs")
 REPORT = "report.json"
 CAPTURES = "captures"
-LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,6 @@ class RunFolder:
         """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
         write_text(self.path / REPORT, document.dump(report) + "\n")
 
-    def discard(self) -> None:
-        """Take the report back: there is nothing worth keeping."""
-        (self.path / REPORT).unlink(missing_ok=True)
-
 
 @contextmanager
 def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iterator[RunFolder]:
@@ -49,23 +42,15 @@ def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iter
     Raises BadInputError if `out` holds a report already or another run is writing into it.
     """
     path = out or _unused(RUNS / f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{safe_name(model)}")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        _take(lock, path)
+    with locked(path, "Another run is writing into", "Wait for it to end, or name another folder with --out.") as lock:
         try:
             if (path / REPORT).exists():
                 raise BadInputError(f"{path} holds a run already.", "Name another folder with --out.")
             yield RunFolder(path)
         finally:
-            if [entry.name for entry in path.iterdir()] == [LOCK]:
-                (path / LOCK).unlink()
+            if [entry.name for entry in path.iterdir()] == [lock.name]:
+                lock.unlink()
                 path.rmdir()
-    finally:
-        os.close(lock)
 
 
 def read(where: str | Path | None) -> tuple[Path, RunReport]:
@@ -77,7 +62,9 @@ def read(where: str | Path | None) -> tuple[Path, RunReport]:
     file = _report_file(where)
     try:
         return file.parent, document.load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise unreadable(str(file), error, "Name a run's folder.") from error
+    except UnicodeDecodeError as error:
         raise BadInputError(f"{file} cannot be read: {why(error)}.") from error
     except BadInputError as error:
         raise BadInputError(f"{file}: {error.message}", error.hint) from error
@@ -110,6 +97,8 @@ def _report_file(where: str | Path | None) -> Path:
                 f"There is no run under {RUNS.resolve()}.", "Make one with 'ssdprof run MODEL', or name a run's folder."
             )
         return newest / REPORT
+    if not str(where).strip():
+        raise BadInputError("The run's name is empty.", "Name a run's folder, or leave it out for the latest run.")
     for path in (Path(where), RUNS / where):
         if path.is_file():
             return path
@@ -118,12 +107,3 @@ def _report_file(where: str | Path | None) -> Path:
     raise BadInputError(
         f"{where} is no run: there is no {REPORT} in it.", f"Name a run's folder; they are kept under {RUNS}/."
     )
-
-
-def _take(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BadInputError(
-            f"Another run is writing into {path}.", "Wait for it to end, or name another folder with --out."
-        ) from error

@@ -5,17 +5,18 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 """
 
 from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, Operator, Precision, Record
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
-from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import CaseResult, RunReport, Status
-from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing
+from ssdprof.schema.run import Asked, CaseResult, RunReport, Status
+from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
     "SCHEMA_VERSION",
     "TOLERANCES",
+    "Asked",
     "CaptureManifest",
     "CaseResult",
     "Ceilings",
@@ -23,6 +24,7 @@ __all__ = [
     "Clocks",
     "DType",
     "Deviation",
+    "Dims",
     "Environment",
     "Gpu",
     "Intermediates",
@@ -32,16 +34,15 @@ __all__ = [
     "LayerRef",
     "Match",
     "Memory",
-    "Operator",
-    "Precision",
+    "PrecisionRecord",
     "Prompt",
     "Record",
     "Roofline",
     "RunReport",
-    "SSDDims",
     "Speedup",
     "Status",
     "TensorAccuracy",
     "TensorRecord",
     "Timing",
+    "Verdict",
 ]

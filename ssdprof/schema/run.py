@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import model_validator
 
 from ssdprof.schema.accuracy import TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, Precision, Record
+from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
-from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
 
@@ -20,10 +20,10 @@ class CaseResult(Record):
     """One layer's capture, replayed through one implementation at one precision."""
 
     layer: LayerRef
-    dims: SSDDims
+    dims: Dims
     implementation: str
     variant: str  # which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
-    precision: Precision
+    precision: PrecisionRecord
     status: Status
     reason: str = ""
     plan: str = ""  # why this kernel and this configuration
@@ -41,6 +41,14 @@ class CaseResult(Record):
         return self
 
 
+class Asked(Record):
+    """What a run was to compare: every implementation at every precision, in every layer, on every prompt."""
+
+    implementations: tuple[str, ...]
+    precisions: tuple[PrecisionRecord, ...]
+    layers: tuple[LayerRef, ...]
+
+
 class RunReport(Record):
     schema_version: int = SCHEMA_VERSION
     ssdprof_version: str
@@ -48,6 +56,8 @@ class RunReport(Record):
     created: str  # ISO 8601, UTC
     command: tuple[str, ...]  # as typed, without tokens
     state: Literal["complete", "partial"]
+    asked: Asked | None = None  # None in reports from before it was recorded
+    capture_complete: bool = True  # False: what was replayed is a stored capture that was broken off
     checkpoint: CheckpointRef
     environment: Environment
     prompts: tuple[Prompt, ...]
@@ -59,7 +69,3 @@ class RunReport(Record):
     cases: tuple[CaseResult, ...]
     baseline: str = "unfused"
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
-
-    @property
-    def passed(self) -> bool:
-        return self.state == "complete" and all(case.status in ("passed", "refused") for case in self.cases)

@@ -9,13 +9,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from ssdprof.schema.base import Precision, Record
+from ssdprof.schema.base import PrecisionRecord, Record
 from ssdprof.schema.checkpoint import LayerRef
-from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Environment
 from ssdprof.schema.speed import Launch
 
-STALLS_VERSION = 1
+STALLS_VERSION = 2
 
 Samples = dict[str, int]  # stall reason -> warp samples
 
@@ -100,7 +100,7 @@ class Throughput(Record):
     tensor_peak_tflops: float | None = None
 
 
-class Check(Record):
+class SelfCheck(Record):
     """A statement that must hold for the tables to be trusted."""
 
     name: str
@@ -132,7 +132,7 @@ class KernelStalls(Record):
     lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py
     not_collected: tuple[str, ...] = ()
-    checks: tuple[Check, ...] = ()
+    checks: tuple[SelfCheck, ...] = ()
     hints: tuple[Hint, ...] = ()
 
     @property
@@ -145,13 +145,13 @@ class KernelStalls(Record):
         return sum(stage.total for stage in self.stages if not stage.idle)
 
 
-class Subject(Record):
+class Profiled(Record):
     """What was launched, where that is known: a report that came from elsewhere does not say."""
 
     model: str = ""  # repository or folder, and whether its weights are random
     layer: LayerRef
-    dims: SSDDims
-    precision: Precision
+    dims: Dims
+    precision: PrecisionRecord
     launched: tuple[Launched, ...]
 
 
@@ -176,7 +176,8 @@ class StallReport(Record):
     sources: dict[str, str]  # ncu report's file name -> sha256
     gpu: str  # "" if the report does not say
     kernels: tuple[KernelStalls, ...]
-    checks: tuple[Check, ...] = ()
-    subject: Subject | None = None
+    words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
+    checks: tuple[SelfCheck, ...] = ()
+    subject: Profiled | None = None
     recorded: Recorded | None = None
     missing: str = ""  # why there are no stalls; then `subject` holds what Triton knows

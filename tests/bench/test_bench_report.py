@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from ssdprof.bench import gate, render, tables
-from ssdprof.bench.contenders import CHUNK_SIZES
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.schema import Gpu, Launch, Precision
+from ssdprof.operators.ssd.drawing import CHUNK_SIZES
+from ssdprof.schema import Gpu, Launch, PrecisionRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_where_the_baseline_does_not_run_unfused_takes_its_place(done: BenchRepo
     assert [row[0] for row in first.rows] == ["1 x 40"]
     assert second.title.startswith("Fused over unfused")
     assert [row[0] for row in second.rows] == ["2 packed x 1-2"]
-    assert second.headers[6] == "unfused,\ndevice"
+    assert second.headers[8] == "unfused,\ndevice"
     assert second.rows[0][2] == "3.10x [3.10, 3.10]"
 
 
@@ -181,7 +181,7 @@ def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchRepor
     relaxed = (
         done.cells[0]
         .cases[2]
-        .model_copy(update={"precision": Precision(intermediates="relaxed", state_dtype="bf16"), "speedups": ()})
+        .model_copy(update={"precision": PrecisionRecord(intermediates="relaxed", state_dtype="bf16"), "speedups": ()})
     )
     cells = (
         as_cell(done, "mamba2-2.7b", "1 x 1,024"),

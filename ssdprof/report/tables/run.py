@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import CaseResult, Clocks, Environment, Launch, Precision, Prompt, RunReport, SSDDims
+from ssdprof.schema import CaseResult, Clocks, Environment, Launch, PrecisionRecord, Prompt, RunReport
 
 _MOST_ROWS = 40  # a run that fails everywhere fails alike
 _LONGEST_REASON = 300  # characters
@@ -64,14 +64,6 @@ def remarks(report: RunReport) -> Table | None:
     return _cases(report, "Remarks on cases that passed", lambda case: case.status == "passed" and bool(case.reason))
 
 
-def shape(dims: SSDDims) -> str:
-    """A layer's dimensions in words."""
-    return (
-        f"{dims.nheads} heads x {dims.headdim}, state {dims.dstate}, {fmt.plural(dims.ngroups, 'group')}, "
-        f"chunk {dims.chunk_size}, {dims.dtype}"
-    )
-
-
 def gpu(environment: Environment) -> Iterator[tuple[str, str]]:
     """What it is and what drives it."""
     found = environment.gpu
@@ -117,7 +109,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     for prompt in report.prompts:
         yield "prompt", _prompt(prompt)
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
-    yield "segments", f"{report.segment_length:,} tokens per forward call of the model"
+    yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
     yield "baseline", report.baseline
     yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
@@ -165,21 +157,21 @@ def _layers(report: RunReport) -> str:
 def _shapes(report: RunReport) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for case in report.cases:
-        found.setdefault(shape(case.dims), []).append(case.layer.index)
+        found.setdefault(str(case.dims), []).append(case.layer.index)
     return found
 
 
 def _prompt(prompt: Prompt) -> str:
-    size = f"{prompt.seqlen:,} tokens" if prompt.batch == 1 else f"{prompt.batch} x {prompt.seqlen:,} tokens"
+    size = fmt.tokens(prompt.seqlen, prompt.batch)
     kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
 
 
-def _all_precisions(report: RunReport) -> list[Precision]:
+def _all_precisions(report: RunReport) -> list[PrecisionRecord]:
     return sorted({case.precision for case in report.cases}, key=precision_order)
 
 
-def _precisions(report: RunReport, implementation: str) -> set[Precision]:
+def _precisions(report: RunReport, implementation: str) -> set[PrecisionRecord]:
     return {case.precision for case in report.cases if case.implementation == implementation}
 
 
@@ -193,7 +185,7 @@ def _launch_cells(launch: Launch) -> tuple[str, ...]:
     )
 
 
-def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[Precision]) -> str:
+def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[PrecisionRecord]) -> str:
     """Which prompts and precisions a launch belongs to, if not to all."""
     used_tokens = sorted({case.dims.seqlen for case in cases}, reverse=True)
     used = sorted({case.precision for case in cases}, key=precision_order)
@@ -201,7 +193,8 @@ def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[Precision])
     if set(used) != precisions:
         parts.append("; ".join(str(p) for p in used))
     if set(used_tokens) != tokens:
-        parts.append(f"{fmt.words(f'{n:,}' for n in used_tokens)} tokens")
+        lengths = fmt.words(f"{n:,}" for n in used_tokens)
+        parts.append(f"{lengths} {'token' if used_tokens == [1] else 'tokens'}")
     return " at ".join(parts) or "all"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ssdprof.report import format as fmt
 from ssdprof.report.tables import run
 from ssdprof.report.tables.table import Table
-from ssdprof.schema.stalls import Check, KernelStalls, StallReport
+from ssdprof.schema.stalls import KernelStalls, SelfCheck, StallReport
 
 _MARKS = {"failed": "NO"}
 
@@ -30,8 +30,7 @@ def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
         yield "layer", f"{subject.layer.name} (layer {subject.layer.index})"
         yield (
             "dimensions",
-            f"{fmt.plural(subject.dims.batch, 'sequence')} of {subject.dims.seqlen:,} tokens, "
-            + run.shape(subject.dims),
+            f"{fmt.plural(subject.dims.batch, 'sequence')} of {fmt.tokens(subject.dims.seqlen)}, " + str(subject.dims),
         )
         yield "precision", str(subject.precision)
         yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in subject.launched)
@@ -73,7 +72,7 @@ def _of_kernel(kernel: KernelStalls) -> Iterator[tuple[str, str, str, str]]:
             yield kernel.kernel, "; ".join(check.name for check in found), status, _detail(kernel, status)
 
 
-def _mark(check: Check) -> tuple[str, str]:
+def _mark(check: SelfCheck) -> tuple[str, str]:
     return _MARKS.get(check.status, check.status), check.detail
 
 

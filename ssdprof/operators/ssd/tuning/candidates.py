@@ -34,14 +34,6 @@ def axes(config: Config) -> tuple[Axis, ...]:
     return tuple(map(_on_portable, (_warps, _chunks, _blocks_of_p, _blocks_of_n, _stages, _cuts)))
 
 
-def difference(config: Config, committed: Config) -> str:
-    """In words: "segment 43, ring 2"; empty if there is none."""
-    before = asdict(committed)
-    return ", ".join(
-        f"{name} {value}" for name, value in asdict(config).items() if name != "reason" and value != before[name]
-    )
-
-
 def _on_hopper(axis: Callable[[HopperConfig, SSDInputs], Iterable[HopperConfig]]) -> Axis:
     def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
         assert isinstance(config, HopperConfig)
@@ -59,7 +51,7 @@ def _on_portable(axis: Callable[[PortableConfig, SSDInputs], Iterable[PortableCo
 
 
 def _addresses_last(config: PortableConfig, inputs: SSDInputs) -> bool:
-    """Of products of 64 rows and more with less than 128 bytes each, ptxas loses addresses: they are wrong, or fault
+    """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are wrong, or fault
     (docs/ssd-performance.md, row 57)."""
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
 

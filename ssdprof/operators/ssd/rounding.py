@@ -16,31 +16,18 @@ the other.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
-
-_LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Positions start..stop of a sequence in row `batch` of x; `start` lies on one of its chunk borders."""
-
-    sequence: int
-    batch: int
-    start: int
-    stop: int
+from ssdprof.operators.operator import Span
+from ssdprof.operators.rounding import gpu_exp, ieee_matmul, rounded_operand, split_chunks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class SSDGate:
     """What every precision shares: dt and the running sum of dt A in each chunk, (c, g, r, q) in fp32.
 
     Heads are split into (g, r), r heads of one group.  The last chunk is padded with dt = 0, which neither decays nor
@@ -51,7 +38,7 @@ class Gate:
     dA_cumsum: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: SSDInputs, span: Span) -> Gate:
+    def of(cls, inputs: SSDInputs, span: Span) -> SSDGate:
         dt = inputs.dt[span.batch, span.start : span.stop].float()
         if inputs.dt_bias is not None:
             dt = dt + inputs.dt_bias.float()
@@ -59,7 +46,9 @@ class Gate:
             dt = torch.nn.functional.softplus(dt)
         dt = dt.clamp(*inputs.dt_limit)
         groups = inputs.B.shape[2]
-        dt = _chunks(dt.reshape(len(dt), groups, inputs.heads_per_group), inputs.power_of_two_chunk).permute(0, 2, 3, 1)
+        dt = split_chunks(dt.reshape(len(dt), groups, inputs.heads_per_group), inputs.power_of_two_chunk).permute(
+            0, 2, 3, 1
+        )
         steps = dt * inputs.A.float().reshape(groups, -1, 1)
         running = [steps[..., 0]]
         for i in range(1, inputs.power_of_two_chunk):
@@ -73,17 +62,6 @@ class Gate:
         return self.dA_cumsum.abs().amax((0, 3)).flatten()
 
 
-def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
-    """The largest relative error that a single rounding may make in a head's terms, (h).
-
-    Operands, weights and states: the unit roundoff of their dtype.  Decays: exponents are fp32 numbers of up to
-    `largest_exponent`, and an absolute error of an exponent is a relative one of its decay.  At most 1.
-    """
-    dtypes = (input_dtype, precision.intermediate_dtype(input_dtype), precision.state_dtype)
-    coarsest = max(_unit_roundoff(dtype) for dtype in dtypes)
-    return (_unit_roundoff(torch.float32) * largest_exponent.double()).clamp(min=coarsest, max=1.0)
-
-
 class RoundedSSD:
     """Evaluates the operator in one precision, span after span; the state is carried within a sequence."""
 
@@ -95,13 +73,13 @@ class RoundedSSD:
         self._sequence: int | None = None
         self._state = torch.empty(0)
 
-    def advance(self, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    def advance(self, span: Span, gate: SSDGate) -> tuple[torch.Tensor, torch.Tensor]:
         """out (l, h, p) of the span in x's dtype, and the state (h, p, n) after it in fp32."""
         if span.sequence != self._sequence:
             self._sequence, self._state = span.sequence, self._initial_state(span.sequence)
         if span.start == span.stop:
             return self._inputs.x[span.batch, span.start : span.stop], self._state
-        with _ieee_matmul():
+        with ieee_matmul():
             out = self._scan(span, gate)
         return out, self._state
 
@@ -112,36 +90,36 @@ class RoundedSSD:
         (h, p), n = inputs.x.shape[2:], inputs.B.shape[3]
         return inputs.x.new_zeros(h, p, n, dtype=torch.float32)
 
-    def _scan(self, span: Span, gate: Gate) -> torch.Tensor:
+    def _scan(self, span: Span, gate: SSDGate) -> torch.Tensor:
         inputs, q = self._inputs, self._inputs.power_of_two_chunk
         operand, intermediate = self._operand_rounded, self._intermediate_rounded
         (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
         r, length = h // g, span.stop - span.start
         x_span = inputs.x[span.batch, span.start : span.stop].float()
-        x = operand(_chunks(x_span.reshape(length, g, r, p), q).permute(0, 2, 3, 1, 4))  # (c, g, r, q, p)
+        x = operand(split_chunks(x_span.reshape(length, g, r, p), q).permute(0, 2, 3, 1, 4))  # (c, g, r, q, p)
         B, C = (
-            operand(_chunks(tensor[span.batch, span.start : span.stop].float(), q).transpose(1, 2))
+            operand(split_chunks(tensor[span.batch, span.start : span.stop].float(), q).transpose(1, 2))
             for tensor in (inputs.B, inputs.C)
         )  # (c, g, q, n)
         a, dt = gate.dA_cumsum, intermediate(gate.dt)
 
         causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
-        decay = intermediate(_exp((a[..., :, None] - a[..., None, :]).clamp(max=0)))  # (c, g, r, q, s)
+        decay = intermediate(gpu_exp((a[..., :, None] - a[..., None, :]).clamp(max=0)))  # (c, g, r, q, s)
         CB = intermediate(C @ B.mT)[:, :, None]
         scores = torch.where(causal, intermediate(intermediate(CB * decay) * dt[..., None, :]), 0.0)
         out = operand(scores) @ x
 
         last = a[..., -1:]
-        weights = intermediate(intermediate(_exp((last - a).clamp(max=0))) * dt)
+        weights = intermediate(intermediate(gpu_exp((last - a).clamp(max=0))) * dt)
         chunk_states = operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
-        chunk_decay = _exp(last)[..., None]
+        chunk_decay = gpu_exp(last)[..., None]
         state = self._state.reshape(g, r, p, n)
         entering = []
         for c in range(len(chunk_states)):
             entering.append(state)
             state = self._state_rounded(state * chunk_decay[c] + chunk_states[c])
         self._state = state.reshape(h, p, n)
-        out += (C[:, :, None] @ operand(torch.stack(entering)).mT) * intermediate(_exp(a))[..., None]
+        out += (C[:, :, None] @ operand(torch.stack(entering)).mT) * intermediate(gpu_exp(a))[..., None]
 
         out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
         if inputs.D is not None:
@@ -151,46 +129,10 @@ class RoundedSSD:
         return out.to(inputs.x.dtype)
 
     def _operand_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._operand_dtype == torch.float32:
-            return _two_tf32(tensor)
-        return tensor.to(self._operand_dtype).float()
+        return rounded_operand(tensor, self._operand_dtype)
 
     def _intermediate_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._intermediate_dtype).float()
 
     def _state_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._state_dtype).float()
-
-
-def _unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the spacing at 1: the relative error of rounding to nearest."""
-    return torch.finfo(dtype).eps / 2
-
-
-def _exp(tensor: torch.Tensor) -> torch.Tensor:
-    """As a GPU computes it: 2 to the fp32 product with log2(e)."""
-    return torch.exp2(tensor * _LOG2_E)
-
-
-def _two_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to 22 significant bits, those of a sum of two tf32 numbers.  Veltkamp's splitting (Dekker 1971)."""
-    scaled = tensor * 5.0  # 2 ** (24 - 22) + 1
-    return scaled - (scaled - tensor)
-
-
-def _chunks(tensor: torch.Tensor, q: int) -> torch.Tensor:
-    """(l, ...) -> (c, q, ...), zeros at the end."""
-    length, *rest = tensor.shape
-    pad = -length % q
-    return torch.cat([tensor, tensor.new_zeros(pad, *rest)]).reshape(-1, q, *rest)
-
-
-@contextmanager
-def _ieee_matmul() -> Iterator[None]:
-    """fp32 products in fp32, whatever the process chose: TF32 would be a rounding that no precision names."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

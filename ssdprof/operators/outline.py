@@ -1,0 +1,46 @@
+"""The part of an operator's record that the command line and reports of stalls need.  Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of the algorithm, as its kernels name them in their STAGES.
+
+    order: of stages, and of their parts ("chunk_scan.previous"), in tables.
+    words: a part's name in plain words.
+    ahead: stages whose warps have nothing to do because they are ahead: no cost.
+    kernels: function name of each bundled kernel -> the implementation that launches it.
+    """
+
+    order: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+    ahead: frozenset[str] = frozenset()
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, several: Sequence[Stages]) -> Stages:
+        """Those of several operators, one after the other."""
+        return cls(
+            order=tuple(name for stages in several for name in stages.order),
+            words={part: words for stages in several for part, words in stages.words.items()},
+            ahead=frozenset().union(*(stages.ahead for stages in several)),
+            kernels={kernel: name for stages in several for kernel, name in stages.kernels.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
+
+    largest: sizes of a checkpoint's layer, by name, beyond which no bundled implementation runs.
+    """
+
+    name: str
+    title: str
+    layers: str
+    largest: Mapping[str, int] = field(default_factory=dict)
+    stages: Stages = field(default_factory=Stages)

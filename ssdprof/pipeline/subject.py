@@ -1,0 +1,110 @@
+"""What a request is about.  Judged before torch is imported: a wrong name or layer is answered at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdprof import operators
+from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.select import select_layers
+from ssdprof.checkpoint import Located, locate
+from ssdprof.errors import BadInputError
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine."""
+
+    located: Located
+    layers: tuple[LayerRef, ...]
+    seqlens: tuple[int, ...]
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return self.located.ref
+
+    @property
+    def deepest_layer(self) -> int:
+        return max(layer.index for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What a request for stored captures came to: the wanted layers of each prompt."""
+
+    folder: Path
+    manifest: CaptureManifest
+    chosen: tuple[LayerCapture, ...]
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return self.manifest.checkpoint
+
+    @property
+    def layers(self) -> tuple[LayerRef, ...]:
+        return tuple(dict.fromkeys(capture.layer for capture in self.chosen))
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(capture.seqlen for capture in self.chosen))
+
+
+def captures_of(request: CaptureRequest) -> Path | None:
+    """The folder, if the request names one of stored captures."""
+    folder = Path(request.model.model).expanduser()
+    return folder if is_capture(folder) else None
+
+
+def find(request: CaptureRequest) -> Subject:
+    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise."""
+    model = request.model
+    located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
+    layers = select_layers(request.layers, located.ref.layers)
+    from ssdprof.pipeline import limits  # imports torch, after all that needs none
+
+    return Subject(located=located, layers=layers, seqlens=request.prompt.seqlens or limits.default_seqlens())
+
+
+def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> Subject | Stored:
+    """As `find`, or the wanted layers of stored captures.
+
+    BadInputError for options that do not go with stored captures, and for a model whose layers are larger than any
+    implementation takes.
+    """
+    folder = captures_of(request)
+    if folder is not None:
+        return _find_stored(folder, request, save_captures=save_captures)
+    subject = find(request)
+    refuse_large(subject)
+    return subject
+
+
+def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) -> Stored:
+    plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
+    if request != plain or save_captures:
+        raise BadInputError(
+            f"{folder} holds stored captures: their model, prompt and segments are what they are.",
+            "Of the options of a model, only --layers goes with stored captures.",
+        )
+    manifest = read_manifest(folder)
+    layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
+    chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
+    if not chosen:
+        raise BadInputError(f"{folder} holds no layer: its capture was broken off.", "Capture again.")
+    return Stored(folder=folder, manifest=manifest, chosen=chosen)
+
+
+def refuse_large(subject: Subject) -> None:
+    """BadInputError for layers of sizes that no bundled implementation takes: `largest` of the operator's outline."""
+    for layer in subject.layers:
+        dims = subject.located.dims(layer)
+        for name, most in operators.outline(layer.operator).largest.items():
+            size = getattr(dims, name)
+            if size > most:
+                raise BadInputError(
+                    f"{subject.ref.repo_id} has {name} = {size} in layer {layer.index}; kernels take at most {most}.",
+                    "Its inputs can be stored with 'ssdprof capture'.",
+                )
