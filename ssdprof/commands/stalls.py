@@ -66,9 +66,7 @@ def stalls(
     from ssdprof.schema import PrecisionRecord
 
     if where is not None and not where.strip():
-        raise BadInputError(
-            "The name is empty.", "Name a run, a model or captures; without it the latest run counts."
-        )
+        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
     if markdown is not None:
         check_target(markdown, replace=force)
     folder: Path | None = None
