@@ -57,7 +57,7 @@ def stalls(
     Profiles one layer with NVIDIA Nsight Compute (ncu), or reads reports that exist.  Exit code 3 says that this
     machine cannot profile; what Triton knows of the kernels is then shown.
     """
-    from ssdprof.errors import ExitCode
+    from ssdprof.errors import BadInputError, ExitCode
     from ssdprof.files import check_target
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stalls import StallRequest, from_files, profile
@@ -65,6 +65,8 @@ def stalls(
     from ssdprof.report import terminal as tables
     from ssdprof.schema import PrecisionRecord
 
+    if where is not None and not where.strip():
+        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
     if markdown is not None:
         check_target(markdown, replace=force)
     folder: Path | None = None
