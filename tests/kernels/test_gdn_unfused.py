@@ -181,7 +181,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(case=cases, where=st.floats(0, 1))
 def test_two_segments_with_a_carried_state_are_one(case: Case, where: float) -> None:
     inputs = case.inputs()
@@ -193,7 +193,7 @@ def test_two_segments_with_a_carried_state_are_one(case: Case, where: float) -> 
     assert_near(second.final_states, whole.final_states)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(case=cases)
 def test_chunked_is_the_recurrence(case: Case) -> None:
     inputs = case.inputs()
@@ -202,7 +202,7 @@ def test_chunked_is_the_recurrence(case: Case) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(case=cases, lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any))
 def test_a_pack_is_its_sequences_alone(case: Case, lengths: list[int]) -> None:
     inputs = case.but(lengths=tuple(lengths)).inputs()
@@ -218,7 +218,7 @@ def test_a_pack_is_its_sequences_alone(case: Case, lengths: list[int]) -> None:
             assert torch.equal(pack.final_states[i], empty)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(case=cases, order=st.permutations(range(3)))
 def test_a_permuted_batch_gives_a_permuted_result(case: Case, order: list[int]) -> None:
     inputs = case.but(batch=3, length=min(case.length, 70)).inputs()

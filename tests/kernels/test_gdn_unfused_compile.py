@@ -46,10 +46,10 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     names += [f"_gdn_{stage}_kernel" for stage in stages]
     assert [kernel.kernel for kernel in kernels] == names
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size.  Where
-        # products read no operand from shared memory (sm_80), two words of the 16-bit chunk_state do
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size.  The
+        # 16-bit chunk_state is made for Hopper; on the others, which pass the state differently, a few words do too
         fp32 = case.dtype == FP32 and precision == EXACT
-        most = 320 if fp32 and case.key_dim == 256 else 64 if fp32 else 8 if capability == 80 else 0
+        most = 320 if fp32 and case.key_dim == 256 else 64 if fp32 else 0 if capability == 90 else 40
         assert kernel.spilled_bytes <= most, kernel
         assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
