@@ -39,15 +39,15 @@ STAGES = {"_factors_kernel": "setup", "load_rows": "caller", "log2_decays": "gat
 
 
 @triton.jit
-def load_rows(ptr, strides, o_t, m_t, o_k, m_k, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows o_t and columns o_k of a (T, dim) tensor; zeros past its ends."""
-    p = ptr + o_t[:, None] * strides[0] + o_k[None, :] * strides[1]
+def load_rows(ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM, and where m_t forbids."""
+    p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
         return tl.load(p)
     elif WHOLE:
         return tl.load(p, mask=m_t[:, None], other=0.0)
     else:
-        return tl.load(p, mask=m_t[:, None] & m_k[None, :], other=0.0)
+        return tl.load(p, mask=m_t[:, None] & (o_k < KEY_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -73,7 +73,8 @@ def _factors_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides, seqlen, sequences, scale,
     VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr, INVERSE: tl.constexpr,
+    BLOCK_K: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr, MERGE: tl.constexpr,
+    MERGE_PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     # stage setup: which chunk of which head is mine
@@ -101,48 +102,43 @@ def _factors_kernel(
     end = tl.sum(tl.where(o_t == CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
 
     # stage scaled_dot_kkt
-    kk, qk = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-    k_squares, q_squares = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    kk, k_squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for n in tl.static_range(BLOCKS):
-        m_k = n * BLOCK_K + o_k < KEY_DIM
-        o_n = (n * BLOCK_K + o_k).to(OFFSET)
-        k = load_rows(k_ptr, (k_strides[1], k_strides[3]), o_t.to(OFFSET), m_t, o_n, m_k, ALIGNED, WHOLE)
-        q = load_rows(q_ptr, (q_strides[1], q_strides[3]), o_t.to(OFFSET), m_t, o_n, m_k, ALIGNED, WHOLE)
+        k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, n * BLOCK_K + o_k, KEY_DIM, ALIGNED, WHOLE)
         k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        if L2NORM:
-            q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
-        transposed = tl.trans(k.to(OPERAND))
-        kk = tl.dot(k.to(OPERAND), transposed, kk, input_precision=DOT_PRECISION)
-        qk = tl.dot(q.to(OPERAND), transposed, qk, input_precision=DOT_PRECISION)
+        kk = tl.dot(k.to(OPERAND), tl.trans(k.to(OPERAND)), kk, input_precision=DOT_PRECISION)
     k_length = tl.full((CHUNK,), 1.0, tl.float32)  # one over it
-    q_scale = tl.full((CHUNK,), 1.0, tl.float32) * scale
     if L2NORM:
         k_length = tl.rsqrt(k_squares + L2NORM_EPS)
-        q_scale *= tl.rsqrt(q_squares + L2NORM_EPS)
     kk *= (beta * k_length)[:, None] * k_length[None, :]
 
     # stage solve_tril
-    A = (unit_lower_inverse(kk, INVERSE) * k_length[:, None]).to(OPERAND)
+    A = (unit_lower_inverse(kk, MERGE, MERGE_PRECISION) * k_length[:, None]).to(OPERAND)
+
+    # stage state_factor
+    qk, q_squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    to_end = decay_exp2(end - g_cumsum_log2) * beta
+    for n in tl.static_range(BLOCKS):
+        o_n = n * BLOCK_K + o_k
+        k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
+        q = load_rows(q_ptr, q_strides, o_t.to(OFFSET), m_t, o_n, KEY_DIM, ALIGNED, WHOLE)
+        if L2NORM:
+            q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
+        qk = tl.dot(q.to(OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
+        X = tl.dot(tl.trans(A), k, input_precision=DOT_PRECISION) * to_end[:, None]
+        tile = place * (CHUNK * BLOCKS * BLOCK_K) + o_t[:, None] * (BLOCKS * BLOCK_K) + o_n[None, :]
+        tl.store(state_factor_ptr + tile, X.to(state_factor_ptr.dtype.element_ty))
 
     # stage out_factor
+    q_scale = tl.full((CHUNK,), 1.0, tl.float32) * scale
+    if L2NORM:
+        q_scale *= tl.rsqrt(q_squares + L2NORM_EPS)
     causal = o_t[:, None] >= o_t[None, :]
     P = tl.where(causal, qk * q_scale[:, None], 0.0).to(OPERAND)
     W = tl.dot(P, A, input_precision=DOT_PRECISION)
     W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
-    square = o_t[:, None] * CHUNK + o_t[None, :]
-    W = tl.where(causal, W, 0.0)
-    tl.store(out_factor_ptr + place * (CHUNK * CHUNK) + square, W.to(out_factor_ptr.dtype.element_ty))
-
-    # stage state_factor
-    PADDED: tl.constexpr = BLOCKS * BLOCK_K
-    to_end = decay_exp2(end - g_cumsum_log2) * beta
-    for n in tl.static_range(BLOCKS):
-        m_k = n * BLOCK_K + o_k < KEY_DIM
-        o_n = (n * BLOCK_K + o_k).to(OFFSET)
-        k = load_rows(k_ptr, (k_strides[1], k_strides[3]), o_t.to(OFFSET), m_t, o_n, m_k, ALIGNED, WHOLE)
-        X = tl.dot(tl.trans(A), k.to(OPERAND), input_precision=DOT_PRECISION) * to_end[:, None]
-        tile = o_t[:, None] * PADDED + (n * BLOCK_K + o_k)[None, :]
-        tl.store(state_factor_ptr + place * (CHUNK * PADDED) + tile, X.to(state_factor_ptr.dtype.element_ty))
+    tile = place * (CHUNK * CHUNK) + o_t[:, None] * CHUNK + o_t[None, :]
+    tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
 
     # stage rows
     since_start = decay_exp2(g_cumsum_log2)

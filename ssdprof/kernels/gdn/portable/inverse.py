@@ -7,7 +7,8 @@
 Let A be block diagonal and hold the inverses of the diagonal blocks of s rows, and let C be what L holds between the two
 halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.  Every entry of
 these products is an entry of an inverse, which stays small however collinear the keys are; a Neumann series would
-compute powers of L, which do not.  Blocks of up to 16 rows are inverted in fp32 (tf32x3), larger ones in PRECISION.
+compute powers of L, which do not.  Blocks of up to 16 rows are inverted in fp32 (tf32x3).  What joins them has operands in MERGE: fp16 has as many digits as tf32 and
+costs half, but only the entries of normalised keys are sure to be in its range.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ def leaf_inverses(L):
 
 
 @triton.jit
-def unit_lower_inverse(L, PRECISION: tl.constexpr):
-    """(I + L)^-1 for L (s, s) fp32, of which only entries below the diagonal count; s is 16, 32, 64 or 128."""
+def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 for L (s, s) fp32, of which only entries below the diagonal count; s is 16, 32, 64 or 128.
+
+    MERGE, PRECISION: dtype of the operands that join blocks of 16 rows, and how they are multiplied if that is fp32
+    """
     SIZE: tl.constexpr = L.shape[0]
     LEAVES: tl.constexpr = SIZE // LEAF
     o_n = tl.arange(0, LEAVES)
@@ -55,5 +59,7 @@ def unit_lower_inverse(L, PRECISION: tl.constexpr):
     for log2_half in tl.static_range(4, 7):
         if 2**log2_half < SIZE:
             C = tl.where(between_halves(o[:, None], o[None, :], 2**log2_half), L, 0.0)
-            A -= tl.dot(A, tl.dot(C, A, input_precision=PRECISION), input_precision=PRECISION)
+            factor = A.to(MERGE)
+            product = tl.dot(C.to(MERGE), factor, input_precision=PRECISION)
+            A -= tl.dot(factor, product.to(MERGE), input_precision=PRECISION)
     return A

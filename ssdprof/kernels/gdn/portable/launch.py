@@ -75,6 +75,7 @@ class PortableLaunch:
             for one in (inputs.initial_states, final_states)
             if one is not None
         ]
+        wide = self._workspace.operand_dtype == torch.float32
         common: dict[str, Any] = {
             "VALUE_HEADS": heads,
             "VALUES_PER_KEY": inputs.values_per_key,
@@ -93,7 +94,8 @@ class PortableLaunch:
             common
             | {
                 "L2NORM": bool(inputs.use_qk_l2norm),
-                "INVERSE": DOT_PRECISION if self._workspace.operand_dtype == torch.float32 else tl.constexpr("tf32"),
+                "MERGE": tl.float16 if inputs.use_qk_l2norm and not wide else tl.float32,
+                "MERGE_PRECISION": DOT_PRECISION if wide else "tf32",
                 "num_warps": config.factors_warps,
             },
         )

@@ -82,7 +82,7 @@ def state_product(
         total = tl.zeros((o_t.shape[0], state[0].shape[1]), tl.float32)
     for n in tl.static_range(len(state)):
         o_n = o_k + n * BLOCK_K
-        keys = load_rows(ptr, strides, o_t, m_t, o_n, o_n < KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
+        keys = load_rows(ptr, strides, o_t, m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
         if V_ROWS:
             total = tl.dot(state[n].to(OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION)
         else:
@@ -198,7 +198,7 @@ def _scan_kernel(
             t = tl.cast(i_c, tl.int64) * CHUNK
             at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
             product = state_product(
-                state, k_ptr + t * k_strides[1], (k_strides[1], k_strides[3]), o_t, o_c >= 0, o_k,
+                state, k_ptr + t * k_strides[1], k_strides, o_t, o_c >= 0, o_k,
                 True, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
             )  # fmt: skip
             Y = residual(
@@ -216,11 +216,11 @@ def _scan_kernel(
         if not ALIGNED:
             m_tile = m_value & (m_t[None, :] if V_ROWS else m_t[:, None])
         product = state_product(
-            state, k_ptr + t * k_strides[1], (k_strides[1], k_strides[3]), o_t, m_t, o_k,
+            state, k_ptr + t * k_strides[1], k_strides, o_t, m_t, o_k,
             ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
         )  # fmt: skip
         out = state_product(
-            state, q_ptr + t * q_strides[1], (q_strides[1], q_strides[3]), o_t, m_t, o_k,
+            state, q_ptr + t * q_strides[1], q_strides, o_t, m_t, o_k,
             ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
         )  # fmt: skip
         Y = residual(
