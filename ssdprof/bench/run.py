@@ -77,7 +77,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
     end = math.inf if request.budget is None else began + request.budget
     report = BenchReport(
         ssdprof_version=__version__,
-        kernels=kernels_hash(),
+        kernels=kernels_hash("ssd"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),

@@ -23,8 +23,8 @@ _PREFERRED_ON_GPU = ("fused", "unfused")
 def run_operator(inputs: OperatorInputs) -> Result:
     """Output, in the dtype of the inputs as production kernels give it, and final state in fp32."""
     if isinstance(inputs, GDNInputs):
-        o, final_state = gdn_chunked(inputs, dtype=torch.float32)
-        return o.to(inputs.v.dtype), final_state
+        out, final_states = gdn_chunked(inputs, dtype=torch.float32)
+        return out.to(inputs.v.dtype), final_states
     if inputs.x.device.type == "cuda":
         return _run_on_gpu(inputs)
     from ssdprof.kernels.ssd.reference import ssd_chunked

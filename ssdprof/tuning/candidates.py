@@ -9,13 +9,13 @@ from itertools import product
 import torch
 import triton
 
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, shared_bytes
-from ssdprof.kernels.ssd.hopper_segments import LONGEST_RECOMPUTED, Segments, as_exact_as_unfused, ceil_div
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, shared_bytes
+from ssdprof.kernels.ssd.hopper.segments import LONGEST_RECOMPUTED, Segments, as_exact_as_unfused, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.tuned import nchunks
 
-Config = HopperConfig | FusedConfig
+Config = HopperConfig | PortableConfig
 Axis = Callable[[Config, SSDInputs], Iterable[Config]]
 
 _CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
@@ -50,15 +50,15 @@ def _on_hopper(axis: Callable[[HopperConfig, SSDInputs], Iterable[HopperConfig]]
     return checked
 
 
-def _on_portable(axis: Callable[[FusedConfig, SSDInputs], Iterable[FusedConfig]]) -> Axis:
+def _on_portable(axis: Callable[[PortableConfig, SSDInputs], Iterable[PortableConfig]]) -> Axis:
     def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
-        assert isinstance(config, FusedConfig)
+        assert isinstance(config, PortableConfig)
         return (one for one in axis(config, inputs) if _addresses_last(one, inputs))
 
     return checked
 
 
-def _addresses_last(config: FusedConfig, inputs: SSDInputs) -> bool:
+def _addresses_last(config: PortableConfig, inputs: SSDInputs) -> bool:
     """Of products of 64 rows and more with less than 128 bytes each, ptxas loses addresses: they are wrong, or fault
     (docs/ssd-performance.md, row 57)."""
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
@@ -127,12 +127,12 @@ def _rings(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
 # --- the portable kernel
 
 
-def _warps(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
+def _warps(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
     for num_warps in (2, 4, 8):
         yield replace(config, num_warps=num_warps)
 
 
-def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+def _chunks(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
     """Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
@@ -143,26 +143,26 @@ def _chunks(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
         )
 
 
-def _blocks_of_p(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+def _blocks_of_p(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
         if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
             yield replace(config, block_p=block_p, p_rows=p_rows)
 
 
-def _blocks_of_n(config: FusedConfig, inputs: SSDInputs) -> Iterator[FusedConfig]:
+def _blocks_of_n(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
     """Shorter sums than the committed ones, never longer: those are less exact."""
     for block_n in (64, 128):
         if block_n < min(config.block_n, inputs.B.shape[3]):
             yield replace(config, block_n=block_n)
 
 
-def _stages(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
+def _stages(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
     for state_stages, scan_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2)):
         yield replace(config, state_stages=state_stages, scan_stages=scan_stages)
 
 
-def _cuts(config: FusedConfig, _: SSDInputs) -> Iterator[FusedConfig]:
+def _cuts(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
     """More segments, or fewer; shorter ones, or longer."""
     for times in (0.5, 2, 4):
         yield replace(config, max_segments=max(1, int(config.max_segments * times)))

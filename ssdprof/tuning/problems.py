@@ -17,10 +17,10 @@ from ssdprof.capture import store
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import hopper_config
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.measure.dtypes import dtype_name, dtype_named
 from ssdprof.tuning.records import Calls, Kernel
 from ssdprof.tuning.search import Problem
@@ -130,7 +130,7 @@ def _precision(inputs: SSDInputs, intermediates: schema.Intermediates) -> Precis
     return Precision(intermediates=intermediates, state_dtype=dtype_named(wanted.state_dtype))
 
 
-def _committed(inputs: SSDInputs, kernel: Kernel) -> HopperConfig | FusedConfig:
+def _committed(inputs: SSDInputs, kernel: Kernel) -> HopperConfig | PortableConfig:
     if kernel == "hopper":
         return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
-    return FusedConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+    return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from ssdprof.kernels.precision import Precision as KernelPrecision
 from ssdprof.kernels.ssd import tuned
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.measure.dtypes import dtype_name, dtype_named
 from ssdprof.schema import DType, Environment, Intermediates, Interval, Record
 
@@ -41,7 +41,7 @@ class HopperSettings(Record):
 
 
 class PortableSettings(Record):
-    """See `FusedConfig`."""
+    """See `PortableConfig`."""
 
     kernel: Literal["portable"] = "portable"
     chunk: Positive
@@ -59,16 +59,16 @@ class PortableSettings(Record):
 Settings = Annotated[HopperSettings | PortableSettings, Field(discriminator="kernel")]
 
 
-def settings_of(config: HopperConfig | FusedConfig) -> HopperSettings | PortableSettings:
+def settings_of(config: HopperConfig | PortableConfig) -> HopperSettings | PortableSettings:
     kind = HopperSettings if isinstance(config, HopperConfig) else PortableSettings
     return kind(**{name: getattr(config, name) for name in kind.model_fields if name != "kernel"})
 
 
-def config_of(settings: HopperSettings | PortableSettings, reason: str) -> HopperConfig | FusedConfig:
+def config_of(settings: HopperSettings | PortableSettings, reason: str) -> HopperConfig | PortableConfig:
     values = settings.model_dump(exclude={"kernel"})
     if isinstance(settings, HopperSettings):
         return HopperConfig(**values, reason=reason)
-    return FusedConfig(**values, reason=reason)
+    return PortableConfig(**values, reason=reason)
 
 
 class Calls(Record):
@@ -132,7 +132,7 @@ class Find(Record):
 
     def for_kernels(self, gpu: str) -> tuned.Find:
         config = config_of(self.settings, self.reason)
-        if isinstance(config, FusedConfig):
+        if isinstance(config, PortableConfig):
             return tuned.PortableFind(gpu=gpu, layer=self.calls.layer, config=config)
         assert self.calls.sequences is not None
         assert self.calls.nchunks is not None

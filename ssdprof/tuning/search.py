@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.faults import blaming, first_line, refuse_if_lost

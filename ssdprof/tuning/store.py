@@ -50,7 +50,7 @@ def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
     found = [outcome.find for outcome in outcomes if outcome.find is not None]
     finds = Finds(
         ssdprof_version=__version__,
-        kernels=kernels_hash(),
+        kernels=kernels_hash("ssd"),
         environment=found_on,
         finds=(*kept, *found),
     )
@@ -78,7 +78,7 @@ def _why_stale(finds: Finds, gpu: Gpu) -> str:
     there, triton = finds.environment, installed_version("triton")
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
-    if finds.kernels != kernels_hash():
+    if finds.kernels != kernels_hash("ssd"):
         return f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now {__version__})"
     if there.packages.get("triton") != triton:
         return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"

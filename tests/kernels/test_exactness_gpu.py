@@ -20,8 +20,8 @@ from ssdprof.capture import store
 from ssdprof.cli import app
 from ssdprof.kernels import ssd_unfused
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 

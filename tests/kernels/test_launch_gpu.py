@@ -15,7 +15,7 @@ from test_fused import assert_bitwise
 
 from ssdprof.kernels import SSDInputs, _launch
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.unfused import ssd_unfused
+from ssdprof.kernels.ssd.unfused.five_launches import ssd_unfused
 
 pytestmark = pytest.mark.gpu
 

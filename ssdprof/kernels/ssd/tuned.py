@@ -20,11 +20,11 @@ import torch
 
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_segments import ceil_div
-from ssdprof.kernels.ssd.hopper_shared import CHUNK
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.rings import CHUNK
+from ssdprof.kernels.ssd.hopper.segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ class PortableFind:
 
     gpu: str
     layer: Layer
-    config: FusedConfig
+    config: PortableConfig
 
 
 Find = HopperFind | PortableFind
 
 _hopper: dict[tuple[str, Layer, int, int], HopperConfig] = {}
-_portable: dict[tuple[str, Layer], FusedConfig] = {}
+_portable: dict[tuple[str, Layer], PortableConfig] = {}
 
 
 def use(finds: Iterable[Find]) -> None:
@@ -105,7 +105,7 @@ def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) ->
     return _hopper.get((_gpu.name(inputs.x), Layer.of(inputs, precision), sequences, nchunks(inputs)))
 
 
-def portable(inputs: SSDInputs, precision: Precision) -> FusedConfig | None:
+def portable(inputs: SSDInputs, precision: Precision) -> PortableConfig | None:
     """What was found for this layer in the portable kernel, if anything was."""
     if not _portable:
         return None

@@ -1,5 +1,5 @@
 """What the Hopper kernel takes, and how it cuts a call into programs, and why.  Its rings and registers are a row of
-`config_table.py`; its segments are those of a simulated schedule (`hopper_segments.py`)."""
+`config_table.py`; its segments are those of a simulated schedule (`segments.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels.ssd.config_table import HOPPER, Call, first_fit
-from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH
-from ssdprof.kernels.ssd.hopper_segments import Segments, ceil_div, cut, packed_segment
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, weight_places
+from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
+from ssdprof.kernels.ssd.hopper.segments import Segments, ceil_div, cut, packed_segment
 from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
 
 

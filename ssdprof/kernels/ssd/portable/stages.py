@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""The stages of `fused_portable.py`, one function each, in the order of the algorithm.
+"""The stages of `portable_kernel.py`, one function each, in the order of the algorithm.
 
 A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
 
@@ -61,7 +61,7 @@ def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
 
 @triton.jit
 def segment_chunks(nchunks, RULE: tl.constexpr):
-    """Chunks per segment of a sequence of `nchunks`: `FusedConfig.segment_chunks`."""
+    """Chunks per segment of a sequence of `nchunks`: `PortableConfig.segment_chunks`."""
     return tl.minimum(tl.maximum(tl.cdiv(nchunks, RULE[0]), RULE[1]), RULE[2])
 
 

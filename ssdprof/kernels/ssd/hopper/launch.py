@@ -12,11 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_buffers import BufferSizes
-from ssdprof.kernels.ssd.fused_hopper import FLAGS, _fused_hopper_kernel
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count, row_stride, unit_count
-from ssdprof.kernels.ssd.hopper_segments import ceil_div
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
+from ssdprof.kernels.ssd.buffers import BufferSizes
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, row_stride, unit_count
+from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
+from ssdprof.kernels.ssd.hopper.segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 Strides = tuple[int, int, int]
@@ -114,7 +114,7 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
 
 
 def _passing(config: HopperConfig, shares: int, sizes: BufferSizes) -> str:
-    """How a segment comes by the state that enters it; `hopper_passing.py`.  With the last two there is no first pass.
+    """How a segment comes by the state that enters it; `look_back.py`.  With the last two there is no first pass.
 
     "recompute": by its first pass, over all that is before it.  "look back": it sums what those before it have added,
     each in its first pass.  "hand on": from the share that began the sequence.  "none": every segment begins one.

@@ -2,7 +2,7 @@
 """The role that holds the states of both lanes, in registers, and makes their outputs.
 
 States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand straight from
-registers.  How both lanes are in one role: `hopper_lanes.py`.
+registers.  How both lanes are in one role: `lanes.py`.
 """
 
 from triton.experimental import gluon
@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels.ssd.hopper_first_pass import segment_state
-from ssdprof.kernels.ssd.hopper_halves import give_part, own_positions, take_part
-from ssdprof.kernels.ssd.hopper_lanes import (
+from ssdprof.kernels.ssd.hopper.first_pass import segment_state
+from ssdprof.kernels.ssd.hopper.halves import give_part, own_positions, take_part
+from ssdprof.kernels.ssd.hopper.lanes import (
     LANES,
     arrive,
     half_of,
@@ -26,8 +26,8 @@ from ssdprof.kernels.ssd.hopper_lanes import (
     tiles_of,
     unit_of,
 )
-from ssdprof.kernels.ssd.hopper_passing import leave, place_of, sum_before
-from ssdprof.kernels.ssd.hopper_shared import (
+from ssdprof.kernels.ssd.hopper.look_back import leave, place_of, sum_before
+from ssdprof.kernels.ssd.hopper.rings import (
     CHUNK,
     ENTERING,
     SLICE,
@@ -41,7 +41,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     rows_of,
     scalar,
 )
-from ssdprof.kernels.ssd.hopper_weights import rounded_off, weighted
+from ssdprof.kernels.ssd.hopper.weights import rounded_off, weighted
 
 STAGES = {
     "add_residual": "chunk_scan.residual",

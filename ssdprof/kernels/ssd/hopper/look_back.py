@@ -7,14 +7,14 @@ part_j times the decays of j + 1 .. k - 1, and the initial state times all decay
 on, always in that order, and no further than where the decays have multiplied to zero: what is not finite there is
 not seen.
 
-A share (`hopper_work.py`) leaves the state itself, in fp32, with a decay of zero: nothing before it counts any more.
+A share (`assignment.py`) leaves the state itself, in fp32, with a decay of zero: nothing before it counts any more.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels.ssd.hopper_lanes import LANES, first_of, of_lanes
-from ssdprof.kernels.ssd.hopper_shared import FLAG_STRIDE, SLICE, role_barrier
+from ssdprof.kernels.ssd.hopper.lanes import LANES, first_of, of_lanes
+from ssdprof.kernels.ssd.hopper.rings import FLAG_STRIDE, SLICE, role_barrier
 
 SIGN = gl.constexpr(-(1 << 31))  # set in a flag that holds a decay, which is not negative
 

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ssdprof.kernels.ssd.hopper_shared import SLICE, product_layout, reinterpret
+from ssdprof.kernels.ssd.hopper.rings import SLICE, product_layout, reinterpret
 
 LANES = gl.constexpr(2)  # of a role; tests without a GPU run each for itself, with 1
 THREADS = gl.constexpr(128)  # of a lane

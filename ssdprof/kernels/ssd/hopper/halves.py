@@ -8,8 +8,8 @@ k-th half of a chunk: it takes over the other's part for them and hands over its
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels.ssd.hopper_lanes import load_tiles, store_tiles, tiles_of
-from ssdprof.kernels.ssd.hopper_shared import role_barrier
+from ssdprof.kernels.ssd.hopper.lanes import load_tiles, store_tiles, tiles_of
+from ssdprof.kernels.ssd.hopper.rings import role_barrier
 
 MAX_WIDTH = gl.constexpr(128)  # of N, in one lane: 64 x 128 numbers of state fill a third of its registers
 

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """SSD, all five stages in one launch, for Hopper: warp roles, the copy engine, states in registers.  In Gluon.
 
-The algorithm is that of `fused_portable.py`: a program goes over its segment backwards for the state that the segment
+The algorithm is that of `portable/`: a program goes over its segment backwards for the state that the segment
 adds, and forwards for the output.  In between it publishes what it adds, and sums what those before it have published,
 so that no segment waits for more than the first passes of others.  Where there are more pairs of units than SMs, there
-are no first passes: programs have equal shares of all sequences, one after the other (`hopper_work.py`).  A program
+are no first passes: programs have equal shares of all sequences, one after the other (`assignment.py`).  A program
 works on two units at once (heads, or slices of 64 of a head's P) that share B and C, or on one where N is 256, and its
-warps have roles (`hopper_shared.py`).  States and outputs are held transposed, so that the state is a matrix operand
+warps have roles (`rings.py`).  States and outputs are held transposed, so that the state is a matrix operand
 straight from registers and x, loaded once, serves all three products.  Why so, and what was tried:
 docs/ssd-performance.md.
 
@@ -30,13 +30,15 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels.ssd.hopper_gates import gates
-from ssdprof.kernels.ssd.hopper_halves import MAX_WIDTH, allocate_exchange
-from ssdprof.kernels.ssd.hopper_lanes import THREADS, lane_number
-from ssdprof.kernels.ssd.hopper_roles import loads, scores, stores
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, SLICE, allocate, begin_barriers, role_barrier
-from ssdprof.kernels.ssd.hopper_unit import unit_states
-from ssdprof.kernels.ssd.hopper_work import packed_segment_of, segment_of, share_of
+from ssdprof.kernels.ssd.hopper.assignment import packed_segment_of, segment_of, share_of
+from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH, allocate_exchange
+from ssdprof.kernels.ssd.hopper.lanes import THREADS, lane_number
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, allocate, begin_barriers, role_barrier
+from ssdprof.kernels.ssd.hopper.role_gates import gates
+from ssdprof.kernels.ssd.hopper.role_loads import loads
+from ssdprof.kernels.ssd.hopper.role_scores import scores
+from ssdprof.kernels.ssd.hopper.role_states import unit_states
+from ssdprof.kernels.ssd.hopper.role_stores import stores
 
 FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
 STAGES = {"units": "caller", "_fused_hopper_kernel": "setup"}

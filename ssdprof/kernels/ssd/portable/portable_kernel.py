@@ -39,9 +39,10 @@ from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._strides import strides_of, tile_strides
 from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_buffers import BufferSizes
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_stages import (
+from ssdprof.kernels.ssd.buffers import BufferSizes
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.stages import (
     chunk_cumsum,
     chunk_products,
     chunk_state,
@@ -57,7 +58,6 @@ from ssdprof.kernels.ssd.fused_stages import (
     wait_for_state,
     zero_state,
 )
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 FLAGS = tl.constexpr(32)  # where the flags begin in sync
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector each
@@ -201,7 +201,7 @@ def _fused_kernel(
         store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state)
 
 
-def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -> BufferSizes:
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: PortableConfig) -> BufferSizes:
     units = config.units(inputs)
     flags = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value
     handover = config.handover(inputs)
@@ -217,7 +217,7 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: FusedConfig) -
 class PortableLaunch:
     """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
 
-    def __init__(self, inputs: SSDInputs, precision: Precision, config: FusedConfig) -> None:
+    def __init__(self, inputs: SSDInputs, precision: Precision, config: PortableConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
         self._index = inputs.x.get_device()
         self._programs = config.segments(inputs) * config.units(inputs)
@@ -236,7 +236,7 @@ class PortableLaunch:
         return SSDOutput(out, final_states)
 
 
-def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: FusedConfig) -> SSDOutput:
+def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: PortableConfig) -> SSDOutput:
     """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
     return PortableLaunch(inputs, precision, config)(inputs)
 
@@ -251,7 +251,7 @@ def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _options(inputs: SSDInputs, precision: Precision, config: FusedConfig, handover: bool) -> dict[str, Any]:
+def _options(inputs: SSDInputs, precision: Precision, config: PortableConfig, handover: bool) -> dict[str, Any]:
     nheads, headdim = inputs.x.shape[2:]
     return {
         "HEADS": nheads,

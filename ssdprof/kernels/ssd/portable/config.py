@@ -14,7 +14,7 @@ _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedConfig:
+class PortableConfig:
     """Chosen by the shape of one sequence, dtype and GPU, never by the batch: a sequence's result must not depend on
     its neighbours.
 
@@ -41,7 +41,7 @@ class FusedConfig:
     reason: str = ""
 
     @classmethod
-    def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> FusedConfig:
+    def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> PortableConfig:
         """The configuration for a GPU of this compute capability, by `config_table.PORTABLE`.
 
         The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps; what is left holds the
@@ -63,7 +63,7 @@ class FusedConfig:
         )
         return config.fitted(inputs)
 
-    def fitted(self, inputs: SSDInputs) -> FusedConfig:
+    def fitted(self, inputs: SSDInputs) -> PortableConfig:
         """With a chunk no longer than sequences of one length need; segments keep their lengths."""
         if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
             return self

@@ -34,7 +34,7 @@ class Segments:
     A schedule is good when long segments fill the GPU first (their first pass stops early, so they read less twice) and
     short ones even out the end.
     recompute: a segment's first pass goes over all that is before it, and none waits for another; for short sequences
-    shares: with whole sequences as segments, programs that stay for equal shares of all chunks (`hopper_work.py`); if
+    shares: with whole sequences as segments, programs that stay for equal shares of all chunks (`assignment.py`); if
         there are no more pairs of units than that, or this is 0, there is a program for each segment
     """
 

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
 """The role that makes a chunk's gates, dt and the decays; in the first pass `scores` does.  What roles share:
-`hopper_shared.py`."""
+`rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper_shared import (
+from ssdprof.kernels.ssd.hopper.rings import (
     CHUNK,
     ENTERING,
     KEY,
@@ -17,7 +17,7 @@ from ssdprof.kernels.ssd.hopper_shared import (
     place_in,
     reinterpret,
 )
-from ssdprof.kernels.ssd.hopper_weights import two_parts
+from ssdprof.kernels.ssd.hopper.weights import two_parts
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)

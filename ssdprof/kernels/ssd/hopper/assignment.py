@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Which positions of which units are a program's: a segment of a sequence, or a share of all sequences.
 
-With fewer pairs of units than the GPU has SMs, sequences are cut into segments (`hopper_segments.py`), one program
+With fewer pairs of units than the GPU has SMs, sequences are cut into segments (`segments.py`), one program
 each.  With more, a program for each SM stays for an equal share of all chunks: so many pairs whole, and, as these do
 not come out even, the end of a sequence of which another program has the beginning, and the beginning of another one.
 The beginning comes first, and its state is left for the next program, which has the rest last: a sequence later, so
@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from ssdprof.kernels.ssd.hopper_shared import CHUNK, add
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, add
 
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
 

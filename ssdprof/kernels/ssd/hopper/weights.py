@@ -8,7 +8,7 @@ takes it is times 0x10001000, 2^-11 twice.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels.ssd.hopper_shared import for_dtype
+from ssdprof.kernels.ssd.hopper.rings import for_dtype
 
 STAGES = {"two_parts": "caller", "weighted": "caller", "rounded_off": "caller"}
 

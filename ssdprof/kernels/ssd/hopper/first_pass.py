@@ -5,9 +5,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ssdprof.kernels.ssd.hopper_lanes import arrive, half_of, lanes_layout, load_transposed
-from ssdprof.kernels.ssd.hopper_shared import lane_of, phase, place_in, rows_of, scalar
-from ssdprof.kernels.ssd.hopper_weights import weighted
+from ssdprof.kernels.ssd.hopper.lanes import arrive, half_of, lanes_layout, load_transposed
+from ssdprof.kernels.ssd.hopper.rings import lane_of, phase, place_in, rows_of, scalar
+from ssdprof.kernels.ssd.hopper.weights import weighted
 
 STAGES = {"add_turn": "chunk_state.first_pass", "segment_state": "chunk_state.first_pass"}
 WAITS = {"full": "waiting.chunk", "empty": "ahead"}

@@ -14,13 +14,13 @@ import torch
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd.bmm_chunk import BmmChunkConfig, bmm_chunk
-from ssdprof.kernels.ssd.chunk_cumsum import ChunkCumsumConfig, chunk_cumsum
-from ssdprof.kernels.ssd.chunk_scan import ChunkScanConfig, chunk_scan
-from ssdprof.kernels.ssd.chunk_state import ChunkStateConfig, chunk_state
-from ssdprof.kernels.ssd.chunks import Chunks, chunk_count
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.state_passing import StatePassingConfig, state_passing
+from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig, bmm_chunk
+from ssdprof.kernels.ssd.unfused.chunk_cumsum import ChunkCumsumConfig, chunk_cumsum
+from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
+from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig, chunk_state
+from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_count
+from ssdprof.kernels.ssd.unfused.state_passing import StatePassingConfig, state_passing
 
 MAX_HEADDIM, MAX_DSTATE, MAX_CHUNK_SIZE = 128, 256, 256
 

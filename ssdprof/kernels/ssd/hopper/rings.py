@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What the roles of `fused_hopper.py` have in common: rings in shared memory, and barriers.
+"""What the roles of `hopper_kernel.py` have in common: rings in shared memory, and barriers.
 
     gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both lanes
     loads       1 warp    B, C and x of a chunk, by the copy engine
@@ -7,11 +7,11 @@
     scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps for each lane
 
-They are in `hopper_gates.py`, `hopper_roles.py` (loads, stores, scores), `hopper_unit.py` and `hopper_first_pass.py`;
-how two lanes share a role is in `hopper_lanes.py`, how positions are weighted in `hopper_weights.py`, what a program
-has to do in `hopper_work.py`, and what segments leave for others in `hopper_passing.py`.  A unit is a head, or a slice
-of 64 of a head's P.  A program has two lanes: two units of one group, or, where N is 256, the two halves of N of one
-unit, which exchange parts of the output (`hopper_halves.py`).
+Each is in a file `role_*.py` (the units in `role_states.py` and `first_pass.py`); how two lanes share a role is in
+`lanes.py`, how positions are weighted in `weights.py`, what a program has to do in `assignment.py`, and what segments
+leave for others in `look_back.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has two lanes: two
+units of one group, or, where N is 256, the two halves of N of one unit, which exchange parts of the output
+(`halves.py`).
 Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
 `written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
 
