@@ -34,8 +34,8 @@ _HOME = {
 }
 # operator -> name -> the module that registers it, in the order in which they are listed
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused"},
-    "gdn": {"reference": "reference"},
+    "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused", "recurrent": "recurrent"},
+    "gdn": {"reference": "reference", "fused": "fused", "recurrent": "recurrent"},
 }
 
 __all__ = ["get", "names", *_HOME]

@@ -18,6 +18,7 @@ from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.factors import _factors_kernel
 from ssdprof.kernels.gdn.portable.positions import slot_count
 from ssdprof.kernels.gdn.portable.scan import _scan_kernel
+from ssdprof.kernels.gdn.states import empty_states
 from ssdprof.kernels.precision import Precision
 
 
@@ -56,7 +57,6 @@ class PortableLaunch:
 
     def __init__(self, inputs: GDNInputs, precision: Precision, config: PortableConfig, *, state_v_first: bool) -> None:
         self._workspace = Workspace.of(inputs, precision, config)
-        self._states = inputs.states_shape
         self._state_v_first = state_v_first
         self._index = inputs.q.get_device()
         slots, heads, chunk, padded = self._workspace.state_factor
@@ -67,12 +67,12 @@ class PortableLaunch:
             segments = slot_count(inputs.v.shape[1], inputs.sequences, config.segment * chunk, packed=packed)
         self._scan_programs = segments * heads * triton.cdiv(inputs.v.shape[3], config.block_v)
         new = torch.empty(inputs.v.shape, device="meta")
-        final_states = self._empty_states("meta")
+        final_states = empty_states(inputs, "meta", state_v_first=state_v_first)
         q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
         spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (inputs.q, inputs.k, inputs.v, new)]
         spans += [
             one.shape[2] * one.stride(2) + one.shape[3] * one.stride(3)
-            for one in (inputs.initial_states, final_states)
+            for one in (inputs.initial_state, final_states)
             if one is not None
         ]
         wide = self._workspace.operand_dtype == torch.float32
@@ -86,11 +86,10 @@ class PortableLaunch:
             "ALIGNED": not packed and inputs.v.shape[1] % chunk == 0,
             "OFFSET": tl.int32 if max(spans) < 2**31 else tl.int64,
         }
-        scale = float(inputs.q.shape[3] ** -0.5 if inputs.scale is None else inputs.scale)
         sizes = (inputs.v.shape[1], inputs.sequences)
         self._factors = Launcher(
             _factors_kernel,
-            (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides, *sizes, scale),
+            (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides, *sizes, inputs.scale_or_default),
             common
             | {
                 "L2NORM": bool(inputs.use_qk_l2norm),
@@ -102,7 +101,7 @@ class PortableLaunch:
         self._scan = Launcher(
             _scan_kernel,
             (
-                q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_states), cu_strides,
+                q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
                 tile_strides(new), final_states.stride(), *sizes,
             ),
             common
@@ -132,15 +131,9 @@ class PortableLaunch:
                     state_factor, out_factor, rows, chunks,
                 )  # fmt: skip
             out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
-            final_states = self._empty_states(device)
+            final_states = empty_states(inputs, device, state_v_first=self._state_v_first)
             self._scan(
                 self._scan_programs, inputs.q, inputs.k, inputs.v, state_factor, out_factor, rows, chunks,
-                inputs.initial_states, inputs.cu_seqlens, out, final_states,
+                inputs.initial_state, inputs.cu_seqlens, out, final_states,
             )  # fmt: skip
         return GDNOutput(out, final_states)
-
-    def _empty_states(self, device: torch.device | str) -> torch.Tensor:
-        sequences, heads, key_dim, value_dim = self._states
-        if self._state_v_first:
-            return torch.empty(sequences, heads, value_dim, key_dim, dtype=torch.float32, device=device).mT
-        return torch.empty(self._states, dtype=torch.float32, device=device)

@@ -11,20 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-STAGES = {"sequence_bounds": "positions", "first_slot": "positions", "piece_of_slot": "positions"}
+from ssdprof.kernels._triton import sequence_bounds
+
+STAGES = {"first_slot": "positions", "piece_of_slot": "positions"}
 
 
 def slot_count(length: int, sequences: int, size: int, *, packed: bool) -> int:
     """Slots for pieces of `size` positions: `sequences` of `length` each, or packed along `length`."""
     return length // size + sequences if packed else sequences * -(-length // size)
-
-
-@triton.jit
-def sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_stride):
-    """First position and length of a packed sequence."""
-    p = cu_seqlens_ptr + sequence.to(tl.int64) * cu_seqlens_stride
-    begin = tl.load(p).to(tl.int64)
-    return begin, (tl.load(p + cu_seqlens_stride) - begin).to(tl.int32)
 
 
 @triton.jit

@@ -26,9 +26,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
+from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.portable.factors import load_rows
-from ssdprof.kernels.gdn.portable.positions import first_slot, piece_of_slot, sequence_bounds
+from ssdprof.kernels.gdn.portable.positions import first_slot, piece_of_slot
 
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of what is left of a state that no longer counts
 LOOK_BACK = tl.constexpr(128)  # chunks looked at side by side
