@@ -13,22 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import GDNInputs as GDNInputs
+    from ssdprof.kernels.gdn import GDNOutput as GDNOutput
+    from ssdprof.kernels.gdn.fused import gdn_fused as gdn_fused
+    from ssdprof.kernels.gdn.recurrent import gdn_recurrent as gdn_recurrent
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
     from ssdprof.kernels.ssd.fused import ssd_fused as ssd_fused
     from ssdprof.kernels.ssd.inputs import SSDInputs as SSDInputs
     from ssdprof.kernels.ssd.inputs import SSDOutput as SSDOutput
+    from ssdprof.kernels.ssd.recurrent import ssd_recurrent as ssd_recurrent
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
     from ssdprof.kernels.ssd.unfused.five_launches import ssd_unfused as ssd_unfused
 
 _HOME = {
     "GDNInputs": "gdn.inputs",
+    "GDNOutput": "gdn.inputs",
     "Precision": "precision",
     "SSDInputs": "ssd.inputs",
     "SSDOutput": "ssd.inputs",
     "UnsupportedError": "registry",
+    "gdn_fused": "gdn.fused",
+    "gdn_recurrent": "gdn.recurrent",
     "ssd_fused": "ssd.fused",
+    "ssd_recurrent": "ssd.recurrent",
     "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused.five_launches",
 }
