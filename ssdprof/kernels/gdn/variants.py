@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from ssdprof.kernels._gpu import sm_count
+from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
@@ -18,7 +18,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 
 _RECURRENT_LENGTH = 16  # positions of a sequence up to which going token by token is faster than a chunk
-_INTERPRETED_SMS = 132  # the interpreter cuts a call as an H200 does
+_H200 = ((9, 0), 132)  # capability and multiprocessors: the interpreter cuts a call as an H200 does
 
 Launch = Callable[[GDNInputs], GDNOutput]
 
@@ -71,8 +71,9 @@ def _plan_recurrent(call: Call) -> Plan:
 
 
 def _portable_config(call: Call) -> PortableConfig:
-    sms = sm_count(call.inputs.q) if call.inputs.q.is_cuda else _INTERPRETED_SMS
-    return PortableConfig.choose(call.inputs, sms, batch_invariant=call.batch_invariant)
+    q = call.inputs.q
+    gpu = (capability(q), sm_count(q)) if q.is_cuda else _H200
+    return PortableConfig.choose(call.inputs, *gpu, batch_invariant=call.batch_invariant)
 
 
 def _prepare_portable(call: Call) -> Launch:

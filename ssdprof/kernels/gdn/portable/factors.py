@@ -75,7 +75,7 @@ def _factors_kernel(
     VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr, MERGE: tl.constexpr,
     MERGE_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, OFFSET: tl.constexpr,
+    ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
@@ -89,8 +89,8 @@ def _factors_kernel(
     i_k = i_h // VALUES_PER_KEY
     o_t, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     m_t = o_t < length - t
-    q_ptr += ptr_offset((i_b, begin + t, i_k), q_strides[:3])
-    k_ptr += ptr_offset((i_b, begin + t, i_k), k_strides[:3])
+    q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), ALIGNMENT)
+    k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), ALIGNMENT)
     place = tl.program_id(0).to(tl.int64)
 
     # stage gate_cumsum

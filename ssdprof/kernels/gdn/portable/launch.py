@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class PortableLaunch:
             "BLOCK_K": config.block_k,
             "OPERAND": TL_DTYPE[self._workspace.operand_dtype],
             "ALIGNED": not packed and inputs.v.shape[1] % chunk == 0,
+            "ALIGNMENT": _alignment(inputs.q, inputs.k, inputs.v),
             "OFFSET": tl.int32 if max(spans) < 2**31 else tl.int64,
         }
         sizes = (inputs.v.shape[1], inputs.sequences)
@@ -111,7 +112,6 @@ class PortableLaunch:
                 "CUT": config.segment > 0,
                 "BLOCK_V": config.block_v,
                 "V_ROWS": config.v_rows,
-                "WARM_UP_STAGES": config.warm_up_stages,
                 "SCAN_STAGES": config.scan_stages,
                 "num_warps": config.num_warps,
             },
@@ -137,3 +137,10 @@ class PortableLaunch:
                 inputs.initial_state, inputs.cu_seqlens, out, final_states,
             )  # fmt: skip
         return GDNOutput(out, final_states)
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Bytes, up to 16, of which every row's address in these tensors is a multiple: Triton sees that by itself only of
+    strides that are multiples of 16 elements."""
+    strides = (stride * one.element_size() for one in tensors for stride in one.stride()[:3])
+    return gcd(16, *strides, *(one.data_ptr() for one in tensors))

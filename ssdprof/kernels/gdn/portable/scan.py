@@ -133,8 +133,8 @@ def _scan_kernel(
     seqlen, sequences,
     VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CUT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    V_ROWS: tl.constexpr, OPERAND: tl.constexpr, ALIGNED: tl.constexpr, OFFSET: tl.constexpr,
-    WARM_UP_STAGES: tl.constexpr, SCAN_STAGES: tl.constexpr,
+    V_ROWS: tl.constexpr, OPERAND: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr,
+    OFFSET: tl.constexpr, SCAN_STAGES: tl.constexpr,
 ):  # fmt: skip
     # stage setup: which segment of which slice is mine
     SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -194,15 +194,15 @@ def _scan_kernel(
 
     # stage warm_up: the state that enters the segment
     if CUT:
-        for i_c in tl.range(start, first, num_stages=WARM_UP_STAGES):
+        for i_c in tl.range(start, first, num_stages=SCAN_STAGES):
             t = tl.cast(i_c, tl.int64) * CHUNK
             at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
             product = state_product(
-                state, k_ptr + t * k_strides[1], k_strides, o_t, o_c >= 0, o_k,
+                state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, o_c >= 0, o_k,
                 True, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
             )  # fmt: skip
             Y = residual(
-                product, v_ptr + t * v_strides[1], v_tile, m_value, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND
+                product, tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT), v_tile, m_value, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND
             )
             decay = tl.load(chunks_ptr + at * 2)
             state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
@@ -216,15 +216,15 @@ def _scan_kernel(
         if not ALIGNED:
             m_tile = m_value & (m_t[None, :] if V_ROWS else m_t[:, None])
         product = state_product(
-            state, k_ptr + t * k_strides[1], k_strides, o_t, m_t, o_k,
+            state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, m_t, o_k,
             ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
         )  # fmt: skip
         out = state_product(
-            state, q_ptr + t * q_strides[1], q_strides, o_t, m_t, o_k,
+            state, tl.multiple_of(q_ptr + t * q_strides[1], ALIGNMENT), q_strides, o_t, m_t, o_k,
             ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
         )  # fmt: skip
         Y = residual(
-            product, v_ptr + t * v_strides[1], v_tile, m_tile, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND
+            product, tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT), v_tile, m_tile, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND
         )
         decay = tl.load(chunks_ptr + at * 2)
         state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
