@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from ssdprof.checkpoint import locate
-from ssdprof.notes import notes
+from ssdprof.runs.notes import notes
 from ssdprof.schema import Prompt
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"

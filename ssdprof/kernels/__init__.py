@@ -12,10 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.gdn import GDNInputs as GDNInputs
-    from ssdprof.kernels.gdn import GDNOutput as GDNOutput
     from ssdprof.kernels.gdn.fused import gdn_fused as gdn_fused
+    from ssdprof.kernels.gdn.inputs import GDNInputs as GDNInputs
+    from ssdprof.kernels.gdn.inputs import GDNOutput as GDNOutput
     from ssdprof.kernels.gdn.recurrent import gdn_recurrent as gdn_recurrent
+    from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
+    from ssdprof.kernels.gdn.unfused.six_launches import gdn_unfused as gdn_unfused
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
@@ -35,6 +37,8 @@ _HOME = {
     "UnsupportedError": "registry",
     "gdn_fused": "gdn.fused",
     "gdn_recurrent": "gdn.recurrent",
+    "gdn_reference": "gdn.reference",
+    "gdn_unfused": "gdn.unfused.six_launches",
     "ssd_fused": "ssd.fused",
     "ssd_recurrent": "ssd.recurrent",
     "ssd_reference": "ssd.reference",
@@ -43,7 +47,12 @@ _HOME = {
 # operator -> name -> the module that registers it, in the order in which they are listed
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused", "recurrent": "recurrent"},
-    "gdn": {"reference": "reference", "fused": "fused", "recurrent": "recurrent"},
+    "gdn": {
+        "reference": "reference",
+        "unfused": "unfused.six_launches",
+        "fused": "fused",
+        "recurrent": "recurrent",
+    },
 }
 
 __all__ = ["get", "names", *_HOME]

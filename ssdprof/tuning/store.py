@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from ssdprof import __version__, runs
+from ssdprof import __version__, files
 from ssdprof.environment.machine import installed_version, kernels_hash
-from ssdprof.schema import Environment, Gpu
+from ssdprof.schema import Environment, Gpu, migrate
 from ssdprof.tuning.records import Finds, Outcome
 
 
@@ -22,7 +21,7 @@ def folder() -> Path:
 
 
 def file_of(gpu: Gpu) -> Path:
-    return folder() / f"{runs.safe_name(gpu.name)}.json"
+    return folder() / f"{files.safe_name(gpu.name)}.json"
 
 
 def load(gpu: Gpu) -> tuple[Finds | None, str]:
@@ -31,8 +30,11 @@ def load(gpu: Gpu) -> tuple[Finds | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        finds = Finds.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
+            return None, f"an older ssdprof kept them ({document.get('ssdprof_version')}, now {__version__})"
+        finds = Finds.model_validate(document)
+    except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
     why = _why_stale(finds, gpu)
     return (None, why) if why else (finds, "")
@@ -45,21 +47,21 @@ def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
-    anew = {outcome.calls for outcome in outcomes}
+    anew = [outcome.calls for outcome in outcomes]
     kept = [find for find in before.finds if find.calls not in anew] if before else []
-    found = [outcome.find for outcome in outcomes if outcome.find is not None]
+    found = (*kept, *(outcome.find for outcome in outcomes if outcome.find is not None))
     finds = Finds(
         ssdprof_version=__version__,
-        kernels=kernels_hash("ssd"),
+        kernels={name: kernels_hash(name) for name in dict.fromkeys(find.calls.operator for find in found)},
         environment=found_on,
-        finds=(*kept, *found),
+        finds=found,
     )
     file = file_of(found_on.gpu)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise runs.unwritable(file.parent, error) from error
-    runs.write_text(file, finds.model_dump_json(indent=1) + "\n")
+        raise files.unwritable(file.parent, error) from error
+    files.write_text(file, finds.model_dump_json(indent=1) + "\n")
     return file
 
 
@@ -70,7 +72,7 @@ def clear() -> tuple[Path, ...]:
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
-            raise runs.unwritable(file, error) from error
+            raise files.unwritable(file, error) from error
     return gone
 
 
@@ -78,7 +80,7 @@ def _why_stale(finds: Finds, gpu: Gpu) -> str:
     there, triton = finds.environment, installed_version("triton")
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
-    if finds.kernels != kernels_hash("ssd"):
+    if any(digest != kernels_hash(name) for name, digest in finds.kernels.items()):
         return f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now {__version__})"
     if there.packages.get("triton") != triton:
         return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"

@@ -14,7 +14,7 @@ from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsup
 from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 
 Kernel = Callable[..., SSDOutput]  # of inputs and, if not EXACT, a precision
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -23,8 +23,8 @@ from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.five_launches import ssd_unfused
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ KERNELS: dict[str, Callable[[SSDInputs, Precision], SSDOutput]] = {
     "hopper, uneven": partial(hopper, segments=UNEVEN, way="look back"),
     "hopper, alone": partial(hopper, segments=replace(UNEVEN, recompute=True), way="recompute"),
     "hopper, shared": hopper_shared,
-    "unfused": ssd_unfused,
+    "unfused": run_unfused,
 }
 
 

@@ -14,7 +14,7 @@ from ssdprof.kernels import Precision, get
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import buffer_sizes, ssd_fused_portable
+from ssdprof.kernels.ssd.portable.launch import buffer_sizes, ssd_fused_portable
 from ssdprof.kernels.ssd.portable.stages import find_segment
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure.accuracy import assert_passes

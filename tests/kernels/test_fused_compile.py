@@ -11,7 +11,7 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MAMBA2 = dict(heads=2, headdim=64, dstate=128)

@@ -24,7 +24,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import config_table
 from ssdprof.kernels.ssd.portable import config as portable_config
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 from ssdprof.kernels.ssd.unfused import bmm_chunk, chunk_scan, chunk_state
 from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 from ssdprof.stalls import call_sites
 

@@ -78,7 +78,7 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """g None: no decay.  beta None: ones.  Token by token only where that is faster: `gdn_fused` decides by the shape."""
+    """g None: no decay.  beta None: ones.  `gdn_fused` goes token by token only where that is faster."""
     _refuse(
         {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
         gk=gk,

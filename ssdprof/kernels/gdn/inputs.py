@@ -126,6 +126,11 @@ class GDNInputs:
         )
 
     @property
+    def length(self) -> int:
+        """Positions of one row of the batch; of all sequences together if packed."""
+        return self.q.shape[1]
+
+    @property
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
         return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1

@@ -5,8 +5,8 @@
     S   = S + k_t (beta_t (v_t - S^T k_t))^T
     out_t = S^T (scale q_t)
 
-All in fp32.  A call with one token reads and writes the states and little else; with T tokens it takes T dependent steps,
-whatever the GPU.  Any T works; from a few dozen tokens on, the chunked kernels are faster.
+All in fp32.  A call with one token reads and writes the states and little else; with T tokens it takes T dependent
+steps, whatever the GPU.  Any T works; from a few dozen tokens on, the chunked kernels are faster.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
       cu_seqlens (sequences + 1)

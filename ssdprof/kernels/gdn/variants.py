@@ -50,7 +50,7 @@ class Variant:
 
 
 def _recurrent_unsupported(inputs: GDNInputs) -> str:
-    """Packed lengths are not known on the host: a pack of as many tokens as sequences is taken for one of decode steps."""
+    """Packed lengths are not known on the host: as many tokens as sequences are taken for a step of each."""
     most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
     length = inputs.v.shape[1]
     return "" if length <= most else f"more than {most} positions"

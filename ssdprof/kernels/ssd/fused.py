@@ -20,9 +20,9 @@ from ssdprof.kernels.ssd.hopper import launch as hopper_launch
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable import portable_kernel
+from ssdprof.kernels.ssd.portable import launch as portable_launch
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import PortableLaunch
+from ssdprof.kernels.ssd.portable.launch import PortableLaunch
 
 _INF = float("inf")
 MIN_DSTATE, MAX_DSTATE = 16, 256
@@ -171,8 +171,11 @@ def run(
 
 
 def forget_launches() -> None:
-    """Choose kernels and configurations anew: for whoever changes what they are chosen from."""
+    """Choose kernels and configurations again at the next call of each signature."""
     _launches.clear()
+
+
+tuned.when_changed(forget_launches)
 
 
 def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
@@ -196,7 +199,7 @@ def plan(
         sizes = hopper_launch.buffer_sizes(inputs, precision, config)
     else:
         variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs, precision)
-        sizes = portable_kernel.buffer_sizes(inputs, precision, config)
+        sizes = portable_launch.buffer_sizes(inputs, precision, config)
     handover = sizes.sync > 0
     settings = asdict(config)
     reason = settings.pop("reason")

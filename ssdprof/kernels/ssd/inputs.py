@@ -130,6 +130,11 @@ class SSDInputs:
         )
 
     @property
+    def length(self) -> int:
+        """Positions of one row of the batch; of all sequences together if packed."""
+        return self.x.shape[1]
+
+    @property
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
         return self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1

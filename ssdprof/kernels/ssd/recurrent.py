@@ -5,8 +5,8 @@
     h     = exp(dt_t A) h + dt_t x_t B_t^T
     out_t = (h C_t + D x_t) * silu(z_t)
 
-All in fp32.  A call with one position reads and writes the states and little else; with l positions it takes l dependent
-steps, whatever the GPU.  Any l works; from a few dozen positions on, the chunked kernels are faster.
+All in fp32.  A call with one position reads and writes the states and little else; with l positions it takes l
+dependent steps, whatever the GPU.  Any l works; from a few dozen positions on, the chunked kernels are faster.
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ssdprof.report import format as fmt
 from ssdprof.report.tables import run
 from ssdprof.report.tables.table import Table
-from ssdprof.stall_records import Check, KernelStalls, StallReport
+from ssdprof.schema.stalls import Check, KernelStalls, StallReport
 
 _MARKS = {"failed": "NO"}
 
@@ -30,8 +30,7 @@ def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
         yield "layer", f"{subject.layer.name} (layer {subject.layer.index})"
         yield (
             "dimensions",
-            f"{fmt.plural(subject.dims.batch, 'sequence')} of {subject.dims.seqlen:,} tokens, "
-            + run.shape(subject.dims),
+            f"{fmt.plural(subject.dims.batch, 'sequence')} of {subject.dims.seqlen:,} tokens, " + str(subject.dims),
         )
         yield "precision", str(subject.precision)
         yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in subject.launched)

@@ -51,9 +51,7 @@ class PortableConfig:
                 chunk=16, block_k=min(32, block_k), block_v=min(32, block_v), v_rows=False,
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
             )  # fmt: skip
-        elif (
-            value_dim % 64 == 0 and key_dim in (64, 128) and 2 * sequences * heads * (value_dim // 64) >= sm_count
-        ):
+        elif value_dim % 64 == 0 and key_dim in (64, 128) and 2 * sequences * heads * (value_dim // 64) >= sm_count:
             config = cls(reason="slices of 64 of V, a register operand: there are enough of them")
         else:
             config = cls(

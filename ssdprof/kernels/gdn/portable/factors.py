@@ -16,7 +16,7 @@ Out:  state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C
       rows (slots, HV, 2, C) fp32: what multiplies rows of K S and of Q S
       chunks (slots, HV, 2) fp32: d_end, and log2 of a bound on how much of a state's norm is left after the chunk
 Grid: (slots * HV), heads fastest: those of one k head run side by side.
-Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); derived in docs/gdn-mathematics.md.
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); docs/gdn-mathematics.md.
 """
 
 from __future__ import annotations

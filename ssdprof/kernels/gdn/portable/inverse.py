@@ -4,11 +4,13 @@
     [I + L1        ]^-1   [   A1         ]
     [  C     I + L2]    = [-A2 C A1   A2 ]
 
-Let A be block diagonal and hold the inverses of the diagonal blocks of s rows, and let C be what L holds between the two
-halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.  Every entry of
-these products is an entry of an inverse, which stays small however collinear the keys are; a Neumann series would
-compute powers of L, which do not.  Blocks of up to 16 rows are inverted in fp32 (tf32x3).  What joins them has operands in MERGE: fp16 has as many digits as tf32 and
-costs half, but only the entries of normalised keys are sure to be in its range.
+Let A be block diagonal and hold the inverses of the diagonal blocks of s rows, and let C be what L holds between the
+two halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.  Every entry
+of these products is an entry of an inverse, which stays small however collinear the keys are; a Neumann series would
+compute powers of L, which do not.
+
+Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands in MERGE: fp16 has as
+many digits as tf32 and costs half, but only the entries of normalised keys are sure to be in its range.
 """
 
 from __future__ import annotations

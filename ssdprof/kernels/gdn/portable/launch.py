@@ -12,13 +12,14 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._strides import strides_of, tile_strides
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE
+from ssdprof.kernels._triton import TL_DTYPE
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.factors import _factors_kernel
 from ssdprof.kernels.gdn.portable.positions import slot_count
 from ssdprof.kernels.gdn.portable.scan import _scan_kernel
 from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.gdn.unfused.precisions import inverse_products, operand_dtype
 from ssdprof.kernels.precision import Precision
 
 
@@ -42,9 +43,16 @@ class Workspace:
             out_factor=(slots, heads, config.chunk, config.chunk),
             rows=(slots, heads, 2, config.chunk),
             chunks=(slots, heads, 2),
-            operand_dtype=precision.intermediate_dtype(inputs.q.dtype) if inputs.q.dtype == torch.float32
-            else inputs.q.dtype,
-        )  # fmt: skip
+            operand_dtype=operand_dtype(inputs.q.dtype, precision),
+        )
+
+    def allocate(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """In the order of the fields, uninitialised."""
+        operands, gates = (self.state_factor, self.out_factor), (self.rows, self.chunks)
+        return (
+            *(torch.empty(shape, dtype=self.operand_dtype, device=device) for shape in operands),
+            *(torch.empty(shape, dtype=torch.float32, device=device) for shape in gates),
+        )
 
     @property
     def bytes(self) -> int:
@@ -59,7 +67,7 @@ class PortableLaunch:
         self._workspace = Workspace.of(inputs, precision, config)
         self._state_v_first = state_v_first
         self._index = inputs.q.get_device()
-        slots, heads, chunk, padded = self._workspace.state_factor
+        slots, heads, chunk, _ = self._workspace.state_factor
         self._factors_programs = slots * heads
         segments = inputs.sequences
         packed = inputs.cu_seqlens is not None
@@ -90,12 +98,20 @@ class PortableLaunch:
         sizes = (inputs.v.shape[1], inputs.sequences)
         self._factors = Launcher(
             _factors_kernel,
-            (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides, *sizes, inputs.scale_or_default),
+            (
+                q_strides,
+                k_strides,
+                inputs.g.stride(),
+                inputs.beta.stride(),
+                cu_strides,
+                *sizes,
+                inputs.scale_or_default,
+            ),
             common
             | {
                 "L2NORM": bool(inputs.use_qk_l2norm),
                 "MERGE": tl.float16 if inputs.use_qk_l2norm and not wide else tl.float32,
-                "MERGE_PRECISION": DOT_PRECISION if wide else "tf32",
+                "MERGE_PRECISION": inverse_products(self._workspace.operand_dtype),
                 "num_warps": config.factors_warps,
             },
         )
@@ -119,22 +135,16 @@ class PortableLaunch:
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            device, workspace = inputs.q.device, self._workspace
-            operands = {"dtype": workspace.operand_dtype, "device": device}
-            state_factor = torch.empty(workspace.state_factor, **operands)
-            out_factor = torch.empty(workspace.out_factor, **operands)
-            rows = torch.empty(workspace.rows, dtype=torch.float32, device=device)
-            chunks = torch.empty(workspace.chunks, dtype=torch.float32, device=device)
-            if self._factors_programs:
-                self._factors(
-                    self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens,
-                    state_factor, out_factor, rows, chunks,
-                )  # fmt: skip
+            device = inputs.q.device
+            factors = self._workspace.allocate(device)
+            self._factors(
+                self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens, *factors
+            )
             out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
             final_states = empty_states(inputs, device, state_v_first=self._state_v_first)
             self._scan(
-                self._scan_programs, inputs.q, inputs.k, inputs.v, state_factor, out_factor, rows, chunks,
-                inputs.initial_state, inputs.cu_seqlens, out, final_states,
+                self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, inputs.cu_seqlens,
+                out, final_states,
             )  # fmt: skip
         return GDNOutput(out, final_states)
 

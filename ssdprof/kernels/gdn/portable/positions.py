@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Where sequences are cut into pieces: chunks, or segments of several chunks.
 
-Each piece has a slot.  The sequences of a batch have equally many.  Packed sequence i, which begins at b, has slots from
-b // size + i on: that leaves room for one ragged piece per sequence, so that slots are found without a sum over all
+Each piece has a slot.  In a batch, all sequences have equally many.  Packed sequence i, which begins at b, has slots
+from b // size + i on: that leaves room for one ragged piece per sequence, and slots are found without a sum over all
 sequences before.  Some slots stay empty.
 """
 

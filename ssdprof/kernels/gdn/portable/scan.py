@@ -5,8 +5,8 @@
 
     Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y
 
-X (state_factor), W (out_factor), d (rows) and d_end (chunks) come from `factors.py`.  Two products depend on one another
-from chunk to chunk: K S and X^T Y.
+X (state_factor), W (out_factor), d (rows) and d_end (chunks) come from `factors.py`.  From chunk to chunk, two products
+depend on one another: K S and X^T Y.
 
 One program owns one slice of V of one head of one segment.  A segment that does not begin its sequence needs the state
 that enters it: the program starts as many chunks earlier, without output, as it takes to forget any state (a factor of
@@ -16,7 +16,7 @@ In:   q, k (B, T, H, K) | v (B, T, HV, V) | state_factor, out_factor, rows, chun
       initial_states (sequences, HV, K, V)
 Out:  out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
 Grid: (segments * HV * slices of V), slices fastest, then heads.
-Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); derived in docs/gdn-mathematics.md.
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); docs/gdn-mathematics.md.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def state_product(
 
 
 @triton.jit
-def residual(product, v_ptr, v_tile, m_v, row_ptr, o_c, V_ROWS: tl.constexpr, OPERAND: tl.constexpr):
+def residual(product, v_ptr, m_v, row_ptr, o_c, V_ROWS: tl.constexpr, OPERAND: tl.constexpr):
     """Y = V - d K S as an operand."""
-    v = tl.load(v_ptr + v_tile, mask=m_v, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr, mask=m_v, other=0.0).to(tl.float32)
     row = tl.load(row_ptr + o_c)
     return (v - product * (row[None, :] if V_ROWS else row[:, None])).to(OPERAND)
 
@@ -187,29 +187,28 @@ def _scan_kernel(
     state = ()
     for _ in tl.static_range(BLOCKS):
         state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
-    if initial_states_ptr is not None:
-        if start == 0:
-            initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
-            state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_value, KEY_DIM, BLOCK_K)
+    if initial_states_ptr is not None and start == 0:
+        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
+        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_value, KEY_DIM, BLOCK_K)
 
     # stage warm_up: the state that enters the segment
     if CUT:
         for i_c in tl.range(start, first, num_stages=SCAN_STAGES):
             t = tl.cast(i_c, tl.int64) * CHUNK
+            v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT)
             at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
             product = state_product(
                 state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, o_c >= 0, o_k,
                 True, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
             )  # fmt: skip
-            Y = residual(
-                product, tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT), v_tile, m_value, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND
-            )
+            Y = residual(product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND)
             decay = tl.load(chunks_ptr + at * 2)
             state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
 
     # stage chunk_output: the output, chunk after chunk
     for i_c in tl.range(first, stop, num_stages=SCAN_STAGES):
         t = tl.cast(i_c, tl.int64) * CHUNK
+        v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT)
         at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
         m_t = o_c < length - i_c * CHUNK
         m_tile = m_value
@@ -223,9 +222,7 @@ def _scan_kernel(
             state, tl.multiple_of(q_ptr + t * q_strides[1], ALIGNMENT), q_strides, o_t, m_t, o_k,
             ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
         )  # fmt: skip
-        Y = residual(
-            product, tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT), v_tile, m_tile, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND
-        )
+        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND)
         decay = tl.load(chunks_ptr + at * 2)
         state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
         row = tl.load(rows_ptr + at * (2 * CHUNK) + CHUNK + o_c)

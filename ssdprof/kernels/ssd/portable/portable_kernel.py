@@ -28,21 +28,16 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._strides import strides_of, tile_strides
-from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.buffers import BufferSizes
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels._triton import ptr_offset
 from ssdprof.kernels.ssd.portable.stages import (
+    Gates,
+    Rows,
+    Steps,
     chunk_cumsum,
     chunk_products,
     chunk_state,
@@ -121,14 +116,14 @@ def _fused_kernel(
     C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
     B_step, C_step = ptr_offset((BLOCK_N,), B_strides[3:]), ptr_offset((BLOCK_N,), C_strides[3:])
     out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
-    x_ptr += ptr_offset((i_b, begin, i_h, first_p), x_strides)
-    B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3])
-    C_ptr += ptr_offset((i_b, begin, i_g), C_strides[:3])
-    out_ptr += ptr_offset((i_b, begin, i_h, first_p), out_strides)
+    x_rows = Rows(x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1])
+    B_rows = Rows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
+    C_rows = Rows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
+    out_rows = Rows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
     positions = tl.cast(seqlen, tl.int64)  # of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates_ptr += 2 * positions * unit + position
+    gates = Gates(gates_ptr + (2 * positions * unit + position), positions)
     state_offset = ((tl.cast(sequence, tl.int64) * HEADS + i_h) * HEADDIM + first_p) * DSTATE
     if P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
@@ -141,10 +136,8 @@ def _fused_kernel(
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
-    felt = chunk_cumsum(
-        dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high,
-        gates_ptr, positions, first, count, length, DT_SOFTPLUS, CHUNK,
-    )  # fmt: skip
+    steps = Steps(dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high)
+    felt = chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS, CHUNK)
 
     # stage state_passing: the state that enters the segment
     state = zero_state(state_tile, BLOCKS)
@@ -152,8 +145,8 @@ def _fused_kernel(
         added, decay_log2 = state, 0.0
         if not last:
             added, decay_log2 = segment_state(
-                state, x_ptr, x_tile, x_strides[1], m_p[None, :], B_ptr, B_tile, B_strides[1], B_step,
-                gates_ptr, positions, first, count, felt, length, P_ROWS, INTERMEDIATE, STATE_STAGES,
+                state, x_rows, m_p[None, :], B_rows, gates, first, count, felt, length,
+                P_ROWS, INTERMEDIATE, STATE_STAGES,
             )  # fmt: skip
         flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + unit) * FLAG_STRIDE
         if segment > 0:
@@ -170,7 +163,7 @@ def _fused_kernel(
         )  # fmt: skip
 
     # stage chunk_scan: the output, chunk after chunk
-    D, z_tile, z_stride = None, None, None
+    D, z_rows = None, None
     if D_ptr is not None:
         if len(D_strides) == 2:
             D_row = tl.load(D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0)
@@ -179,112 +172,13 @@ def _fused_kernel(
             D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
     if z_ptr is not None:
         z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
-        z_tile, z_stride = rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1]
+        z_rows = Rows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
     for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
         t = i_c * CHUNK
-        CB, out = chunk_products(
-            state, C_ptr, C_tile, C_strides[1], C_step, B_ptr, B_tile, B_strides[1], B_step, gates_ptr, positions,
-            t, length, P_ROWS, ALIGNED,
-        )  # fmt: skip
-        out, x = scan_current(
-            out, CB, x_ptr, x_tile, x_strides[1], m_p[None, :], gates_ptr, positions, t, length, INTERMEDIATE, ALIGNED
-        )
-        state = chunk_state(
-            state, x, B_ptr, B_tile, B_strides[1], B_step, gates_ptr, positions, t, length, None,
-            P_ROWS, INTERMEDIATE, ALIGNED,
-        )  # fmt: skip
-        scan_residual(
-            out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_strides[1], m_p[None, :], t, length, ALIGNED
-        )
+        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS, ALIGNED)
+        out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, INTERMEDIATE, ALIGNED)
+        state = chunk_state(state, x, B_rows, gates, t, length, None, P_ROWS, INTERMEDIATE, ALIGNED)
+        scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, ALIGNED)
     # stage state_passing.store
     if last:
         store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state)
-
-
-def buffer_sizes(inputs: SSDInputs, precision: Precision, config: PortableConfig) -> BufferSizes:
-    units = config.units(inputs)
-    flags = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value
-    handover = config.handover(inputs)
-    return BufferSizes.of(
-        inputs,
-        precision,
-        states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
-        sync=flags if handover else 0,
-        gates=units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
-    )
-
-
-class PortableLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
-
-    def __init__(self, inputs: SSDInputs, precision: Precision, config: PortableConfig) -> None:
-        self._sizes = buffer_sizes(inputs, precision, config)
-        self._index = inputs.x.get_device()
-        self._programs = config.segments(inputs) * config.units(inputs)
-        self._launcher = Launcher(
-            _fused_kernel, _scalars(inputs), _options(inputs, precision, config, self._sizes.sync > 0)
-        )
-
-    def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            out, final_states, states, sync, gates = self._sizes.allocate(inputs.x)
-            self._launcher(
-                self._programs, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
-                inputs.initial_states, inputs.cu_seqlens, out, final_states, gates,
-                final_states if states is None else states, sync,
-            )  # fmt: skip
-        return SSDOutput(out, final_states)
-
-
-def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: PortableConfig) -> SSDOutput:
-    """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
-    return PortableLaunch(inputs, precision, config)(inputs)
-
-
-def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
-    """Strides in the order of the tensors, the new one's last; sizes; the limits of dt."""
-    return (
-        tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
-        tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
-        strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
-        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
-    )  # fmt: skip
-
-
-def _options(inputs: SSDInputs, precision: Precision, config: PortableConfig, handover: bool) -> dict[str, Any]:
-    nheads, headdim = inputs.x.shape[2:]
-    return {
-        "HEADS": nheads,
-        "HEADS_PER_GROUP": inputs.heads_per_group,
-        "HEADDIM": headdim,
-        "DSTATE": inputs.B.shape[3],
-        "CHUNK": config.chunk,
-        "BLOCK_P": config.block_p,
-        "BLOCK_N": min(config.block_n, inputs.B.shape[3]),
-        "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
-        "HANDOVER": handover,
-        "P_ROWS": config.p_rows,
-        "DT_SOFTPLUS": inputs.dt_softplus,
-        "INTERMEDIATE": TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
-        "ALIGNED": inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
-        "OFFSET": tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64,
-        "STATE_STAGES": config.state_stages,
-        "SCAN_STAGES": config.scan_stages,
-        "num_warps": config.num_warps,
-    }
-
-
-def _span(inputs: SSDInputs, chunk: int) -> int:
-    """Elements between the first and the last of a tile of positions, or of a state, at most."""
-    tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
-    spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
-    if inputs.initial_states is not None:
-        *_, headdim, dstate = inputs.initial_states.shape
-        *_, p, n = inputs.initial_states.stride()
-        spans.append(headdim * p + dstate * n)
-    return max(spans)
-
-
-def _new(inputs: SSDInputs) -> torch.Tensor:
-    """The output's shape and strides."""
-    return torch.empty(inputs.x.shape, device="meta")

@@ -18,16 +18,49 @@ be one instruction in eight; they may be anything there, and reach neither the s
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION
+from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
 GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
 SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
+
+
+class Rows(NamedTuple):
+    """Rows, one for each position, of a tensor of one sequence, head or group.
+
+    ptr: position 0    tile: offsets of a chunk's rows and columns    stride: from a position to the next
+    step: from a block of N to the next
+    """
+
+    ptr: Any
+    tile: Any
+    stride: Any
+    step: Any = 0
+
+
+class Gates(NamedTuple):
+    """dt at ptr, and a at ptr + plane, of position 0."""
+
+    ptr: Any
+    plane: Any
+
+
+class Steps(NamedTuple):
+    """What dt is made of: raw values from ptr on, `stride` apart, a bias and limits; and A, by which it decays."""
+
+    ptr: Any
+    stride: Any
+    A: Any
+    bias: Any
+    low: Any
+    high: Any
+
 
 STAGES = {
     "take_ticket": "ticket",
@@ -92,9 +125,9 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.c
 
 
 @triton.jit
-def load_block(ptr, tile, stride, step, t, k: tl.constexpr, m, AGAIN: tl.constexpr):
+def load_block(rows, t, k: tl.constexpr, m, AGAIN: tl.constexpr):
     """Block k of B or C of the chunk at t.  AGAIN: read it, even if the compiler could still have it."""
-    p = ptr + tl.cast(t, tl.int64) * stride + k * step + tile
+    p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else "")
 
 
@@ -117,10 +150,7 @@ def softplus(v):
 
 
 @triton.jit
-def chunk_cumsum(
-    dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates_ptr, gates_plane, first, count, length,
-    DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr):
     """Stage 1 for the chunks first .. first + count - 1, many at once: dt and a, to memory.
 
     To memory, because the other stages want them in several layouts: a load in the right layout is cheaper than an
@@ -133,15 +163,15 @@ def chunk_cumsum(
         row = count - (block + 1) * GATE_ROWS + o_r
         t = (first + row)[:, None] * CHUNK + o_q[None, :]
         m = (row >= 0)[:, None] & (t < length)
-        dt = tl.load(dt_ptr + t.to(tl.int64) * dt_stride, mask=m, other=0.0).to(tl.float32) + dt_bias
+        dt = tl.load(steps.ptr + t.to(tl.int64) * steps.stride, mask=m, other=0.0).to(tl.float32) + steps.bias
         if DT_SOFTPLUS:
             dt = softplus(dt)
-        dt = tl.where(m, tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL), 0.0)
+        dt = tl.where(m, tl.clamp(dt, steps.low, steps.high, propagate_nan=tl.PropagateNan.ALL), 0.0)
         # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
-        dA = tl.maximum(dt * (A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
+        dA = tl.maximum(dt * (steps.A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
         a = tl.cumsum(dA, axis=1)
-        tl.store(gates_ptr + t, dt, mask=m)
-        tl.store(gates_ptr + gates_plane + t, a, mask=m)
+        tl.store(gates.ptr + t, dt, mask=m)
+        tl.store(gates.ptr + gates.plane + t, a, mask=m)
         end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
         later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
         felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
@@ -152,7 +182,7 @@ def chunk_cumsum(
 
 @triton.jit
 def chunk_state(
-    state, x, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane, t, length, tail,
+    state, x, B_rows, gates, t, length, tail,
     P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
@@ -164,20 +194,20 @@ def chunk_state(
     AGAIN: tl.constexpr = tail is None and len(state) > 1
     o_q = tl.arange(0, CHUNK)
     m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
-    dt = tl.load(gates_ptr + t + o_q)
-    a = tl.load(gates_ptr + gates_plane + t + o_q)
-    end = tl.load(gates_ptr + gates_plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
+    dt = tl.load(gates.ptr + t + o_q)
+    a = tl.load(gates.ptr + gates.plane + t + o_q)
+    end = tl.load(gates.ptr + gates.plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
     exponent = end - a if tail is None else end - a + tail
-    weight = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)) * dt
+    weight = decay_exp2(exponent) * dt
     weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
     weighted = x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]
     rounded = weighted.to(x.dtype)
     lost = (weighted - rounded.to(INTERMEDIATE)).to(x.dtype)
-    decay = tl.exp2(tl.minimum(end, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    decay = decay_exp2(end)
     after = ()
     for k in tl.static_range(len(state)):
         block = state[k]
-        B = load_block(B_ptr, B_tile, B_stride, B_step, t, k, m_q, AGAIN)
+        B = load_block(B_rows, t, k, m_q, AGAIN)
         if tail is None:
             # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the
             # output, as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing waits
@@ -199,8 +229,7 @@ def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
 
 @triton.jit
 def segment_state(
-    state, x_ptr, x_tile, x_stride, m_p, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane,
-    first, count, felt, length,
+    state, x_rows, m_p, B_rows, gates, first, count, felt, length,
     P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
@@ -208,16 +237,13 @@ def segment_state(
     Reads only the last `felt` chunks.  If those are not all, the decay is past FORGOTTEN already, that is, zero.
     Another segment follows, so that every chunk is whole.
     """
-    CHUNK: tl.constexpr = x_tile.shape[0]
+    CHUNK: tl.constexpr = x_rows.tile.shape[0]
     tail = 0.0
     for i in tl.range(0, felt, num_stages=STAGES):
         t = (first + count - 1 - i) * CHUNK
-        x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_p, other=0.0)
-        state = chunk_state(
-            state, x, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane, t, length, tail,
-            P_ROWS, INTERMEDIATE, True,
-        )  # fmt: skip
-        tail += tl.load(gates_ptr + gates_plane + t + CHUNK - 1)
+        x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0)
+        state = chunk_state(state, x, B_rows, gates, t, length, tail, P_ROWS, INTERMEDIATE, True)
+        tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
     return state, tail
 
 
@@ -248,7 +274,7 @@ def store_state(ptr, tile, step, m_state, state):
 @triton.jit
 def hand_over_state(states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2):
     """Stage 3: the state leaving the segment, into the place of the one that entered it."""
-    decay = tl.exp2(tl.minimum(decay_log2, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    decay = decay_exp2(decay_log2)
     leaving = ()
     for k in tl.static_range(len(entering)):
         leaving = leaving + (entering[k] * decay + added[k],)
@@ -259,41 +285,38 @@ def hand_over_state(states_ptr, tile, step, m_state, flag_ptr, entering, added, 
 
 
 @triton.jit
-def chunk_products(
-    state, C_ptr, C_tile, C_stride, C_step, B_ptr, B_tile, B_stride, B_step, gates_ptr, gates_plane, t, length,
-    P_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+def chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     """Stage 4, C B^T, and of stage 5 what entered the chunk, 2^(a_t) h C_t: block by block, so that C is read once."""
-    CHUNK: tl.constexpr = C_tile.shape[0]
+    CHUNK: tl.constexpr = C_rows.tile.shape[0]
     BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
     m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
     CB = tl.zeros((CHUNK, CHUNK), tl.float32)
     out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
     for k in tl.static_range(len(state)):
-        C = load_block(C_ptr, C_tile, C_stride, C_step, t, k, m_q, False)
-        B = load_block(B_ptr, B_tile, B_stride, B_step, t, k, m_q, False)
+        C = load_block(C_rows, t, k, m_q, False)
+        B = load_block(B_rows, t, k, m_q, False)
         CB = tl.dot(C, tl.trans(B), CB, input_precision=DOT_PRECISION)
         # stage chunk_scan.previous
         block = tl.trans(state[k]) if P_ROWS else state[k]
         out = tl.dot(C, block.to(C.dtype), out, input_precision=DOT_PRECISION)
         # stage bmm_chunk
     # stage chunk_scan.previous
-    a = tl.load(gates_ptr + gates_plane + t + tl.arange(0, CHUNK))
-    decay = tl.exp2(tl.minimum(a, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    a = tl.load(gates.ptr + gates.plane + t + tl.arange(0, CHUNK))
+    decay = decay_exp2(a)
     return CB, out * decay[:, None]
 
 
 @triton.jit
 def scan_current(
-    out, CB, x_ptr, x_tile, x_stride, m_p, gates_ptr, gates_plane, t, length,
-    INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
+    out, CB, x_rows, m_p, gates, t, length, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Stage 5: (out + what the chunk's own positions leave, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s; x)."""
     o_q = tl.arange(0, CB.shape[0])
     m_q = (o_q < length - t) | ALIGNED
-    x = tl.load(x_ptr + tl.cast(t, tl.int64) * x_stride + x_tile, mask=m_q[:, None] & m_p, other=0.0)
-    dt = tl.load(gates_ptr + t + o_q)
-    a = tl.load(gates_ptr + gates_plane + t + o_q)
+    x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_q[:, None] & m_p, other=0.0)
+    dt = tl.load(gates.ptr + t + o_q)
+    a = tl.load(gates.ptr + gates.plane + t + o_q)
+    # `decay_exp2`, written out: as a call it takes 16 bytes more of stack, packed with N = 256 (Triton 3.6, sm_90)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
     scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
@@ -301,15 +324,14 @@ def scan_current(
 
 
 @triton.jit
-def scan_residual(
-    out, x, D, z_ptr, z_tile, z_stride, out_ptr, out_tile, out_stride, m_p, t, length, ALIGNED: tl.constexpr
-):
+def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.constexpr):
     """Stage 5: skip, gate and store."""
     m = ((tl.arange(0, out.shape[0]) < length - t) | ALIGNED)[:, None] & m_p
     if D is not None:
         out += D * x.to(tl.float32)
-    if z_ptr is not None:
-        z = tl.load(z_ptr + tl.cast(t, tl.int64) * z_stride + z_tile, mask=m, other=0.0).to(tl.float32)
+    if z_rows is not None:
+        z = tl.load(z_rows.ptr + tl.cast(t, tl.int64) * z_rows.stride + z_rows.tile, mask=m, other=0.0).to(tl.float32)
         root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2_E))
         out *= z * (root * root)  # z sigmoid(z): a division would be six instructions more
-    tl.store(out_ptr + tl.cast(t, tl.int64) * out_stride + out_tile, out.to(out_ptr.dtype.element_ty), mask=m)
+    p = out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile
+    tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)

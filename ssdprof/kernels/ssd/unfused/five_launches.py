@@ -1,7 +1,7 @@
-"""SSD in five launches: the baseline, and the table of contents of the algorithm.
+"""SSD in five launches: the baseline, and the algorithm stage by stage.
 
-The dtypes are those of the original unfused kernels of state-spaces/mamba, except where the caller asks for others:
-see `Precision`.
+`ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes `SSDInputs`.
+Unless `Precision` says otherwise, dtypes are those of the original unfused kernels of state-spaces/mamba.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.chunks import Chunks, chunk_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -19,13 +20,43 @@ from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig, bmm_chunk
 from ssdprof.kernels.ssd.unfused.chunk_cumsum import ChunkCumsumConfig, chunk_cumsum
 from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
 from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig, chunk_state
-from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_count
 from ssdprof.kernels.ssd.unfused.state_passing import StatePassingConfig, state_passing
 
 MAX_HEADDIM, MAX_DSTATE, MAX_CHUNK_SIZE = 128, 256, 256
 
 
-def ssd_unfused(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+def ssd_unfused(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    chunk_size: int = 256,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+    batch_invariant: bool = False,  # noqa: ARG001
+) -> SSDOutput:
+    """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of `ssd_fused`.
+
+    chunk_size: positions per chunk.  batch_invariant: every call is.  Not for torch.compile(fullgraph=True).
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernels do not do.
+    """
+    inputs = SSDInputs(
+        x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+        dt_limit=dt_limit, initial_states=initial_states, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return run(inputs, precision)
+
+
+def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
     """Output as x, final states in fp32.
 
     Raises UnsupportedError for sizes above MAX_HEADDIM, MAX_DSTATE or MAX_CHUNK_SIZE, for inputs that want a gradient,
@@ -37,7 +68,7 @@ def ssd_unfused(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOut
 
 
 def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    """`ssd_unfused` without its checks, on the current device."""
+    """`run` without its checks, on the current device."""
     chunks = Chunks.of(inputs)
     dt, dA_cumsum_log2 = chunk_cumsum(
         inputs.dt,
@@ -61,7 +92,8 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return SSDOutput(out, final_states)
 
 
-def _plan(inputs: SSDInputs, precision: Precision) -> Plan:
+def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """Its launches, configurations and workspace.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     (batch, _, nheads, headdim), (ngroups, dstate) = inputs.x.shape, inputs.B.shape[2:]
     nchunks, size, dtype = batch * chunk_count(inputs), inputs.chunk_size, inputs.x.dtype
@@ -103,4 +135,4 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
         )
 
 
-register(Implementation(operator="ssd", name="unfused", run=ssd_unfused, plan=_plan))
+register(Implementation(operator="ssd", name="unfused", run=run, plan=plan))

@@ -1,0 +1,80 @@
+"""What this machine can take on, decided before anything large is downloaded or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ssdprof.checkpoint import Located
+from ssdprof.checkpoint.families import siblings_that_fit
+from ssdprof.environment.memory import free_memory
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.schema import LayerRef
+
+DEFAULT_SEQLEN_GPU = 16384
+DEFAULT_SEQLEN_CPU = 512
+LONGEST_INTERPRETED = 2048  # tokens; Triton's interpreter runs one program after the other, in NumPy
+
+
+def device() -> torch.device:
+    """Where the model runs: the current GPU, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def free_bytes() -> int:
+    """Memory that can still be allocated on `device()`."""
+    return free_memory(device())
+
+
+def default_seqlens() -> tuple[int, ...]:
+    """Prompt lengths when the user names none."""
+    return (DEFAULT_SEQLEN_GPU if device().type == "cuda" else DEFAULT_SEQLEN_CPU,)
+
+
+def check_replay(seqlens: Sequence[int]) -> None:
+    """MissingCapabilityError for a prompt that is too long to be replayed without a GPU."""
+    longest = max(seqlens)
+    if device().type == "cpu" and longest > LONGEST_INTERPRETED:
+        raise MissingCapabilityError(
+            f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, a program at a "
+            f"time in NumPy, and the limit is {LONGEST_INTERPRETED:,} tokens.",
+            f"Use --seq {LONGEST_INTERPRETED} or less here, or run on a machine with a GPU.",
+        )
+
+
+def check_weights(located: Located, layers: Sequence[LayerRef]) -> None:
+    """MissingCapabilityError unless the weights that `layers` need fit into the device's memory."""
+    free = free_bytes()
+    needed = located.weight_bytes(max(layer.index for layer in layers))
+    if needed <= free:
+        return
+    fitting = [n for n, layer in enumerate(located.ref.layers, start=1) if located.weight_bytes(layer.index) <= free]
+    siblings = [known.repo for known in siblings_that_fit(located.ref.repo_id, free)]
+    advice = []
+    if fitting:
+        advice.append(f"--layers first:{fitting[-1]} fits.")
+    if siblings:
+        advice.append(f"Of its family, {', '.join(siblings)} would fit.")
+    raise MissingCapabilityError(
+        f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
+        f"{_gib(free)} are free.",
+        " ".join(advice) or "Not one layer of it fits: take a smaller model.",
+    )
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn the GPU's running out of memory into an error that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MissingCapabilityError(
+            f"{device()} ran out of memory: {str(error).splitlines()[0]}",
+            "Use a shorter --seq, a shorter --segment, or --layers first:N with fewer layers.",
+        ) from error
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,227 @@
+"""One layer's captured inputs through every implementation at every precision: right first, then how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ssdprof import kernels, operators
+from ssdprof.errors import BadInputError
+from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.call import Call, call_of
+from ssdprof.measure.cases import Case, Group, batches_of, groups_of
+from ssdprof.measure.engine import Timed, Verified, time_verified, verify
+from ssdprof.measure.faults import first_line
+from ssdprof.measure.memory import outputs_that_fit
+from ssdprof.measure.roofline import roofline
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import Bench, CudaBench
+from ssdprof.operators import tensors
+from ssdprof.progress import Advance, Watcher
+from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, Precision
+
+_INTERMEDIATES: tuple[Intermediates, ...] = ("exact", "relaxed")
+_STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
+PRECISIONS = tuple(Precision(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
+
+
+class Unwatched:
+    """A Watcher that nobody looks at."""
+
+    def say(self, text: str) -> None:
+        """Nobody hears it."""
+
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
+        """Nobody sees it."""
+        return nullcontext(lambda _: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """baseline: compared with at exact intermediates and the same state dtype; replayed whether it is in
+        `implementations` or not.
+    timed: measure speed, where there is a GPU to measure.
+    ceilings: for the roofline; None leaves it out.
+    on_case: called with each case when it is finished, also with those that an interruption leaves untimed.
+    on_timed: called after each timed group, while the GPU is still warm from it.
+    """
+
+    precisions: tuple[Precision, ...] = PRECISIONS
+    implementations: tuple[str, ...] = ("unfused", "fused")
+    baseline: str = "unfused"
+    timed: bool = True
+    sampling: SamplingPlan = field(default_factory=SamplingPlan)
+    ceilings: Ceilings | None = None
+    watcher: Watcher = field(default_factory=Unwatched)
+    on_case: Callable[[CaseResult], object] = lambda _: None
+    on_timed: Callable[[], object] = lambda: None
+
+
+def unready(operator: str, baseline: str = "unfused") -> str:
+    """What a replay of the operator still lacks, in words; empty if it can be replayed."""
+    record = operators.get(operator)
+    if record.judgement is None or record.cost is None:
+        return "ssdprof cannot judge what its kernels compute"
+    if baseline not in kernels.names(operator):
+        return f"there is no {baseline!r} implementation of {operator}"
+    return ""
+
+
+def replay_layer(layer: LayerRef, inputs: Any, options: ReplayOptions) -> tuple[CaseResult, ...]:
+    """The result of every case, grouped by state dtype, the baseline first.  What went wrong is in a case's status.
+
+    Raises BadInputError for an implementation that is not registered.
+    """
+    operator = operators.of(inputs).name
+    known = kernels.names(operator)
+    for name in (options.baseline, *options.implementations):
+        if name not in known:
+            raise BadInputError(
+                f"There is no implementation {name!r} of {operator}.", f"There are: {', '.join(known) or 'none'}."
+            )
+    device = tensors.device(inputs)
+    bench = CudaBench(device) if options.timed and device.type == "cuda" and not INTERPRETED else None
+    return LayerReplay(layer, inputs, options, bench).run()
+
+
+class LayerReplay:
+    """The replay of one layer: what is known of each case so far.  Without a bench, nothing is timed."""
+
+    def __init__(self, layer: LayerRef, inputs: Any, options: ReplayOptions, bench: Bench | None) -> None:
+        self._layer = layer
+        self._inputs = inputs
+        self._dims = operators.of(inputs).costed.dims(inputs)
+        self._options = options
+        self._bench = bench
+        self._groups = groups_of(options.precisions, options.implementations, options.baseline)
+        self._calls = {case: self._call(case) for group in self._groups for case in group}
+        self._results: dict[Case, CaseResult] = {}
+        self._verified: dict[Case, Verified] = {}
+        self._finished: set[Case] = set()
+
+    def run(self) -> tuple[CaseResult, ...]:
+        """Broken off, it still hands to `on_case` what was judged."""
+        try:
+            for batch in batches_of(self._groups, outputs_that_fit(self._inputs)):
+                self._judge(batch)
+            if self._bench is not None:
+                for group in self._groups:
+                    self._time(group, self._bench)
+        except BaseException:
+            for case, result in self._results.items():
+                if result.accuracy and case not in self._finished:
+                    self._update(case, reason="broken off before it was timed")
+                    self._finish(case)
+            raise
+        return tuple(self._results[case] for group in self._groups for case in group)
+
+    def _call(self, case: Case) -> Call:
+        implementation = kernels.get(operators.of(self._inputs).name, case.implementation)
+        return call_of(implementation, self._inputs, case.precision)
+
+    # --- right
+
+    def _judge(self, batch: Sequence[Case]) -> None:
+        """Run the batch and compare it with the oracle; finish the cases that will not be timed."""
+        attempts: dict[Case, Attempt] = {}
+        with self._step("running", len(batch), "cases") as advance:
+            for case in batch:
+                attempts[case] = self._attempt(case)
+                advance(1)
+        ran = {case: tried for case, tried in attempts.items() if tried.output is not None}
+        if ran:
+            self._compare(ran)
+        for case in batch:
+            if case not in self._finished and (self._bench is None or self._results[case].status != "passed"):
+                self._finish(case)
+
+    def _attempt(self, case: Case) -> Attempt:
+        tried = attempt(self._calls[case])
+        if case not in self._results:  # a baseline runs again for every batch that needs it
+            self._results[case] = CaseResult(
+                layer=self._layer,
+                dims=self._dims,
+                implementation=case.implementation,
+                precision=case.precision,
+                variant=tried.variant,
+                status=tried.status,
+                reason=tried.reason,
+                plan=tried.why_this_plan,
+                memory=tried.memory,
+                launches=tried.launches,
+            )
+        return tried
+
+    def _compare(self, attempts: Mapping[Case, Attempt]) -> None:
+        calls = self._calls
+        try:
+            with self._step(
+                "comparing with the fp64 oracle", self._dims.batch * self._dims.seqlen, "tokens"
+            ) as advance:
+                verified = verify(
+                    {calls[case]: tried for case, tried in attempts.items()},
+                    self._inputs,
+                    baselines={calls[case]: calls[group[0]] for group in self._groups for case in group[1:]},
+                    on_progress=advance,
+                )
+        except torch.OutOfMemoryError as error:
+            for case in attempts:
+                self._update(
+                    case, status="out of memory", reason=f"while compared with the oracle: {first_line(error)}"
+                )
+            return
+        for case in attempts:
+            one = self._verified[case] = verified[calls[case]]
+            assert one.comparison is not None
+            found = one.comparison
+            self._update(case, status=found.status, reason=found.reason, accuracy=found.tensors)
+
+    # --- fast
+
+    def _time(self, group: Group, bench: Bench) -> None:
+        """Time the group's cases that passed, against its baseline, and finish them."""
+        cases = [case for case in group if self._results[case].status == "passed"]
+        if not cases:
+            return
+        with self._step(f"timing, {group[0].precision.state_dtype} states"):
+            timed = time_verified([self._verified[case] for case in cases], bench, self._options.sampling)
+        self._options.on_timed()
+        baseline = timed.get(self._calls[group[0]])
+        for case in cases:
+            self._record(case, timed[self._calls[case]], group[0], baseline)
+            self._finish(case)
+
+    def _record(self, case: Case, timed: Timed, first: Case, baseline: Timed | None) -> None:
+        if timed.wavered:
+            self._update(case, reason="repeated calls differ in their bits, within the budget")
+        if timed.untimed:
+            self._update(case, reason=timed.untimed)
+        if timed.changed:
+            self._update(case, status="inaccurate", reason=f"after it was timed: {timed.changed}")
+        if timed.sampled is None:
+            return
+        timing, ceilings = timed.sampled.timing(), self._options.ceilings
+        over = baseline.sampled if baseline is not None and case != first else None
+        self._update(
+            case,
+            timing=timing,
+            speedup=timed.sampled.speedup(over, first.label) if over is not None else None,
+            roofline=roofline(self._inputs, ceilings, timing.device_median_us) if ceilings else None,
+        )
+
+    # --- records
+
+    def _update(self, case: Case, **fields: Any) -> None:
+        self._results[case] = CaseResult(**(dict(self._results[case]) | fields))
+
+    def _finish(self, case: Case) -> None:
+        self._finished.add(case)
+        self._options.on_case(self._results[case])
+
+    def _step(self, text: str, total: int | None = None, unit: str = "") -> AbstractContextManager[Advance]:
+        return self._options.watcher.step(f"{self._layer.name}: {text}", total, unit=unit)

@@ -1,0 +1,76 @@
+"""What a user asked for, as plain values.  Words are checked here; models and machines are not known yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from ssdprof.errors import BadInputError
+from ssdprof.schema import DType, Intermediates, Precision
+
+Dtypes = Literal["exact", "relaxed", "all"]
+STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """model: hub id, folder, family name or "demo".  revision, tokenizer: None takes the model's own."""
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRequest:
+    """text: "default", "random" or a file.  seqlens: tokens of each prompt; None lets the machine decide."""
+
+    text: Path | Literal["default", "random"] = "default"
+    seqlens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureRequest:
+    """Which layers' inputs to take, from which model, on which prompt.
+
+    layers: "all", "first:N", "3,7" or "every:K".  segment_length: tokens per forward call; None lets capture decide.
+    """
+
+    model: ModelRequest
+    prompt: PromptRequest = field(default_factory=PromptRequest)
+    layers: str = "all"
+    segment_length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """How a run is kept.  out: its folder; None makes one under runs/.  command: as typed."""
+
+    out: Path | None = None
+    save_captures: bool = False
+    command: tuple[str, ...] = ()
+
+
+def precisions(dtypes: Dtypes, states: str) -> tuple[Precision, ...]:
+    """Every pair of intermediates and state dtype, exact before relaxed."""
+    intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
+    return tuple(
+        Precision(intermediates=kind, state_dtype=state) for kind in intermediates for state in parse_states(states)
+    )
+
+
+def parse_states(states: str) -> tuple[DType, ...]:
+    """ "fp32,bf16" -> ("fp32", "bf16"); "all" is every one."""
+    if states == "all":
+        return STATE_DTYPES
+    chosen: list[DType] = []
+    for word in states.split(","):
+        match = [dtype for dtype in STATE_DTYPES if dtype == word.strip()]
+        if not match:
+            raise BadInputError(
+                f"--states does not know {word.strip()!r}.",
+                f"Give one or more of {', '.join(STATE_DTYPES)}, separated by commas, or all.",
+            )
+        chosen += [dtype for dtype in match if dtype not in chosen]
+    return tuple(chosen)

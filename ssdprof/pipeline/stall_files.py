@@ -1,0 +1,105 @@
+"""A stall report as files: JSON, Markdown, and pictures that open from the Markdown's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ssdprof import files
+from ssdprof.errors import BadInputError
+from ssdprof.operators import outlines
+from ssdprof.report import markdown, stall_document
+from ssdprof.report.stall_groups import Design, Share, designs
+from ssdprof.schema import migrate
+from ssdprof.schema.stalls import STALLS_VERSION, StallReport
+from ssdprof.stalls import plots
+
+FOLDER = "stalls"  # in a run's folder
+RECORD = "stalls.json"
+DOCUMENT = "stalls.md"
+_AGAIN = "Profile again, or read it with the ssdprof that wrote it."
+
+
+def dump(report: StallReport) -> str:
+    """One JSON document: the same bytes for the same ncu reports, on every machine."""
+    return report.model_dump_json(indent=1)
+
+
+def load(file: Path) -> StallReport:
+    """The report that `dump` wrote.  Raises BadInputError if it cannot be read or has another version."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        document = json.loads(text)
+        version = document.get("stalls_version")
+        if version == migrate.OLDEST:
+            return StallReport.model_validate(migrate.stall_report(document, _every_word()))
+        if version != STALLS_VERSION:
+            raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
+        return StallReport.model_validate_json(text)
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, AttributeError) as error:
+        raise BadInputError(f"{file} is damaged.", _AGAIN) from error
+
+
+def _every_word() -> dict[str, str]:
+    return {part: words for one in outlines() for part, words in one.stages.words.items()}
+
+
+def appendix(folder: Path, target: Path | None) -> str:
+    """What a run's folder knows of stalls, as Markdown to follow its report; empty if that is nothing.
+
+    target: the Markdown's file, which gets the pictures beside it; None leaves them out.
+    """
+    record = folder / FOLDER / RECORD
+    if not record.is_file():
+        return ""
+    report = load(record)
+    figures = {} if target is None else _write_pictures(target, report)
+    return "\n" + markdown.render_document(stall_document.compose(report, figures))
+
+
+def write(folder: Path, report: StallReport) -> None:
+    """Everything, into a folder that exists: what was there before is replaced."""
+    files.write_text(folder / RECORD, dump(report) + "\n")
+    write_markdown(folder / DOCUMENT, report)
+
+
+def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
+    """A Markdown file, and its pictures beside it: FILE-roofline.svg and a FILE-<design>.svg for each design.
+
+    Raises what `files.write_text` raises.
+    """
+    files.check_target(file, replace=replace)
+    document = stall_document.compose(report, _write_pictures(file, report))
+    files.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
+
+
+def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
+    """Title -> file name, of pictures beside `file`."""
+    figures = {}
+    for name, (title, svg) in pictures(report).items():
+        picture = file.with_name(f"{file.stem}-{name}.svg")
+        files.write_text(picture, svg)
+        figures[title] = picture.name
+    return figures
+
+
+def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
+    """Name -> (title, SVG)."""
+    found: dict[str, tuple[str, str]] = {}
+    sampled = [design for design in designs(report) if design.is_sampled]
+    every = Share()
+    for design in sampled:
+        every.add(design.all())
+    for design in sampled:
+        title = f"{design.name}: stages and stall reasons"
+        bars = {_label(design, name): share.reasons for name, share in design.stages.items()}
+        picture = plots.stages(bars, title, [reason for reason, _ in every.most])
+        found[files.safe_name(design.name.lstrip("_"))] = (title, picture)
+    roofline = plots.roofline(report)
+    return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
+
+
+def _label(design: Design, stage: str) -> str:
+    return f"{stage.split('.')[0]}: {design.part(stage)}" if "." in stage else stage

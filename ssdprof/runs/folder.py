@@ -1,0 +1,129 @@
+"""Run folders: `runs/<time>-<model>/report.json`, one writer at a time, never half a file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ssdprof.errors import BadInputError
+from ssdprof.files import safe_name, unwritable, why, write_text
+from ssdprof.runs import document
+from ssdprof.schema import RunReport
+
+RUNS = Path("runs")
+REPORT = "report.json"
+CAPTURES = "captures"
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that this process alone may write to.  See `opened`."""
+
+    path: Path
+
+    @property
+    def captures(self) -> Path:
+        """Where `--save-captures` stores the operators' inputs."""
+        return self.path / CAPTURES
+
+    def write(self, report: RunReport) -> None:
+        """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
+        write_text(self.path / REPORT, document.dump(report) + "\n")
+
+    def discard(self) -> None:
+        """Take the report back: there is nothing worth keeping."""
+        (self.path / REPORT).unlink(missing_ok=True)
+
+
+@contextmanager
+def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iterator[RunFolder]:
+    """A new run folder, locked while the context lasts; removed again if nothing was written into it.
+
+    out: the folder to use; None makes `runs/<time>-<model>/`.
+    Raises BadInputError if `out` holds a report already or another run is writing into it.
+    """
+    path = out or _unused(RUNS / f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{safe_name(model)}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        _take(lock, path)
+        try:
+            if (path / REPORT).exists():
+                raise BadInputError(f"{path} holds a run already.", "Name another folder with --out.")
+            yield RunFolder(path)
+        finally:
+            if [entry.name for entry in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                path.rmdir()
+    finally:
+        os.close(lock)
+
+
+def read(where: str | Path | None) -> tuple[Path, RunReport]:
+    """The folder and the report of a run.
+
+    where: a run folder, its report.json, a name under `runs/`, or None for the latest run under `runs/`.
+    Raises BadInputError if there is no run, or if its report cannot be read.
+    """
+    file = _report_file(where)
+    try:
+        return file.parent, document.load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{file} cannot be read: {why(error)}.") from error
+    except BadInputError as error:
+        raise BadInputError(f"{file}: {error.message}", error.hint) from error
+
+
+def latest() -> Path | None:
+    """The run under `runs/` whose report was written last."""
+    if not RUNS.is_dir():
+        return None
+    reports = [entry / REPORT for entry in RUNS.iterdir() if (entry / REPORT).is_file()]
+    newest = max(reports, key=lambda file: (file.stat().st_mtime_ns, file.parent.name), default=None)
+    return newest.parent if newest else None
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`, ... if it exists: two runs may start within one second."""
+    number = 1
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _report_file(where: str | Path | None) -> Path:
+    if where is None:
+        newest = latest()
+        if newest is None:
+            raise BadInputError(
+                f"There is no run under {RUNS.resolve()}.", "Make one with 'ssdprof run MODEL', or name a run's folder."
+            )
+        return newest / REPORT
+    for path in (Path(where), RUNS / where):
+        if path.is_file():
+            return path
+        if (path / REPORT).is_file():
+            return path / REPORT
+    raise BadInputError(
+        f"{where} is no run: there is no {REPORT} in it.", f"Name a run's folder; they are kept under {RUNS}/."
+    )
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BadInputError(
+            f"Another run is writing into {path}.", "Wait for it to end, or name another folder with --out."
+        ) from error

@@ -1,0 +1,91 @@
+"""A run's report as it grows: on disk after every case, partial until the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from ssdprof import __version__, environment
+from ssdprof.progress import Watcher
+from ssdprof.runs.folder import RunFolder
+from ssdprof.runs.notes import notes
+from ssdprof.schema import CaseResult, CheckpointRef, LayerRef, Prompt, RunReport
+
+
+def draft(
+    folder: RunFolder,
+    command: tuple[str, ...],
+    ref: CheckpointRef,
+    prompts: Sequence[Prompt],
+    segment_length: int,
+    *,
+    remarks: Sequence[str] = (),
+) -> RunReport:
+    """The report of a run that is about to start.  command: as typed.  remarks: to add to its notes."""
+    return RunReport(
+        ssdprof_version=__version__,
+        run_id=folder.path.resolve().name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        state="partial",
+        checkpoint=ref,
+        environment=environment.collect(),
+        prompts=tuple(prompts),
+        captured_layers=(),
+        segment_length=segment_length,
+        cases=(),
+        notes=(*notes(ref, prompts), *remarks),
+    )
+
+
+class Recorder:
+    """The report of one run as it grows.  After the first update, `report` is what report.json holds."""
+
+    def __init__(self, folder: RunFolder, draft: RunReport) -> None:
+        self.folder = folder
+        self.report = draft
+
+    def update(self, **fields: Any) -> None:
+        """Replace fields of the report, on disk too."""
+        self.report = self.report.model_copy(update=fields)
+        self.folder.write(self.report)
+
+    def captured(self, layer: LayerRef) -> None:
+        """A layer's inputs have been taken."""
+        if layer not in self.report.captured_layers:
+            self.update(captured_layers=(*self.report.captured_layers, layer))
+
+    def finished(self, case: CaseResult) -> None:
+        """A case is done."""
+        self.update(cases=(*self.report.cases, case))
+
+
+@contextmanager
+def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[Recorder]:
+    """The context's value records.  The report is complete if the context ends well; else it stays partial, and the
+    user hears what there is.
+
+    A run that failed before its first case is not kept.  One that was interrupted is.
+    """
+    recorder = Recorder(folder, draft)
+    try:
+        recorder.update()
+        yield recorder
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"What was done is kept in {folder.path}, marked as partial: {_count(recorder)}."
+        ) from None
+    except BaseException:
+        if recorder.report.cases:
+            watcher.say(f"Kept in {folder.path}, marked as partial: {_count(recorder)}.")
+        else:
+            folder.discard()
+        raise
+    recorder.update(state="complete")
+
+
+def _count(recorder: Recorder) -> str:
+    layers, cases = len(recorder.report.captured_layers), len(recorder.report.cases)
+    return f"{cases} case{'s' * (cases != 1)} of {layers} layer{'s' * (layers != 1)}"

@@ -1,0 +1,30 @@
+"""What a run would take, before anything large is downloaded: the answer of `--dry-run`."""
+
+from __future__ import annotations
+
+from ssdprof.schema.base import Record
+from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
+
+
+class PlannedFile(Record):
+    name: str
+    size_bytes: int
+    cached: bool  # nothing has to be downloaded for it
+
+
+class Plan(Record):
+    """weight_bytes: once loaded.  free_bytes: memory of `device` now."""
+
+    checkpoint: CheckpointRef
+    layers: tuple[LayerRef, ...]
+    dims: str
+    seqlens: tuple[int, ...]
+    files: tuple[PlannedFile, ...]
+    weight_bytes: int
+    device: str
+    free_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def download_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files if not file.cached)

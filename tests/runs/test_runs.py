@@ -1,0 +1,220 @@
+"""Run folders: names, the lock, whole files only, and the latest run."""
+
+import errno
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from ssdprof import files, runs
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.schema import CheckpointRef, Environment, RunReport
+
+
+def make_report(run_id: str = "a-run", **changes: object) -> RunReport:
+    """The smallest valid report."""
+    fields: dict[str, object] = {
+        "ssdprof_version": "0.0.0",
+        "run_id": run_id,
+        "created": "2026-01-02T03:04:05Z",
+        "command": ("ssdprof", "run", "demo"),
+        "state": "partial",
+        "checkpoint": CheckpointRef(
+            requested="demo",
+            source="demo",
+            repo_id="demo",
+            revision=None,
+            model_type="granitemoehybrid",
+            layers=(),
+            layer_count=4,
+        ),
+        "environment": Environment(gpu=None, cpu="cpu", platform="linux", python="3.11", packages={}),
+        "prompts": (),
+        "captured_layers": (),
+        "segment_length": 64,
+        "cases": (),
+    }
+    return RunReport.model_validate(fields | changes)
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def store(name: str) -> None:
+    with runs.opened(runs.RUNS / name, "demo") as folder:
+        folder.write(make_report(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("ibm-granite/granite-4.0-h-small", "granite-4.0-h-small"),
+        ("demo", "demo"),
+        ("/data/my models/x y/", "x-y"),
+        ("../..", "model"),
+        ("a/$(rm -rf ~)\n", "rm--rf"),
+        ("m" * 300, "m" * 80),
+    ],
+)
+def test_a_folder_is_named_after_the_model_in_harmless_letters(model: str, expected: str) -> None:
+    assert files.safe_name(model) == expected
+
+
+def test_names_sort_by_time_and_never_collide() -> None:
+    names = []
+    for second in (9, 10, 10):
+        with runs.opened(None, "org/m", now=datetime(2026, 1, 2, 3, 4, second, tzinfo=UTC)) as folder:
+            folder.write(make_report())
+            names.append(folder.path.name)
+    assert names == ["20260102-030409-m", "20260102-030410-m", "20260102-030410-m-2"]
+    assert names == sorted(names)
+
+
+def test_a_report_is_read_back_as_it_was_written() -> None:
+    store("one")
+    path, report = runs.read("one")
+    assert path == Path("runs/one")
+    assert report == make_report("one")
+    assert runs.read("runs/one")[1] == runs.read(Path("runs/one/report.json"))[1] == report
+
+
+def test_the_latest_run_is_the_one_written_last() -> None:
+    assert runs.latest() is None
+    for name in ("b", "a"):
+        store(name)
+    os.utime(runs.RUNS / "b" / runs.REPORT, ns=(0, 0))
+    assert runs.latest() == Path("runs/a")
+    assert runs.read(None)[1].run_id == "a"
+
+
+def test_no_run_at_all_says_how_to_make_one() -> None:
+    with pytest.raises(BadInputError, match="no run under") as caught:
+        runs.read(None)
+    assert "ssdprof run" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON"),
+        ('{"schema_version": 1', "not JSON"),
+        ("{}", "no schema_version"),
+        (make_report(schema_version=99).model_dump_json(), "schema version 99"),
+        (make_report().model_dump_json().replace('"partial"', '"finished"'), "state"),
+    ],
+)
+def test_a_damaged_report_is_refused_with_the_place(text: str, words: str) -> None:
+    store("one")
+    Path("runs/one/report.json").write_text(text)
+    with pytest.raises(BadInputError, match=words):
+        runs.read("one")
+
+
+def test_a_folder_without_a_report_is_no_run() -> None:
+    Path("empty").mkdir()
+    with pytest.raises(BadInputError, match="empty is no run"):
+        runs.read("empty")
+
+
+def test_a_folder_that_holds_a_run_is_not_used_again() -> None:
+    store("one")
+    before = Path("runs/one/report.json").read_bytes()
+    with pytest.raises(BadInputError, match="holds a run already"), runs.opened(Path("runs/one"), "demo"):
+        pytest.fail("the folder was handed out")
+    assert Path("runs/one/report.json").read_bytes() == before
+
+
+def test_two_runs_at_once_into_one_folder() -> None:
+    """The second one is another process; it fails, and takes nothing away from the first."""
+    second = (
+        "import sys; from pathlib import Path; from ssdprof import errors, runs\n"
+        "try:\n"
+        "    with runs.opened(Path('shared'), 'demo'): print('got it')\n"
+        "except errors.BadInputError as error: print(error.message)\n"
+    )
+    command = [sys.executable, "-c", second]
+    with runs.opened(Path("shared"), "demo") as folder:
+        held = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "Another run is writing into shared" in held
+        folder.write(make_report())
+    assert runs.read("shared")[1] == make_report()
+
+
+def test_a_lock_dies_with_its_process() -> None:
+    crash = (
+        "import os; from pathlib import Path; from ssdprof import runs\n"
+        "with runs.opened(Path('crashed'), 'demo'): os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", crash], check=False).returncode == -9
+    with runs.opened(Path("crashed"), "demo") as folder:
+        folder.write(make_report())
+    assert runs.read("crashed")[1] == make_report()
+
+
+def test_a_run_that_wrote_nothing_leaves_no_folder() -> None:
+    with pytest.raises(RuntimeError), runs.opened(None, "demo") as folder:
+        raise RuntimeError("before the first layer")
+    assert not folder.path.exists()
+    assert runs.latest() is None
+
+
+def test_a_full_disk_leaves_the_report_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with runs.opened(Path("r"), "demo") as folder:
+        folder.write(make_report("first"))
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(MissingCapabilityError, match="disk is full") as caught:
+            folder.write(make_report("second"))
+    assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
+    assert runs.read("r")[1].run_id == "first"
+    assert sorted(entry.name for entry in Path("r").iterdir()) == [".lock", "report.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_device_is_written_to_and_not_replaced() -> None:
+    with pytest.raises(MissingCapabilityError, match="disk is full"):
+        files.write_text(Path("/dev/full"), "text", replace=False)
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_file_is_overwritten_only_when_told() -> None:
+    file = Path("report.md")
+    files.write_text(file, "one", replace=False)
+    with pytest.raises(BadInputError, match=r"report\.md exists") as caught:
+        files.write_text(file, "two", replace=False)
+    assert "--force" in caught.value.hint
+    assert file.read_text() == "one"
+    files.write_text(file, "two")
+    assert file.read_text() == "two"
+
+
+def test_a_link_is_followed() -> None:
+    Path("real.md").write_text("one")
+    Path("link.md").symlink_to("real.md")
+    files.write_text(Path("link.md"), "two")
+    assert Path("link.md").is_symlink()
+    assert Path("real.md").read_text() == "two"
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(BadInputError, match="no folder nowhere"):
+        files.write_text(Path("nowhere/report.md"), "text")
+
+
+def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with (
+        pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
+        runs.opened(Path("r"), "demo"),
+    ):
+        pytest.fail("the folder was handed out")
