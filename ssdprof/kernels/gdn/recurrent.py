@@ -37,7 +37,7 @@ from ssdprof.kernels.registry import Implementation, Plan, register
 LOG2_E = tl.constexpr(math.log2(math.e))
 L2NORM_EPS = tl.constexpr(1e-6)
 
-STAGES = {"_recurrent_kernel": "setup"}
+STAGES = {"_gdn_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
-def _recurrent_kernel(
+def _gdn_recurrent_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
     q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
     out_strides, final_states_strides, seqlen, scale,
@@ -132,7 +132,7 @@ class RecurrentLaunch:
         states = self._final_states(inputs, "meta")
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
-            _recurrent_kernel,
+            _gdn_recurrent_kernel,
             (*map(strides_of, (*tokens, new, states)), inputs.v.shape[1], inputs.scale_or_default),
             {
                 "VALUE_HEADS": inputs.v.shape[2],

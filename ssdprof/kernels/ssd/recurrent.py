@@ -37,7 +37,7 @@ from ssdprof.kernels.ssd.portable.stages import softplus
 LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_DSTATE = 256
 
-STAGES = {"_recurrent_kernel": "setup"}
+STAGES = {"_ssd_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
-def _recurrent_kernel(
+def _ssd_recurrent_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr,
     out_ptr, final_states_ptr,
     x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
@@ -144,7 +144,7 @@ class RecurrentLaunch:
         states = self._final_states(inputs, "meta")
         tensors = (*_tensors(inputs), new, states)
         self._launcher = Launcher(
-            _recurrent_kernel,
+            _ssd_recurrent_kernel,
             (*map(strides_of, tensors), inputs.x.shape[1], *map(float, inputs.dt_limit)),
             {
                 "HEADS": heads,

@@ -35,7 +35,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost the differences after it their digits
 L2NORM_EPS = tl.constexpr(1e-6)
 
-STAGES = {"_factors_kernel": "setup", "load_rows": "caller", "log2_decays": "gate_cumsum"}
+STAGES = {"_gdn_factors_kernel": "setup", "load_rows": "caller", "log2_decays": "gate_cumsum"}
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
-def _factors_kernel(
+def _gdn_factors_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides, seqlen, sequences, scale,
     VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,

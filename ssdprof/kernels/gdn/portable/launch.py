@@ -15,9 +15,9 @@ from ssdprof.kernels._strides import strides_of, tile_strides
 from ssdprof.kernels._triton import TL_DTYPE
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
-from ssdprof.kernels.gdn.portable.factors import _factors_kernel
+from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel
 from ssdprof.kernels.gdn.portable.positions import slot_count
-from ssdprof.kernels.gdn.portable.scan import _scan_kernel
+from ssdprof.kernels.gdn.portable.scan import _gdn_scan_kernel
 from ssdprof.kernels.gdn.states import empty_states
 from ssdprof.kernels.gdn.unfused.precisions import inverse_products, operand_dtype
 from ssdprof.kernels.precision import Precision
@@ -97,7 +97,7 @@ class PortableLaunch:
         }
         sizes = (inputs.v.shape[1], inputs.sequences)
         self._factors = Launcher(
-            _factors_kernel,
+            _gdn_factors_kernel,
             (
                 q_strides,
                 k_strides,
@@ -116,7 +116,7 @@ class PortableLaunch:
             },
         )
         self._scan = Launcher(
-            _scan_kernel,
+            _gdn_scan_kernel,
             (
                 q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
                 tile_strides(new), final_states.stride(), *sizes,

@@ -126,7 +126,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
-def _scan_kernel(
+def _gdn_scan_kernel(
     q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr, initial_states_ptr, cu_seqlens_ptr,
     out_ptr, final_states_ptr,
     q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides,
