@@ -36,7 +36,10 @@ def test_the_function_is_the_implementation(case: Case) -> None:
 def test_states_with_v_first(case: Case) -> None:
     inputs = case.inputs()
     assert inputs.initial_state is not None
-    k_first, v_first = call(inputs), call(inputs, initial_state=inputs.initial_state.mT.contiguous(), state_v_first=True)
+    k_first, v_first = (
+        call(inputs),
+        call(inputs, initial_state=inputs.initial_state.mT.contiguous(), state_v_first=True),
+    )
     assert torch.equal(v_first.out, k_first.out)
     assert torch.equal(v_first.final_states, k_first.final_states.mT)
     assert v_first.final_states.is_contiguous()
@@ -45,7 +48,7 @@ def test_states_with_v_first(case: Case) -> None:
 def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
     inputs = CASE.inputs()
     assert inputs.initial_state is not None
-    with pytest.raises(ValueError, match="initial_state must have shape .*K comes before V"):
+    with pytest.raises(ValueError, match=r"initial_state must have shape .*K comes before V"):
         call(inputs, initial_state=inputs.initial_state.mT.contiguous())
 
 
@@ -98,7 +101,7 @@ def test_refuses_inputs_that_do_not_fit() -> None:
         gdn_fused(q, k, v, g[:, 1:], beta)
     with pytest.raises(ValueError, match="must be a multiple of"):
         gdn_fused(*(one.repeat_interleave(3, 2)[:, :, :3] for one in (q, k)), v, g, beta)
-    with pytest.raises(ValueError, match="k must be torch.bfloat16 as q is"):
+    with pytest.raises(ValueError, match=r"k must be torch\.bfloat16 as q is"):
         gdn_fused(q, k.float(), v, g, beta)
     with pytest.raises(ValueError, match="at most 256, not 257"):
         gdn_fused(q.new_zeros(2, 20, 1, 257), q.new_zeros(2, 20, 1, 257), v, g, beta)
@@ -181,7 +184,12 @@ def test_recurrent_refuses_by_name(name: str) -> None:
 def test_drop_in_has_the_signature_of_fla() -> None:
     """Of flash-linear-attention 0.6.0: names, order and defaults."""
     required = inspect.Parameter.empty
-    shared = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False, "state_v_first": False, "cu_seqlens": None}
+    shared = {
+        "use_beta_sigmoid_in_kernel": False,
+        "allow_neg_eigval": False,
+        "state_v_first": False,
+        "cu_seqlens": None,
+    }
     state = {"scale": None, "initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
     chunk = dict.fromkeys(("q", "k", "v", "g", "beta"), required) | state | shared
     chunk |= {"cu_seqlens_cpu": None, "chunk_indices": None, "cp_context": None, "kwargs": required}

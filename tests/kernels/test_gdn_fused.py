@@ -69,7 +69,9 @@ def test_against_the_recurrence(case: str, config: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("dims", [(60, 60), (96, 192), (100, 16), (16, 100), (120, 40), (192, 16), (256, 16), (16, 256)])
+@pytest.mark.parametrize(
+    "dims", [(60, 60), (96, 192), (100, 16), (16, 100), (120, 40), (192, 16), (256, 16), (16, 256)]
+)
 def test_sizes_in_16_bit(dims: tuple[int, int], dtype: torch.dtype) -> None:
     case = Case(key_dim=dims[0], value_dim=dims[1], dtype=dtype, values_per_key=2, length=80, initial_state=True)
     inputs = case.inputs()

@@ -44,7 +44,7 @@ STAGES = {"_gdn_recurrent_kernel": "setup"}
 class RecurrentConfig:
     """block_v: how much of V one program holds, a power of two."""
 
-    block_v: int = 16
+    block_v: int = 32
     num_warps: int = 2
 
     @classmethod

@@ -10,6 +10,7 @@ import triton
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on forgetting
+_ENOUGH_CHUNKS = 16  # chunks of 64 per multiprocessor from which wide slices of V are faster, on an H200
 _SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # that one program may have
 _LEAST_SHARED_BYTES = 99 << 10
 
@@ -24,17 +25,18 @@ class PortableConfig:
     block_v: how much of V one program holds, a power of two of at least 16
     v_rows: whether the state is held as (V, K), a register operand of both products if block_v >= 64, or as (K, V)
     num_warps, scan_stages: of the second launch; stages are chunks in flight
-    factors_warps: of the first launch
+    factors_warps, factors_registers: of the first launch; at most so many registers a thread, 0 for no limit
     """
 
     chunk: int = 64
     segment: int = 0
     block_k: int = 64
-    block_v: int = 64
+    block_v: int = 128
     v_rows: bool = True
-    num_warps: int = 4
-    scan_stages: int = 2
+    num_warps: int = 8
+    scan_stages: int = 3
     factors_warps: int = 4
+    factors_registers: int = 0
     reason: str = ""
 
     @classmethod
@@ -46,16 +48,19 @@ class PortableConfig:
         key_dim = inputs.q.shape[3]
         sequences = 1 if batch_invariant else inputs.sequences
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        chunks_per_sm = sequences * heads * triton.cdiv(value_dim, 128) * triton.cdiv(inputs.v.shape[1], 64) / sm_count
+        registers = 168 if capability == (9, 0) else 0  # three programs on a multiprocessor instead of two
         if inputs.q.dtype == torch.float32:
             config = cls(
-                chunk=16, block_k=min(32, block_k), block_v=min(32, block_v), v_rows=False,
+                chunk=16, block_k=min(32, block_k), block_v=min(32, block_v), v_rows=False, num_warps=4,
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
             )  # fmt: skip
-        elif value_dim % 64 == 0 and key_dim in (64, 128) and 2 * sequences * heads * (value_dim // 64) >= sm_count:
-            config = cls(reason="slices of 64 of V, a register operand: there are enough of them")
+        elif key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and chunks_per_sm >= _ENOUGH_CHUNKS:
+            config = cls(factors_registers=registers, reason="slices of 128 of V, a register operand: enough chunks")
         else:
             config = cls(
-                block_k=min(64, block_k), block_v=min(32 if key_dim <= 192 else 16, block_v), v_rows=False,
+                block_k=min(64 if key_dim > 128 else 128, block_k), block_v=min(32 if key_dim <= 192 else 16, block_v),
+                v_rows=False, num_warps=4, factors_registers=registers,
                 reason="narrow slices of V, for more programs",
             )  # fmt: skip
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)

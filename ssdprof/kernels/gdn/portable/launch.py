@@ -113,7 +113,8 @@ class PortableLaunch:
                 "MERGE": tl.float16 if inputs.use_qk_l2norm and not wide else tl.float32,
                 "MERGE_PRECISION": inverse_products(self._workspace.operand_dtype),
                 "num_warps": config.factors_warps,
-            },
+            }
+            | ({"maxnreg": config.factors_registers} if config.factors_registers else {}),
         )
         self._scan = Launcher(
             _gdn_scan_kernel,
