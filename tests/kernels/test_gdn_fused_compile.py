@@ -1,0 +1,76 @@
+"""The portable and the recurrent GDN kernels compile for every GPU and fit its shared memory and registers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import triton
+from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from gdn_cases import EXACT, Case
+
+from ssdprof.kernels.gdn.portable.config import PortableConfig
+from ssdprof.kernels.gdn.portable.launch import PortableLaunch
+from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+QWEN = dict(key_heads=16, values_per_key=2, key_dim=128, value_dim=128)
+CASES: dict[str, Case] = {
+    "qwen": Case(**QWEN, length=2048, dtype=BF16),
+    "qwen, batch": Case(**QWEN, length=1024, batch=32, dtype=BF16),
+    "qwen, packed": Case(**QWEN, lengths=(600, 9), initial_state=True, dtype=FP16),
+    "a rank of eight, cut": Case(key_heads=2, values_per_key=4, key_dim=128, value_dim=128, length=8192, dtype=BF16),
+    "olmo": Case(key_heads=30, key_dim=96, value_dim=192, length=2000, dtype=BF16),
+    "60": Case(key_heads=4, key_dim=60, value_dim=60, length=1000, l2norm=False, dtype=FP16),
+    "256": Case(key_heads=2, key_dim=256, value_dim=256, length=1024, dtype=BF16),
+    "qwen fp32": Case(key_heads=2, key_dim=128, value_dim=128, length=256, dtype=FP32),
+}
+# Bytes of one thread's stack, as ptxas left it with Triton 3.6.  Without wgmma, accumulators of the first launch and
+# its operands share the same registers; on Hopper, a few words more on the stack buy a third program on each SM.
+STACK_BYTES = {80: 160, 90: 80, 100: 160}
+
+
+def launch(case: Case, **changes: object) -> None:
+    inputs = on_meta(case.inputs())
+    capability = triton.runtime.driver.active.get_current_target().arch
+    config = PortableConfig.choose(inputs, (capability // 10, capability % 10), 132)
+    PortableLaunch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)  # type: ignore[arg-type]
+
+
+def recurrent(case: Case) -> None:
+    inputs = on_meta(case.inputs())
+    RecurrentLaunch(inputs, RecurrentConfig.choose(inputs))(inputs)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, case) for label, case in CASES.items()}
+TOO_LARGE = {"256": partial(launch, CASES["256"], block_v=64, scan_stages=3)}
+RECURRENT = {
+    "qwen": partial(recurrent, Case(**QWEN, length=1, batch=8, initial_state=True, dtype=BF16)),
+    "256": partial(recurrent, Case(key_dim=256, value_dim=256, length=8, dtype=FP32)),
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", CASES)
+def test_compiles_within_the_limits(label: str, capability: int) -> None:
+    factors, scan = compiled("test_gdn_fused_compile", capability)[label]
+    assert (factors.kernel, scan.kernel) == ("_gdn_factors_kernel", "_gdn_scan_kernel")
+    for kernel in (factors, scan):
+        assert kernel.lost_addresses == 0, kernel
+        assert kernel.spilled_bytes <= STACK_BYTES[capability], kernel
+        assert kernel.registers > 60, kernel  # less is a kernel whose body the compiler has given up on
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", RECURRENT)
+def test_the_recurrent_kernel_keeps_its_state_in_registers(label: str, capability: int) -> None:
+    (kernel,) = compiled("test_gdn_fused_compile", capability, "RECURRENT")[label]
+    assert kernel.kernel == "_gdn_recurrent_kernel"
+    assert kernel.spilled_bytes == 0, kernel
+
+
+def test_the_limits_can_be_broken() -> None:
+    _, scan = compiled("test_gdn_fused_compile", 90, "TOO_LARGE")["256"]
+    assert scan.shared_bytes > SHARED_BYTES[90]
