@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ssdprof import runs
-from ssdprof.checkpoint.located import DEMO_FOLDER as DEMO
+from ssdprof.checkpoint.located import DEMOS
 from ssdprof.cli import app
 from ssdprof.report.json import SCHEMA_FILE
 from ssdprof.schema import RunReport
 
+DEMO = DEMOS["demo"]
 SEQ = ("--seq", "40")
 ONE_LAYER = ("--layers", "1")
 ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")

@@ -19,8 +19,7 @@ from ssdprof.checkpoint.weights import INDEX, Weights, find_weights
 from ssdprof.errors import BadInputError, ModelUnavailableError
 from ssdprof.schema import CheckpointRef, LayerRef
 
-DEMO = "demo"
-DEMO_FOLDER = Path(__file__).parent / DEMO
+DEMOS = {name: Path(__file__).parent / name for name in ("demo", "demo-gdn")}
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a config.json that may say nothing
 
 
@@ -107,7 +106,7 @@ RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_
 
 
 def locate(model: str, *, revision: str | None = None, tokenizer: str | None = None) -> Located:
-    """Find the checkpoint that `model` names: "demo", a local folder, a family name or a hub id, in this order.
+    """Find the checkpoint that `model` names: a demo, a local folder, a family name or a hub id, in this order.
 
     revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
     tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
@@ -116,10 +115,10 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     """
     family = None
     notes: tuple[str, ...] = ()
-    if model == DEMO or is_folder(model):
+    if model in DEMOS or is_folder(model):
         if revision is not None:
             raise BadInputError(f"{model} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
-        source: Source = LocalFolder(DEMO_FOLDER, DEMO) if model == DEMO else LocalFolder(_expanded(model))
+        source: Source = LocalFolder(DEMOS[model], model) if model in DEMOS else LocalFolder(_expanded(model))
     else:
         family = family_named(model)
         source = _open_repo(family.flagship if family and family.flagship else model, revision)
@@ -128,7 +127,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     config, description = _describe(source)
     ref = CheckpointRef(
         requested=model,
-        source="demo" if model == DEMO else "local" if source.revision is None else "hub",
+        source="demo" if model in DEMOS else "local" if source.revision is None else "hub",
         repo_id=source.label,
         revision=source.revision,
         model_type=description.model_type,
@@ -163,7 +162,7 @@ def _open_repo(repo_id: str, revision: str | None) -> Source:
     from ssdprof.checkpoint.suggest import similar_repos
 
     if not repo_id.strip():
-        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, or demo.")
+        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
     try:
         return HubRepo(repo_id, revision)
     except RepoNotFoundError as error:

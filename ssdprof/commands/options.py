@@ -12,7 +12,7 @@ from ssdprof.commands import terminal
 if TYPE_CHECKING:
     from ssdprof.request import CaptureRequest
 
-MODEL_HELP = "Hub id, local folder, family name or [bold]demo[/bold]."
+MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 ModelOrCaptures = Annotated[
