@@ -1,15 +1,14 @@
 """The demo models are small, load anywhere, and have learnt what their cards say."""
 
-import importlib.util
 import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import train_demo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
@@ -21,15 +20,6 @@ REPOSITORY = Path(__file__).parents[2]
 SLICE = 16384  # bytes of held-out text; all of it takes too long here
 KINDS = {"demo": ("mamba", "attention"), "demo-gdn": ("linear_attention", "full_attention")}
 MIXERS = {"demo": ("mamba", "self_attn"), "demo-gdn": ("linear_attn", "self_attn")}
-
-
-@pytest.fixture(scope="module")
-def train_demo() -> ModuleType:
-    """The training script: what it measures with, this file measures with."""
-    spec = importlib.util.spec_from_file_location("train_demo", REPOSITORY / "benchmarks" / "train_demo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module", params=DEMOS)
@@ -114,9 +104,7 @@ def test_its_logits_are_finite_over_4096_tokens(
     assert logits.isfinite().all()
 
 
-def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
-    demo: str, loaded: tuple[Any, dict[str, Any]], train_demo: ModuleType
-) -> None:
+def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(demo: str, loaded: tuple[Any, dict[str, Any]]) -> None:
     held_out = text.held_out()[:SLICE]
     ours = train_demo.model_bits_per_byte(loaded[0], held_out)
     bigram = train_demo.best_bigram_bits_per_byte(text.training(), held_out)
@@ -125,13 +113,13 @@ def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
         assert stated(document, f"{row}first 16,384 bytes") == pytest.approx([ours, bigram], abs=0.002)
 
 
-def test_the_bigram_model_of_the_card_is_the_one_measured(demo: str, train_demo: ModuleType) -> None:
+def test_the_bigram_model_of_the_card_is_the_one_measured(demo: str) -> None:
     bigram = train_demo.best_bigram_bits_per_byte(text.training(), text.held_out())
     for document, row in documents(demo):
         assert stated(document, f"{row}all 100,000 bytes")[1] == pytest.approx(bigram, abs=0.001)
 
 
-def test_the_bigram_model_is_right_on_a_text_worked_by_hand(train_demo: ModuleType) -> None:
+def test_the_bigram_model_is_right_on_a_text_worked_by_hand() -> None:
     # In "aaba", a is followed once by a and once by b, and b once by a; add one: p(a) = 4/260, p(b) = 2/260.
     b_after_a = (1 + 2 * 2 / 260) / (2 + 2)
     a_after_b = (1 + 2 * 4 / 260) / (1 + 2)
@@ -139,7 +127,7 @@ def test_the_bigram_model_is_right_on_a_text_worked_by_hand(train_demo: ModuleTy
     assert train_demo.bigram_bits_per_byte(b"aaba", b"aba", prior=2) == pytest.approx(expected)
 
 
-def test_the_operator_used_in_training_is_that_of_transformers(train_demo: ModuleType) -> None:
+def test_the_operator_used_in_training_is_that_of_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
