@@ -24,7 +24,7 @@ from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import CheckpointRef, LayerRef, Precision
-from ssdprof.stall_records import Launched
+from ssdprof.schema.stalls import Launched
 from ssdprof.stalls import collect, ncu
 
 NO_SOURCE = ("LaunchStats", "Occupancy", "SpeedOfLight")

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from ssdprof import runs
 from ssdprof.checkpoint.located import DEMOS
 from ssdprof.cli import app
-from ssdprof.report.json import SCHEMA_FILE
+from ssdprof.runs.document import SCHEMA_FILE
 from ssdprof.schema import RunReport
 
 DEMO = DEMOS["demo"]
@@ -237,7 +237,7 @@ def test_a_config_that_claims_absurd_sizes() -> None:
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many bytes were needed and what would fit."""
-    monkeypatch.setattr("ssdprof.limits.free_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("ssdprof.pipeline.limits.free_bytes", lambda: 1_000_000)
     answer = Answer("run", "demo", *SEQ)
     assert answer.code == 3
     assert "bytes) on" in answer.err

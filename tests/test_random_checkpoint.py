@@ -18,7 +18,7 @@ from ssdprof.checkpoint import locate
 from ssdprof.checkpoint.describe import describe
 from ssdprof.checkpoint.families import known
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.notes import notes
+from ssdprof.runs.notes import notes
 from ssdprof.schema import Prompt
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"

@@ -19,15 +19,16 @@ def accuracy(
     Exit code 1 says that a case shown was inaccurate or not finite.
     """
     from ssdprof import runs
-    from ssdprof.report import accuracy_table, json
-    from ssdprof.request import parse_states, precisions
+    from ssdprof.pipeline.request import parse_states, precisions
+    from ssdprof.report import accuracy_table
+    from ssdprof.runs import document
 
     folder, report = runs.read(run)
     table = accuracy_table(report, dtypes, parse_states(states))
     chosen = precisions(dtypes, states)
     shown = report.model_copy(update={"cases": tuple(case for case in report.cases if case.precision in chosen)})
     if as_json:
-        print(json.dump(shown))
+        print(document.dump(shown))
     else:
         terminal.out().print(table)
         terminal.err().print(f"From {folder}.")

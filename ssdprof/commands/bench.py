@@ -83,7 +83,7 @@ def bench(
     Outputs are compared with the fp64 oracle first.  Exit code 1 says that a case of ours was wrong, or that
     --min-speedup did not hold.
     """
-    from ssdprof import runs
+    from ssdprof import files
     from ssdprof.bench import gate, render
     from ssdprof.bench.contenders import CHUNK_SIZES, load_peers, peer_names, precisions_for
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
@@ -92,7 +92,7 @@ def bench(
     from ssdprof.bench.schema import dump
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
-    from ssdprof.request import parse_states
+    from ssdprof.pipeline.request import parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     grid = expand(parse_shapes(shape), parse_dtypes(dtype), tokens, layout)
@@ -100,7 +100,7 @@ def bench(
     names = peer_names(against, published)
     baseline = _baseline(baseline, names)
     if out is not None:
-        runs.check_target(out, replace=force)
+        files.check_target(out, replace=force)
     require_gpu()
     options.use_tuned(no_tuned)
     request = BenchRequest(
@@ -120,7 +120,7 @@ def bench(
 
     def keep(report: BenchReport) -> None:
         if out is not None:
-            runs.write_text(out, dump(report) + "\n")
+            files.write_text(out, dump(report) + "\n")
 
     report = measure(request, watcher, keep)
     if as_json:

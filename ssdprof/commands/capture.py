@@ -31,13 +31,14 @@ def capture(
 
     A layer of a large model at 128k tokens takes gigabytes.
     """
-    from ssdprof import pipeline
+    from ssdprof.pipeline.capture import capture as store_captures
+    from ssdprof.pipeline.dry_run import plan
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     if dry_run:
-        terminal.show_plan(pipeline.plan(request), as_json)
+        terminal.show_plan(plan(request), as_json)
         return
-    folder, manifest = pipeline.capture(request, out, overwrite=force, watcher=terminal.TerminalWatcher())
+    folder, manifest = store_captures(request, out, overwrite=force, watcher=terminal.TerminalWatcher())
     if as_json:
         terminal.print_json({"folder": str(folder), "manifest": manifest.model_dump(mode="json")})
     else:

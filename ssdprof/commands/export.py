@@ -21,22 +21,24 @@ def export(
     as_json: options.Json = False,
 ) -> None:
     """Write a run's report as Markdown or JSON."""
-    from ssdprof import runs, stall_output
-    from ssdprof.report import json, markdown
+    from ssdprof import files, runs
+    from ssdprof.pipeline import stall_files
+    from ssdprof.report import markdown
+    from ssdprof.runs import document
 
     folder, report = runs.read(run)
     to_stdout = output is None or str(output) == "-"
     as_data = format == "json" or (as_json and to_stdout)
     if output is not None and not to_stdout:
-        runs.check_target(output, replace=force)
+        files.check_target(output, replace=force)
     if as_data:
-        text = json.dump(report)
+        text = document.dump(report)
     else:
-        text = markdown.render(report) + stall_output.appendix(folder, None if to_stdout else output)
+        text = markdown.render(report) + stall_files.appendix(folder, None if to_stdout else output)
     if output is None or to_stdout:
         print(text)
         return
-    runs.write_text(output, text.rstrip("\n") + "\n", replace=force)
+    files.write_text(output, text.rstrip("\n") + "\n", replace=force)
     if as_json:
         terminal.print_json({"run": str(folder), "format": format, "file": str(output)})
     else:

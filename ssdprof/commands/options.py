@@ -10,7 +10,7 @@ import typer
 from ssdprof.commands import terminal
 
 if TYPE_CHECKING:
-    from ssdprof.request import CaptureRequest
+    from ssdprof.pipeline.request import CaptureRequest
 
 MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
 
@@ -86,7 +86,7 @@ def capture_request(
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
     from ssdprof.errors import BadInputError
-    from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest
+    from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 
     if prompt_file is not None and prompt == "random":
         raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")

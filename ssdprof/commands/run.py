@@ -11,7 +11,7 @@ from ssdprof.commands import options, terminal
 from ssdprof.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ssdprof.request import CaptureRequest
+    from ssdprof.pipeline.request import CaptureRequest
     from ssdprof.schema import RunReport
 
 
@@ -42,21 +42,22 @@ def run(
 
     Exit code 1 says that a case was inaccurate or not finite.
     """
-    from ssdprof import pipeline
-    from ssdprof.report import json
+    from ssdprof.pipeline.dry_run import plan
+    from ssdprof.pipeline.request import Keep, precisions
+    from ssdprof.pipeline.run import run as run_model
     from ssdprof.report import terminal as tables
-    from ssdprof.request import Recording, precisions
+    from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     chosen = precisions(dtypes, states)
     if dry_run:
-        terminal.show_plan(pipeline.plan(request), as_json)
+        terminal.show_plan(plan(request), as_json)
         return
     tuned = options.use_tuned(no_tuned)
-    recording = Recording(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = pipeline.run(request, chosen, recording, terminal.TerminalWatcher())
+    keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
+    folder, report = run_model(request, chosen, keep, terminal.TerminalWatcher())
     if as_json:
-        print(json.dump(report))
+        print(document.dump(report))
     else:
         terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
@@ -68,16 +69,17 @@ def run(
 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:
     """Profile, show and keep.  A machine that cannot profile says so, and the run is what it was."""
-    from ssdprof import stall_output, stall_pipeline
     from ssdprof.errors import SsdprofError
+    from ssdprof.pipeline import stall_files
+    from ssdprof.pipeline.stalls import profile_run
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 
     try:
-        found = stall_pipeline.profile_run(request, folder, report, terminal.TerminalWatcher(), tuned=tuned)
+        found = profile_run(request, folder, report, terminal.TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
         terminal.err().print(f"No stalls: {error.message}  {error.hint}")
         return
     if not as_json:
         terminal.out().print(tables.render_document(stall_document.compose(found)))
-    terminal.err().print(f"Stalls are in {folder / stall_output.FOLDER}.")
+    terminal.err().print(f"Stalls are in {folder / stall_files.FOLDER}.")

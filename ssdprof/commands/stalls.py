@@ -48,20 +48,22 @@ def stalls(
     Profiles one layer with NVIDIA Nsight Compute (ncu), or reads reports that exist.  Exit code 3 says that this
     machine cannot profile; what Triton knows of the kernels is then shown.
     """
-    from ssdprof import runs, stall_output, stall_pipeline
     from ssdprof.errors import ExitCode
+    from ssdprof.files import check_target
+    from ssdprof.pipeline import stall_files
+    from ssdprof.pipeline.stalls import StallRequest, from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
     from ssdprof.schema import Precision
 
     if markdown is not None:
-        runs.check_target(markdown, replace=force)
+        check_target(markdown, replace=force)
     folder: Path | None = None
     if files:
         _refuse(where, layer, seq, out)
-        report = stall_pipeline.from_files(files)
+        report = from_files(files)
     else:
-        request = stall_pipeline.StallRequest(
+        request = StallRequest(
             where=where,
             layer=layer,
             seqlen=None if seq is None else _one_length(seq),
@@ -73,11 +75,11 @@ def stalls(
             tuned=options.use_tuned(no_tuned),
             command=terminal.command_line(),
         )
-        folder, report = stall_pipeline.profile(request, terminal.TerminalWatcher())
+        folder, report = profile(request, terminal.TerminalWatcher())
     if markdown is not None:
-        stall_output.write_markdown(markdown, report, replace=force)
+        stall_files.write_markdown(markdown, report, replace=force)
     if as_json:
-        print(stall_output.dump(report))
+        print(stall_files.dump(report))
     else:
         terminal.out().print(tables.render_document(stall_document.compose(report)))
     for written in (folder, markdown):

@@ -16,8 +16,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ssdprof.plan import Plan
     from ssdprof.progress import Advance
+    from ssdprof.schema.plan import Plan
 
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # as shells count a writer that SIGPIPE ended: no verdict, and no mistake

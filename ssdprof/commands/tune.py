@@ -67,7 +67,7 @@ def tune(
     A candidate is compared with the fp64 oracle before it is timed.  What is kept is used by run, bench and stalls,
     which say so; --no-tuned leaves it out.
     """
-    from ssdprof import runs
+    from ssdprof import files
     from ssdprof.tuning import store
 
     if clear:
@@ -78,7 +78,7 @@ def tune(
             terminal.err().print(f"There is nothing in {store.folder()}.", soft_wrap=True)
         return
     if out is not None:
-        runs.check_target(out, replace=force)
+        files.check_target(out, replace=force)
     request, device = _request(where, shape, seq, batch, dtype, dtypes, budget)
     if dry_run:
         _list(request, as_json)
@@ -89,7 +89,7 @@ def tune(
 
 def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneReport:
     """Search; what is found is kept after each search, so that an interrupted tuning leaves what it has."""
-    from ssdprof import runs
+    from ssdprof import files
     from ssdprof.tuning import store
     from ssdprof.tuning.run import tune as search
 
@@ -98,11 +98,11 @@ def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneR
     def keep(report: TuneReport) -> None:
         store.keep(report.environment, report.outcomes[-1:])
         if out is not None:
-            runs.write_text(out, report.model_dump_json(indent=1) + "\n")
+            files.write_text(out, report.model_dump_json(indent=1) + "\n")
 
     report = search(request, device, watcher, keep)
     if out is not None:
-        runs.write_text(out, report.model_dump_json(indent=1) + "\n")
+        files.write_text(out, report.model_dump_json(indent=1) + "\n")
     found = sum(outcome.find is not None for outcome in report.outcomes)
     if report.environment.gpu is not None and found:
         watcher.say(

@@ -10,7 +10,7 @@ from ssdprof.report.document import Depth, Document, Section
 from ssdprof.report.stall_groups import Design, designs
 from ssdprof.report.summary import Statement
 from ssdprof.report.tables import Figure, Note, Table, stall_origin, stalls
-from ssdprof.stall_records import StallReport
+from ssdprof.schema.stalls import StallReport
 
 _WORTH_PCT = 1.0  # what is said of a stage in the summary
 

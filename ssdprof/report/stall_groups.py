@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ssdprof.stall_records import Hint, KernelStalls, Line, StallReport
+from ssdprof.schema.stalls import Hint, KernelStalls, Line, StallReport
 
 _WORTH_PCT = 4.0
 _LARGE_PCT = 30.0

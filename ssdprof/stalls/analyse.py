@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssdprof import __version__
-from ssdprof.stall_records import KernelStalls, Recorded, StallReport, Subject
+from ssdprof.schema.stalls import KernelStalls, Recorded, StallReport, Subject
 from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ssdprof.stall_records import Line, Stage
+from ssdprof.schema.stalls import Line, Stage
 from ssdprof.stalls.raw import Point, RawKernel, base_name
 from ssdprof.stalls.stages import IDLE, IDLE_WARPS, ORDER, UNKNOWN, Place, Sources
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ssdprof.stall_records import Check, Launched
+from ssdprof.schema.stalls import Check, Launched
 from ssdprof.stalls.attribute import Attribution
 from ssdprof.stalls.raw import RawKernel, RawReport
 from ssdprof.stalls.stages import UNKNOWN, Sources

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.schema import Precision
-from ssdprof.stall_records import Launched, Refusal
+from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import ncu
 
 TIMEOUT_S = 300.0

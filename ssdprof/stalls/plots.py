@@ -9,7 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ssdprof.stall_records import KernelStalls, StallReport
+from ssdprof.schema.stalls import KernelStalls, StallReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,7 +27,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.dtypes import dtype_named
 from ssdprof.measure.launches import recorded_launches
 from ssdprof.measure.occupancy import Limits, occupancy
-from ssdprof.stall_records import Launched, Refusal
+from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import call_sites
 from ssdprof.stalls.ncu import RANGE
 from ssdprof.tuning.use import use_file

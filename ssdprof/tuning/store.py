@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ssdprof import __version__, runs
+from ssdprof import __version__, files
 from ssdprof.environment.machine import installed_version, kernels_hash
 from ssdprof.schema import Environment, Gpu
 from ssdprof.tuning.records import Finds, Outcome
@@ -22,7 +22,7 @@ def folder() -> Path:
 
 
 def file_of(gpu: Gpu) -> Path:
-    return folder() / f"{runs.safe_name(gpu.name)}.json"
+    return folder() / f"{files.safe_name(gpu.name)}.json"
 
 
 def load(gpu: Gpu) -> tuple[Finds | None, str]:
@@ -58,8 +58,8 @@ def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise runs.unwritable(file.parent, error) from error
-    runs.write_text(file, finds.model_dump_json(indent=1) + "\n")
+        raise files.unwritable(file.parent, error) from error
+    files.write_text(file, finds.model_dump_json(indent=1) + "\n")
     return file
 
 
@@ -70,7 +70,7 @@ def clear() -> tuple[Path, ...]:
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
-            raise runs.unwritable(file, error) from error
+            raise files.unwritable(file, error) from error
     return gone
 
 

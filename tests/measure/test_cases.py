@@ -3,7 +3,7 @@
 import pytest
 
 from ssdprof.measure.cases import Case, batches_of, groups_of
-from ssdprof.replay import PRECISIONS
+from ssdprof.pipeline.replay import PRECISIONS
 from ssdprof.schema import Precision
 
 RELAXED_FP16 = Precision(intermediates="relaxed", state_dtype="fp16")

@@ -6,7 +6,7 @@ import pytest
 from stalls import synthetic
 
 from ssdprof.schema import Launch, LayerRef, Precision, SSDDims
-from ssdprof.stall_records import Launched, Subject
+from ssdprof.schema.stalls import Launched, Subject
 from ssdprof.stalls import facts
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.raw import Point

@@ -10,10 +10,11 @@ from stalls import synthetic
 from stalls.captures import store_layers
 from typer.testing import CliRunner, Result
 
-from ssdprof import limits, stall_pipeline
 from ssdprof.cli import app
 from ssdprof.errors import ExitCode, MissingCapabilityError
-from ssdprof.stall_records import StallReport
+from ssdprof.pipeline import limits
+from ssdprof.pipeline import stalls as stalls_job
+from ssdprof.schema.stalls import StallReport
 from ssdprof.stalls import ncu
 from ssdprof.stalls.analyse import analyse
 
@@ -48,7 +49,7 @@ def test_json_is_the_whole_record_and_nothing_else(page: Path) -> None:
 def test_markdown_is_written_with_its_pictures_beside_it(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stall_pipeline, "from_files", lambda _: analyse([synthetic.report(synthetic.kernel())]))
+    monkeypatch.setattr(stalls_job, "from_files", lambda _: analyse([synthetic.report(synthetic.kernel())]))
     file = tmp_path / "out" / "stalls.md"
     file.parent.mkdir()
     assert call("--from", str(page), "--markdown", str(file)).exit_code == 0
@@ -112,7 +113,7 @@ def captured(tmp_path: Path) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it was given."""
     from ssdprof.schema import Launch
-    from ssdprof.stall_records import Launched
+    from ssdprof.schema.stalls import Launched
     from ssdprof.stalls import collect
 
     jobs: list[tuple[str, int]] = []
@@ -135,8 +136,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(collect, "launch", launch)
     monkeypatch.setattr(collect, "profile", profile)
-    monkeypatch.setattr(stall_pipeline.ncu, "find", lambda: ncu.Program(Path("ncu"), "2025.3.1.0"))
-    monkeypatch.setattr(stall_pipeline, "open_report", open_report)
+    monkeypatch.setattr(stalls_job.ncu, "find", lambda: ncu.Program(Path("ncu"), "2025.3.1.0"))
+    monkeypatch.setattr(stalls_job, "open_report", open_report)
     return jobs
 
 
@@ -213,7 +214,7 @@ def test_where_ncu_cannot_work_triton_is_asked(
     def none() -> Path:
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
-    monkeypatch.setattr(stall_pipeline.ncu, "find", none)
+    monkeypatch.setattr(stalls_job.ncu, "find", none)
     result = call(str(captured), "--out", str(tmp_path / "o"))
     assert result.exit_code == ExitCode.MISSING_CAPABILITY
     assert len(gpu) == 2
@@ -226,7 +227,8 @@ def test_where_ncu_cannot_work_triton_is_asked(
 def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from report.make import make_report as run_report
 
-    from ssdprof import runs, stall_output
+    from ssdprof import runs
+    from ssdprof.pipeline import stall_files
 
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a"
@@ -234,8 +236,8 @@ def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pyt
         opened.write(run_report())
     without = CliRunner().invoke(app, ["export", str(folder)]).stdout
     assert "stall" not in without
-    (folder / stall_output.FOLDER).mkdir()
-    stall_output.write(folder / stall_output.FOLDER, analyse([synthetic.report(synthetic.kernel())]))
+    (folder / stall_files.FOLDER).mkdir()
+    stall_files.write(folder / stall_files.FOLDER, analyse([synthetic.report(synthetic.kernel())]))
     printed = CliRunner().invoke(app, ["export", str(folder)]).stdout
     assert printed.startswith(without.rstrip("\n"))
     assert "stages and stall reasons" in printed
@@ -250,34 +252,34 @@ def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pyt
     ("text", "words"), [("{", "damaged"), ("[]", "damaged"), ('{"stalls_version": 99}', "version 99"), ("{}", "None")]
 )
 def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    from ssdprof import stall_output
     from ssdprof.errors import BadInputError
+    from ssdprof.pipeline import stall_files
 
     (tmp_path / "stalls.json").write_text(text)
     with pytest.raises(BadInputError, match=words):
-        stall_output.load(tmp_path / "stalls.json")
+        stall_files.load(tmp_path / "stalls.json")
 
 
 def test_a_record_can_be_read_again(tmp_path: Path) -> None:
-    from ssdprof import stall_output
+    from ssdprof.pipeline import stall_files
 
     report = analyse([synthetic.report(synthetic.kernel())])
-    (tmp_path / "stalls.json").write_text(stall_output.dump(report))
-    assert stall_output.load(tmp_path / "stalls.json") == report
+    (tmp_path / "stalls.json").write_text(stall_files.dump(report))
+    assert stall_files.load(tmp_path / "stalls.json") == report
 
 
 def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
     from report.make import make_report as run_report
 
-    from ssdprof.replay import Unwatched
-    from ssdprof.request import CaptureRequest, ModelRequest
+    from ssdprof.pipeline.replay import Unwatched
+    from ssdprof.pipeline.request import CaptureRequest, ModelRequest
     from ssdprof.schema import LayerRef
 
     layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
     run = run_report().model_copy(update={"captured_layers": layers})
     asked = CaptureRequest(model=ModelRequest(model=str(captured)))
     (tmp_path / "run").mkdir()
-    report = stall_pipeline.profile_run(asked, tmp_path / "run", run, Unwatched())
+    report = stalls_job.profile_run(asked, tmp_path / "run", run, Unwatched())
     assert gpu == [("unfused", 5), ("fused", 5)]
     assert report.subject is not None
     assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()

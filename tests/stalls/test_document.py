@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from stalls import synthetic
 
-from ssdprof import stall_output
+from ssdprof.pipeline import stall_files
 from ssdprof.report import markdown, stall_document, terminal
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import designs
 from ssdprof.report.tables import stall_origin
 from ssdprof.report.tables import stalls as tables
-from ssdprof.stall_records import StallReport
+from ssdprof.schema.stalls import StallReport
 from ssdprof.stalls import plots
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.hints import _ADVICE
@@ -195,9 +195,9 @@ def test_averages_of_kernels_stand_side_by_side() -> None:
 
 
 def test_pictures_are_svg_and_the_same_every_time(both: StallReport) -> None:
-    pictures = stall_output.pictures(both)
+    pictures = stall_files.pictures(both)
     assert set(pictures) == {"unfused", "fused", "roofline"}
-    assert pictures == stall_output.pictures(both)
+    assert pictures == stall_files.pictures(both)
     for _, svg in pictures.values():
         root = ElementTree.fromstring(svg)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -216,7 +216,7 @@ def test_a_reason_has_one_colour_in_all_pictures(both: StallReport) -> None:
     """`barrier` is the smaller one in the unfused kernels and the larger one in the fused one."""
     legends = []
     for name in ("unfused", "fused"):
-        svg = stall_output.pictures(both)[name][1]
+        svg = stall_files.pictures(both)[name][1]
         legends.append(re.findall(r"<g id=\"patch_\d+\">\s*<path[^>]*fill: (#\w+)[^>]*>\s*</g>\s*<g id=\"text", svg))
         assert re.findall(r">(wait|barrier)<", svg) == ["barrier", "wait"]
     assert legends[0] == legends[1]

@@ -10,7 +10,7 @@ import pytest
 
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.schema import Precision
-from ssdprof.stall_records import Refusal
+from ssdprof.schema.stalls import Refusal
 from ssdprof.stalls import collect, ncu
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output() -
 
 def test_a_profile_without_a_report_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ssdprof.schema import Launch
-    from ssdprof.stall_records import Launched
+    from ssdprof.schema.stalls import Launched
 
     launched = Launched(
         implementation="fused", variant="hopper", launch_count=1, launches=(Launch(kernel="_k", config={}),)

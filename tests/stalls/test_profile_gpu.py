@@ -9,9 +9,9 @@ from stalls.captures import store_layers
 
 import ssdprof
 from ssdprof.environment.checks import find_ncu
-from ssdprof.replay import Unwatched
+from ssdprof.pipeline.replay import Unwatched
+from ssdprof.pipeline.stalls import StallRequest, profile
 from ssdprof.schema import Precision
-from ssdprof.stall_pipeline import StallRequest, profile
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 

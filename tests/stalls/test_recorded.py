@@ -25,7 +25,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_document import compose
 from ssdprof.report.stall_groups import designs
-from ssdprof.stall_records import KernelStalls, StallReport
+from ssdprof.schema.stalls import KernelStalls, StallReport
 from ssdprof.stalls import read_csv
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.raw import RawReport
@@ -246,13 +246,13 @@ def test_json_is_the_same_everywhere(unpacked: Path, tmp_path: Path) -> None:
 
 
 def test_the_committed_result_is_what_its_record_says() -> None:
-    from ssdprof import stall_output
+    from ssdprof.pipeline import stall_files
 
-    report, folder = stall_output.load(RESULT), RESULT.parent
+    report, folder = stall_files.load(RESULT), RESULT.parent
     assert report.recorded is not None
     assert report.recorded.command[:2] == ("ssdprof", "stalls")
     text = (folder / "stalls.md").read_text(encoding="utf-8")
-    for name, (_, svg) in stall_output.pictures(report).items():
+    for name, (_, svg) in stall_files.pictures(report).items():
         picture = folder / f"stalls-{name}.svg"
         assert picture.name in text
         assert len(picture.read_text(encoding="utf-8")) == pytest.approx(len(svg), rel=0.1)

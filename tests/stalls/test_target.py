@@ -13,7 +13,7 @@ from ssdprof import kernels
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
-from ssdprof.stall_records import Launched, Refusal
+from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import target
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ssdprof.report import format as fmt
 from ssdprof.report.tables import run
 from ssdprof.report.tables.table import Table
-from ssdprof.stall_records import Check, KernelStalls, StallReport
+from ssdprof.schema.stalls import Check, KernelStalls, StallReport
 
 _MARKS = {"failed": "NO"}
 

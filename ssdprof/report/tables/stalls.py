@@ -10,7 +10,7 @@ from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import Design, Share
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import Launch
-from ssdprof.stall_records import KernelStalls, Line, StallReport
+from ssdprof.schema.stalls import KernelStalls, Line, StallReport
 
 _HOTTEST = 10
 _MOST_REASONS = 7

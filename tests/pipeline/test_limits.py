@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ssdprof import limits
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.pipeline import limits
 from ssdprof.schema import LayerRef
 
 GB = 10**9

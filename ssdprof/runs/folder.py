@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.report import json
+from ssdprof.errors import BadInputError
+from ssdprof.files import safe_name, unwritable, why, write_text
+from ssdprof.runs import document
 from ssdprof.schema import RunReport
 
 RUNS = Path("runs")
@@ -35,7 +34,7 @@ class RunFolder:
 
     def write(self, report: RunReport) -> None:
         """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
-        write_text(self.path / REPORT, json.dump(report) + "\n")
+        write_text(self.path / REPORT, document.dump(report) + "\n")
 
     def discard(self) -> None:
         """Take the report back: there is nothing worth keeping."""
@@ -77,9 +76,9 @@ def read(where: str | Path | None) -> tuple[Path, RunReport]:
     """
     file = _report_file(where)
     try:
-        return file.parent, json.load(file.read_text(encoding="utf-8"))
+        return file.parent, document.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{file} cannot be read: {_why(error)}.") from error
+        raise BadInputError(f"{file} cannot be read: {why(error)}.") from error
     except BadInputError as error:
         raise BadInputError(f"{file}: {error.message}", error.hint) from error
 
@@ -91,50 +90,6 @@ def latest() -> Path | None:
     reports = [entry / REPORT for entry in RUNS.iterdir() if (entry / REPORT).is_file()]
     newest = max(reports, key=lambda file: (file.stat().st_mtime_ns, file.parent.name), default=None)
     return newest.parent if newest else None
-
-
-def write_text(file: Path, text: str, *, replace: bool = True) -> None:
-    """Write a whole file or none of it: a temporary file beside it, flushed to the disk, then renamed.
-
-    replace: False refuses a file that exists.
-    Raises BadInputError if it exists or its folder does not; MissingCapabilityError if it cannot be written.
-    """
-    check_target(file, replace=replace)
-    try:
-        if file.exists() and not file.is_file():  # a pipe or a device: there is nothing to replace
-            file.write_text(text, encoding="utf-8")
-        else:
-            _replace(file.resolve(), text)
-    except OSError as error:
-        raise unwritable(file, error) from error
-
-
-def check_target(file: Path, *, replace: bool) -> None:
-    """What `write_text` raises BadInputError for, before there is something to write."""
-    if file.is_dir():
-        raise BadInputError(f"{file} is a folder.", "Name a file.")
-    if not file.parent.is_dir():
-        raise BadInputError(f"There is no folder {file.parent}.", "Create it, or write somewhere else.")
-    if file.is_file() and not replace:
-        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name with -o.")
-
-
-def unwritable(path: Path, error: OSError) -> MissingCapabilityError:
-    """What the user is told when `path` cannot be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MissingCapabilityError(
-            f"The disk is full: {path} could not be written.",
-            "Free some space, or write to another disk.  What was written before is whole.",
-        )
-    return MissingCapabilityError(
-        f"{path} cannot be written: {_why(error)}.", "Check the permissions, or write somewhere else."
-    )
-
-
-def safe_name(model: str) -> str:
-    """The last part of a model's name as part of a folder's name: letters, digits, '.', '_' and '-'."""
-    last = model.rstrip("/").rsplit("/", 1)[-1]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
 
 def _unused(path: Path) -> Path:
@@ -172,24 +127,3 @@ def _take(lock: int, path: Path) -> None:
         raise BadInputError(
             f"Another run is writing into {path}.", "Wait for it to end, or name another folder with --out."
         ) from error
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself survives a power cut
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()

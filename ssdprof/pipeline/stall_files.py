@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ssdprof import runs
+from ssdprof import files
 from ssdprof.errors import BadInputError
 from ssdprof.report import markdown, stall_document
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import Share, designs
-from ssdprof.stall_records import STALLS_VERSION, StallReport
+from ssdprof.schema.stalls import STALLS_VERSION, StallReport
 from ssdprof.stalls import plots
 
 FOLDER = "stalls"  # in a run's folder
@@ -53,18 +53,18 @@ def appendix(folder: Path, target: Path | None) -> str:
 
 def write(folder: Path, report: StallReport) -> None:
     """Everything, into a folder that exists: what was there before is replaced."""
-    runs.write_text(folder / RECORD, dump(report) + "\n")
+    files.write_text(folder / RECORD, dump(report) + "\n")
     write_markdown(folder / DOCUMENT, report)
 
 
 def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
     """A Markdown file, and its pictures beside it: FILE-roofline.svg and a FILE-<design>.svg for each design.
 
-    Raises what `runs.write_text` raises.
+    Raises what `files.write_text` raises.
     """
-    runs.check_target(file, replace=replace)
+    files.check_target(file, replace=replace)
     document = stall_document.compose(report, _write_pictures(file, report))
-    runs.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
+    files.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
 
 
 def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
@@ -72,7 +72,7 @@ def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
     figures = {}
     for name, (title, svg) in pictures(report).items():
         picture = file.with_name(f"{file.stem}-{name}.svg")
-        runs.write_text(picture, svg)
+        files.write_text(picture, svg)
         figures[title] = picture.name
     return figures
 
@@ -88,7 +88,7 @@ def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
         title = f"{design.name}: stages and stall reasons"
         bars = {_label(name): share.reasons for name, share in design.stages.items()}
         picture = plots.stages(bars, title, [reason for reason, _ in every.most])
-        found[runs.safe_name(design.name.lstrip("_"))] = (title, picture)
+        found[files.safe_name(design.name.lstrip("_"))] = (title, picture)
     roofline = plots.roofline(report)
     return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
 

@@ -1,6 +1,6 @@
 """The JSON report: what is dumped loads, keeps to the published schema, and anything else is refused."""
 
-import json as stdlib_json
+import json
 import math
 
 import jsonschema
@@ -8,7 +8,7 @@ import pytest
 from report.make import failed, make_report
 
 from ssdprof.errors import BadInputError
-from ssdprof.report import json
+from ssdprof.runs import document as run_document
 from ssdprof.schema import SCHEMA_VERSION
 
 REPORTS = {
@@ -25,8 +25,8 @@ def no_constants(name):
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_report_keeps_to_the_published_schema(name):
-    schema = stdlib_json.loads(json.SCHEMA_FILE.read_text(encoding="utf-8"))
-    document = stdlib_json.loads(json.dump(REPORTS[name]()), parse_constant=no_constants)
+    schema = json.loads(run_document.SCHEMA_FILE.read_text(encoding="utf-8"))
+    document = json.loads(run_document.dump(REPORTS[name]()), parse_constant=no_constants)
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(document, schema, cls=jsonschema.Draft202012Validator)
 
@@ -34,28 +34,28 @@ def test_a_report_keeps_to_the_published_schema(name):
 @pytest.mark.parametrize("name", ["gpu", "cpu", "partial"])
 def test_what_is_dumped_loads(name):
     report = REPORTS[name]()
-    assert json.load(json.dump(report)) == report
+    assert run_document.load(run_document.dump(report)) == report
 
 
 def test_nan_survives():
-    deviation = json.load(json.dump(REPORTS["nan"]())).cases[0].accuracy[0].vs_oracle
+    deviation = run_document.load(run_document.dump(REPORTS["nan"]())).cases[0].accuracy[0].vs_oracle
     assert math.isnan(deviation.rms_ratio)
     assert deviation.max_abs == math.inf
     assert deviation.first_nonfinite == (0, 777, 5, 9)
 
 
 def test_the_published_schema_is_the_generated_one():
-    assert json.SCHEMA_FILE.read_text(encoding="utf-8") == json.schema_text(), (
-        "write it anew: python -c 'from ssdprof.report import json; json.SCHEMA_FILE.write_text(json.schema_text())'"
+    assert run_document.SCHEMA_FILE.read_text(encoding="utf-8") == run_document.schema_text(), (
+        "write it anew: python -c 'from ssdprof.runs.document import *; SCHEMA_FILE.write_text(schema_text())'"
     )
-    assert json.SCHEMA_FILE.name == f"schema-v{SCHEMA_VERSION}.json"
+    assert run_document.SCHEMA_FILE.name == f"report-v{SCHEMA_VERSION}.json"
 
 
 @pytest.mark.parametrize("change", [{"schema_version": 2}, {"state": "done"}, {"surprise": 1}, {"cases": [{}]}])
 def test_the_schema_refuses_another_document(change):
-    document = {**stdlib_json.loads(json.dump(make_report(layers=(0,)))), **change}
+    document = {**json.loads(run_document.dump(make_report(layers=(0,)))), **change}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, json.schema())
+        jsonschema.validate(document, run_document.schema())
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_the_schema_refuses_another_document(change):
 )
 def test_what_is_no_report_is_refused(text, message):
     with pytest.raises(BadInputError, match=message) as caught:
-        json.load(text)
+        run_document.load(text)
     assert caught.value.hint
     assert caught.value.exit_code == 2
 
 
 def test_a_timing_on_a_failed_case_is_refused():
-    document = stdlib_json.loads(json.dump(make_report(layers=(0,))))
+    document = json.loads(run_document.dump(make_report(layers=(0,))))
     document["cases"][0]["status"] = "inaccurate"
     with pytest.raises(BadInputError, match=r"damaged at cases\.0.*a timing belongs only to a case that passed"):
-        json.load(stdlib_json.dumps(document))
+        run_document.load(json.dumps(document))

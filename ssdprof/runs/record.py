@@ -8,28 +8,27 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ssdprof import __version__, environment
-from ssdprof.notes import notes
 from ssdprof.progress import Watcher
-from ssdprof.request import Recording
-from ssdprof.runs import RunFolder
+from ssdprof.runs.folder import RunFolder
+from ssdprof.runs.notes import notes
 from ssdprof.schema import CaseResult, CheckpointRef, LayerRef, Prompt, RunReport
 
 
 def draft(
     folder: RunFolder,
-    recording: Recording,
+    command: tuple[str, ...],
     ref: CheckpointRef,
     prompts: Sequence[Prompt],
     segment_length: int,
     *,
     remarks: Sequence[str] = (),
 ) -> RunReport:
-    """The report of a run that is about to start.  remarks: to add to its notes."""
+    """The report of a run that is about to start.  command: as typed.  remarks: to add to its notes."""
     return RunReport(
         ssdprof_version=__version__,
         run_id=folder.path.resolve().name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=recording.command,
+        command=command,
         state="partial",
         checkpoint=ref,
         environment=environment.collect(),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ssdprof import kernels, replay
+from ssdprof import kernels
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.kernels.precision import Precision as KernelPrecision
@@ -16,7 +16,8 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Recording, Run
-from ssdprof.replay import PRECISIONS, LayerReplay, ReplayOptions, replay_layer
+from ssdprof.pipeline import replay
+from ssdprof.pipeline.replay import PRECISIONS, LayerReplay, ReplayOptions, replay_layer
 from ssdprof.schema import CaseResult, Ceilings, LayerRef, Precision
 
 LAYER = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")

@@ -13,7 +13,7 @@ from pydantic_core import core_schema
 from ssdprof.errors import BadInputError
 from ssdprof.schema import SCHEMA_VERSION, RunReport
 
-SCHEMA_FILE = Path(__file__).with_name(f"schema-v{SCHEMA_VERSION}.json")  # published; equal to schema_text()
+SCHEMA_FILE = Path(__file__).with_name(f"report-v{SCHEMA_VERSION}.json")  # published; equal to schema_text()
 _AGAIN = "Use the ssdprof that wrote it, or run again."
 
 

@@ -1,4 +1,4 @@
-"""The way of the data of `ssdprof stalls`: captured tensors -> ncu -> records -> files beside the run.
+"""`ssdprof stalls`: captured tensors -> ncu -> records -> files beside the run.
 
 locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read -> analyse
 """
@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 
-from ssdprof import environment, limits, pipeline, runs, stall_output
+from ssdprof import environment, runs
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.pipeline import limits, stall_files
+from ssdprof.pipeline.capture import capture
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Watcher
-from ssdprof.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, Precision, RunReport, SSDDims
-from ssdprof.stall_records import Launched, Recorded, StallReport, Subject
+from ssdprof.schema.stalls import Launched, Recorded, StallReport, Subject
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report
@@ -92,7 +94,7 @@ def profile_run(
         prompt=replace(asked.prompt, seqlens=(max(prompt.seqlen for prompt in report.prompts),)),
     )
     request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned, command=report.command)
-    with _made(folder / stall_output.FOLDER, overwrite=False) as out, ExitStack() as stack:
+    with _made(folder / stall_files.FOLDER, overwrite=False) as out, ExitStack() as stack:
         if stored is not None:
             captured = _stored(stored, request)
         else:
@@ -120,7 +122,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
         ),
         missing=found.missing,
     )
-    stall_output.write(folder, report)
+    stall_files.write(folder, report)
     return report
 
 
@@ -186,12 +188,12 @@ def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
 def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterator[Path]:
     """The folder for what is found."""
     if request.out is None and run is not None:
-        with _made(run[0] / stall_output.FOLDER, overwrite=request.overwrite) as folder:
+        with _made(run[0] / stall_files.FOLDER, overwrite=request.overwrite) as folder:
             yield folder
         return
     with (
         runs.opened(request.out, request.where or "model") as opened,
-        _made(opened.path / stall_output.FOLDER, overwrite=request.overwrite) as folder,
+        _made(opened.path / stall_files.FOLDER, overwrite=request.overwrite) as folder,
     ):
         yield folder
 
@@ -199,7 +201,7 @@ def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterat
 @contextmanager
 def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder that is removed again if nothing was written into it."""
-    if (folder / stall_output.RECORD).exists() and not overwrite:
+    if (folder / stall_files.RECORD).exists() and not overwrite:
         raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
     folder.mkdir(exist_ok=True)
     try:
@@ -224,7 +226,7 @@ def _captured(request: StallRequest, run: tuple[Path, RunReport] | None, watcher
 @contextmanager
 def _captured_anew(wanted: CaptureRequest, request: StallRequest, watcher: Watcher) -> Iterator[Captured]:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
-        folder, _ = pipeline.capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        folder, _ = capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
         yield _stored(folder, request)
 
 

@@ -9,7 +9,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from ssdprof.schema import Environment, Launch, LayerRef, Precision, Record, SSDDims
+from ssdprof.schema.base import Precision, Record
+from ssdprof.schema.checkpoint import LayerRef
+from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.machine import Environment
+from ssdprof.schema.speed import Launch
 
 STALLS_VERSION = 1
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ssdprof.schema import CheckpointRef, LayerRef, Record
+from ssdprof.schema.base import Record
+from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
 
 
 class PlannedFile(Record):

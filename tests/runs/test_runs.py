@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof import runs
+from ssdprof import files, runs
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.schema import CheckpointRef, Environment, RunReport
 
@@ -62,7 +62,7 @@ def store(name: str) -> None:
     ],
 )
 def test_a_folder_is_named_after_the_model_in_harmless_letters(model: str, expected: str) -> None:
-    assert runs.safe_name(model) == expected
+    assert files.safe_name(model) == expected
 
 
 def test_names_sort_by_time_and_never_collide() -> None:
@@ -180,32 +180,32 @@ def test_a_full_disk_leaves_the_report_before(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 def test_a_device_is_written_to_and_not_replaced() -> None:
     with pytest.raises(MissingCapabilityError, match="disk is full"):
-        runs.write_text(Path("/dev/full"), "text", replace=False)
+        files.write_text(Path("/dev/full"), "text", replace=False)
     assert Path("/dev/full").is_char_device()
 
 
 def test_a_file_is_overwritten_only_when_told() -> None:
     file = Path("report.md")
-    runs.write_text(file, "one", replace=False)
+    files.write_text(file, "one", replace=False)
     with pytest.raises(BadInputError, match=r"report\.md exists") as caught:
-        runs.write_text(file, "two", replace=False)
+        files.write_text(file, "two", replace=False)
     assert "--force" in caught.value.hint
     assert file.read_text() == "one"
-    runs.write_text(file, "two")
+    files.write_text(file, "two")
     assert file.read_text() == "two"
 
 
 def test_a_link_is_followed() -> None:
     Path("real.md").write_text("one")
     Path("link.md").symlink_to("real.md")
-    runs.write_text(Path("link.md"), "two")
+    files.write_text(Path("link.md"), "two")
     assert Path("link.md").is_symlink()
     assert Path("real.md").read_text() == "two"
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(BadInputError, match="no folder nowhere"):
-        runs.write_text(Path("nowhere/report.md"), "text")
+        files.write_text(Path("nowhere/report.md"), "text")
 
 
 def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

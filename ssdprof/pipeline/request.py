@@ -44,7 +44,7 @@ class CaptureRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class Keep:
     """How a run is kept.  out: its folder; None makes one under runs/.  command: as typed."""
 
     out: Path | None = None

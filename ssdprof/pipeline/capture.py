@@ -1,0 +1,28 @@
+"""Store the operators' inputs of a model's layers, without replaying them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ssdprof.capture import store
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.model import find, load, run_model, store_in
+from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.progress import Watcher
+from ssdprof.schema import CaptureManifest
+
+
+def capture(
+    request: CaptureRequest, out: Path | None, *, overwrite: bool, watcher: Watcher
+) -> tuple[Path, CaptureManifest]:
+    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest."""
+    subject = find(request)
+    loaded = load(request, subject, watcher)
+    folder = out or store.default_folder(subject.ref, loaded.prompts, subject.layers)
+    with (
+        limits.memory_errors(),
+        store_in(folder, subject, loaded, overwrite=overwrite) as writer,
+        watcher.step("Capturing layers", len(subject.layers) * len(loaded.ids)) as advance,
+    ):
+        run_model(subject, loaded, writer.add, lambda _: advance(1))
+    return folder, writer.manifest

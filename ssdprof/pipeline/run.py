@@ -1,0 +1,125 @@
+"""`ssdprof run`: from a model or stored captures to a report.
+
+locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> record
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ssdprof import runs
+from ssdprof.capture import CapturedLayer, select_layers, store
+from ssdprof.environment import ClockWatch
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.memory import forget_peak, peak_bytes
+from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.model import OnLayer, find, load, run_model, store_in
+from ssdprof.pipeline.replay import ReplayOptions, replay_layer
+from ssdprof.pipeline.request import CaptureRequest, Keep, ModelRequest
+from ssdprof.progress import Watcher
+from ssdprof.runs.record import Recorder, draft, recorded
+from ssdprof.schema import CheckpointRef, LayerRef, Precision, RunReport
+
+
+def run(
+    request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher
+) -> tuple[Path, RunReport]:
+    """Capture a model's SSD layers on each prompt and replay them.  Returns the run's folder and its report."""
+    if store.is_capture(Path(request.model.model).expanduser()):
+        return _run_stored(request, precisions, keep, watcher)
+    with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
+        subject = find(request)
+        _refuse_gdn(subject.ref, subject.layers)
+        limits.check_replay(subject.seqlens)
+        loaded = load(request, subject, watcher)
+        report = draft(folder, keep.command, subject.ref, loaded.prompts, max(loaded.segment_lengths))
+        recorder = stack.enter_context(recorded(folder, report, watcher))
+        count = len(subject.layers) * len(loaded.ids)
+        replay = stack.enter_context(_replaying(recorder, precisions, watcher, count))
+        if keep.save_captures:
+            writer = stack.enter_context(store_in(folder.captures, subject, loaded))
+            run_model(subject, loaded, writer.add, replay)
+        else:
+            run_model(subject, loaded, replay)
+    return folder.path, recorder.report
+
+
+def _run_stored(
+    request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher
+) -> tuple[Path, RunReport]:
+    """Replay stored captures: `request.model.model` is their folder."""
+    plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
+    if request != plain or keep.save_captures:
+        raise BadInputError(
+            f"{request.model.model} holds stored captures: their model, prompt and segments are what they are.",
+            "Only --layers, --dtypes, --states and --out go with stored captures.",
+        )
+    manifest, load_layer = store.load(Path(request.model.model).expanduser())
+    layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
+    chosen = [stored for stored in manifest.layers if stored.layer in layers]
+    if not chosen:
+        raise BadInputError(f"{request.model.model} holds no layer: its capture was broken off.", "Capture again.")
+    _refuse_gdn(manifest.checkpoint, layers)
+    limits.check_replay([stored.seqlen for stored in chosen])
+    remarks = () if manifest.complete else ("The stored capture was broken off: it may lack layers or prompts.",)
+    with runs.opened(keep.out, manifest.checkpoint.repo_id) as folder:
+        report = draft(
+            folder, keep.command, manifest.checkpoint, manifest.prompts, manifest.segment_length, remarks=remarks
+        )
+        with (
+            recorded(folder, report, watcher) as recorder,
+            _replaying(recorder, precisions, watcher, len(chosen)) as replay,
+        ):
+            for stored in chosen:
+                replay(load_layer(stored, limits.device()))
+    return folder.path, recorder.report
+
+
+def _refuse_gdn(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:
+    if any(layer.operator == "gdn" for layer in layers):
+        raise BadInputError(
+            f"{ref.repo_id} has Gated-DeltaNet layers: their inputs can be captured, but their replay comes with a "
+            "later version.",
+            "Use 'ssdprof capture' for now, or run a model with Mamba-2 layers.",
+        )
+
+
+@contextmanager
+def _replaying(
+    recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int
+) -> Iterator[OnLayer]:
+    """The context's value replays a layer and records what comes out."""
+    gpu = limits.device() if limits.device().type == "cuda" else None
+    with (
+        limits.memory_errors(),
+        # In the interpreter NumPy would warn of lanes that a kernel masks.  Outputs are checked for NaN in any case.
+        np.errstate(invalid="ignore", over="ignore"),
+        ClockWatch() as clocks,
+        watcher.step("Replaying", layers, unit="layers") as advance,
+    ):
+        if gpu:
+            recorder.update(ceilings=measure_ceilings(gpu))
+            forget_peak(gpu)
+        options = ReplayOptions(
+            precisions=precisions,
+            ceilings=recorder.report.ceilings,
+            watcher=watcher,
+            on_case=recorder.finished,
+            on_timed=clocks.poll,
+        )
+
+        def replay(captured: CapturedLayer) -> None:
+            assert isinstance(captured.inputs, SSDInputs)
+            recorder.captured(captured.layer)
+            replay_layer(captured.layer, captured.inputs, options)
+            if gpu:
+                recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))
+            advance(1)
+
+        yield replay

@@ -1,0 +1,47 @@
+"""What crosses a stage border: plain records that are stored as JSON.  Imports no torch.
+
+checkpoint -> capture -> replay -> measure -> report.  Shapes use the letters of `docs/glossary.md`; units are in the
+names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `schema.plan`.
+"""
+
+from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, Operator, Precision, Record
+from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
+from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.machine import Clocks, Environment, Gpu
+from ssdprof.schema.run import CaseResult, RunReport, Status
+from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "TOLERANCES",
+    "CaptureManifest",
+    "CaseResult",
+    "Ceilings",
+    "CheckpointRef",
+    "Clocks",
+    "DType",
+    "Deviation",
+    "Environment",
+    "Gpu",
+    "Intermediates",
+    "Interval",
+    "Launch",
+    "LayerCapture",
+    "LayerRef",
+    "Match",
+    "Memory",
+    "Operator",
+    "Precision",
+    "Prompt",
+    "Record",
+    "Roofline",
+    "RunReport",
+    "SSDDims",
+    "Speedup",
+    "Status",
+    "TensorAccuracy",
+    "TensorRecord",
+    "Timing",
+]

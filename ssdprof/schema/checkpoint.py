@@ -1,0 +1,36 @@
+"""What ran: a checkpoint, its layers and the prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ssdprof.schema.base import Operator, Record
+
+
+class LayerRef(Record):
+    index: int  # position among the model's decoder layers
+    name: str  # module path in the full model, "model.layers.3.mamba"
+    operator: Operator
+
+
+class CheckpointRef(Record):
+    requested: str  # what the user typed
+    source: Literal["hub", "local", "demo"]
+    repo_id: str  # hub id, folder name, "demo" or "demo-gdn"
+    revision: str | None  # commit hash on the hub
+    model_type: str
+    layers: tuple[LayerRef, ...]  # every SSD or GDN layer of the model
+    layer_count: int  # all decoder layers
+    siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
+    quantization: str | None = None  # quant_method; its error is then part of the captured values
+    trained_context: int | None = None
+    random_weights: bool = False  # the config says that nothing was trained
+
+
+class Prompt(Record):
+    kind: Literal["default", "file", "random"]
+    source: str  # which text, in words: never a path
+    tokenizer: str
+    seqlen: int
+    batch: int = 1
+    token_sha256: str  # of the little-endian int64 ids

@@ -1,0 +1,65 @@
+"""A run: its cases, and everything that a report needs to be trusted."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from ssdprof.schema.accuracy import TensorAccuracy
+from ssdprof.schema.base import SCHEMA_VERSION, Precision, Record
+from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.machine import Clocks, Environment
+from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
+
+Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
+
+
+class CaseResult(Record):
+    """One layer's capture, replayed through one implementation at one precision."""
+
+    layer: LayerRef
+    dims: SSDDims
+    implementation: str
+    variant: str  # which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
+    precision: Precision
+    status: Status
+    reason: str = ""
+    plan: str = ""  # why this kernel and this configuration
+    accuracy: tuple[TensorAccuracy, ...] = ()
+    timing: Timing | None = None
+    speedup: Speedup | None = None
+    roofline: Roofline | None = None
+    memory: Memory | None = None
+    launches: tuple[Launch, ...] = ()
+
+    @model_validator(mode="after")
+    def _no_number_without_a_match(self) -> CaseResult:
+        if self.status != "passed" and (self.timing or self.speedup):
+            raise ValueError("a timing belongs only to a case that passed")
+        return self
+
+
+class RunReport(Record):
+    schema_version: int = SCHEMA_VERSION
+    ssdprof_version: str
+    run_id: str  # name of the run's folder
+    created: str  # ISO 8601, UTC
+    command: tuple[str, ...]  # as typed, without tokens
+    state: Literal["complete", "partial"]
+    checkpoint: CheckpointRef
+    environment: Environment
+    prompts: tuple[Prompt, ...]
+    captured_layers: tuple[LayerRef, ...]
+    segment_length: int
+    model_peak_bytes: int | None = None  # GPU memory while the model ran and layers were replayed
+    clocks: Clocks | None = None
+    ceilings: Ceilings | None = None
+    cases: tuple[CaseResult, ...]
+    baseline: str = "unfused"
+    notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
+
+    @property
+    def passed(self) -> bool:
+        return self.state == "complete" and all(case.status in ("passed", "refused") for case in self.cases)

@@ -1,0 +1,61 @@
+"""How fast a call is, what it could be, and what it took of the GPU."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ssdprof.schema.base import Record
+
+
+class Interval(Record):
+    """A bootstrap confidence interval of 95 %."""
+
+    low: float
+    high: float
+
+
+class Timing(Record):
+    call_median_us: float  # what a Python caller waits for
+    device_median_us: float  # CUDA graph replay
+    call_interval_us: Interval
+    device_interval_us: Interval
+    samples: int
+
+
+class Speedup(Record):
+    baseline: str
+    call_ratio: float
+    call_interval: Interval
+    device_ratio: float
+    device_interval: Interval
+    verdict: Literal["faster", "slower", "no difference"]  # by device time
+
+
+class Roofline(Record):
+    bytes_moved: int  # every input read once, every output written once
+    flops: int
+    floor_us: float
+    bound: Literal["memory", "compute"]
+    floor_pct: float  # floor_us / device_median_us * 100
+
+
+class Ceilings(Record):
+    """Measured on the same GPU in the same run."""
+
+    copy_gb_per_s: float  # bytes read + written
+    matmul_tflops: float
+
+
+class Launch(Record):
+    """One kernel as it ran."""
+
+    kernel: str
+    config: dict[str, int | str | bool]
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+
+
+class Memory(Record):
+    peak_bytes: int  # allocated by the call, outputs included
+    workspace_bytes: int  # beyond the outputs
