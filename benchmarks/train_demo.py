@@ -1,6 +1,6 @@
 """Train one of the demo models that ship with ssdprof, on one CPU core.
 
-    python benchmarks/train_demo.py {demo,demo-gdn} [--out FOLDER] [--steps N]
+    python benchmarks/train_demo.py {demo,demo-gdn} [--out FOLDER] [--steps N] [--judge]
 
 Both are byte-level hybrids: `demo` has four Mamba-2 layers and one attention layer in the granitemoehybrid format,
 `demo-gdn` three gated-delta-rule layers and one attention layer in the qwen3_next format.  They are trained on
@@ -270,25 +270,32 @@ def save(model: torch.nn.Module, name: str, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def judge(name: str, folder: Path) -> None:
+    """Print what the weights in `folder` and the bigram model need on the held-out text."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    print(f"held-out text, {name}: {model_bits_per_byte(model, text.held_out()):.3f} bits per byte")
+    print(f"held-out text, bigram: {best_bigram_bits_per_byte(text.training(), text.held_out()):.3f} bits per byte")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     package = Path(__file__).parent.parent / "ssdprof" / "checkpoint"
     parser.add_argument("name", choices=CONFIGS, help="which demo model")
-    parser.add_argument("--out", type=Path, help="where to write (default: the package)")
+    parser.add_argument("--out", type=Path, help="the model's folder (default: in the package)")
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps of 4096 bytes (default: 1200)")
+    parser.add_argument("--judge", action="store_true", help="train nothing: only measure what the folder holds")
     arguments = parser.parse_args()
     name, folder = arguments.name, arguments.out or package / arguments.name
     torch.set_num_threads(1)
-    model = new_model(name)
-    print(f"{sum(p.numel() for p in model.parameters())} parameters")
-    with lean_operator(name):
-        for step in train(model, arguments.steps):
-            if step % SAVE_EVERY == 0:
-                save(model, name, folder)
-    save(model, name, folder)
-    shipped = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    print(f"held-out text, {name}: {model_bits_per_byte(shipped, text.held_out()):.3f} bits per byte")
-    print(f"held-out text, bigram: {best_bigram_bits_per_byte(text.training(), text.held_out()):.3f} bits per byte")
+    if not arguments.judge:
+        model = new_model(name)
+        print(f"{sum(p.numel() for p in model.parameters())} parameters")
+        with lean_operator(name):
+            for step in train(model, arguments.steps):
+                if step % SAVE_EVERY == 0:
+                    save(model, name, folder)
+        save(model, name, folder)
+    judge(name, folder)
 
 
 if __name__ == "__main__":
