@@ -4,6 +4,7 @@ One head of one sequence, as in the document.  Letters are the document's; a tes
 each from the one before, never from the reference's own tensors.
 """
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -296,3 +297,29 @@ def test_a_stretch_maps_the_state_affinely() -> None:
     _, final = oracle(inputs)
     torch.testing.assert_close(M @ head.initial_state + N, final, **TOLERANCE)
     assert torch.linalg.matrix_norm(M, 2) <= head.g.sum().exp() * (1 + 1e-12)
+
+
+# --- the inverse
+
+
+@pytest.mark.parametrize("collinear", [0.0, 0.9, 0.999])
+def test_entries_of_the_inverse_are_bounded(collinear: float) -> None:
+    """(29), and what follows from it: no entry beyond beta, however similar the keys are."""
+    head, _ = drawn(length=CHUNK, collinear=collinear)
+    A = gate_free_inverse(head)
+    for j in range(CHUNK):
+        written = head.k[j]
+        for i in range(j + 1, CHUNK):
+            torch.testing.assert_close(A[i, j], -head.beta[i] * (head.k[i] @ written), **TOLERANCE)
+            written = written - head.beta[i] * head.k[i] * (head.k[i] @ written)
+    below = A.tril(-1).abs().amax(1)
+    assert (below <= head.beta * (1 + 1e-9)).all()
+
+
+def test_powers_of_the_system_are_not() -> None:
+    """(30): equal keys and beta = 1 in a chunk of 64."""
+    L = torch.ones(64, 64, dtype=torch.float64).tril(-1)
+    power = torch.linalg.matrix_power(L, 32)
+    assert power[63, 0] == pytest.approx(math.comb(62, 31))
+    assert math.comb(62, 31) == pytest.approx(4.7e17, rel=0.02)
+    assert set(solve_tril(L).unique().tolist()) == {-1.0, 0.0, 1.0}
