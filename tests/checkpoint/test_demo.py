@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
 from ssdprof.capture import text
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.sites import find_sites
 from ssdprof.checkpoint.located import DEMOS
+from ssdprof.kernels.gdn.inputs import GDNInputs
 
 REPOSITORY = Path(__file__).parents[2]
 SLICE = 16384  # bytes of held-out text; all of it takes too long here
@@ -81,6 +84,26 @@ def test_the_gdn_demo_shares_keys_and_has_wider_values() -> None:
     config = json.loads((DEMOS["demo-gdn"] / "config.json").read_text())
     assert config["linear_num_value_heads"] == 2 * config["linear_num_key_heads"]
     assert config["linear_value_head_dim"] == 2 * config["linear_key_head_dim"]
+
+
+def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
+    """In every layer some head forgets within bytes and another remembers for a while, and beta uses its range."""
+    model = AutoModelForCausalLM.from_pretrained(DEMOS["demo-gdn"], dtype=torch.float32).eval()
+    seen: list[GDNInputs] = []
+
+    def observe(call: OperatorCall) -> Result:
+        seen.append(call.inputs)
+        return call.run_original()
+
+    with torch.no_grad(), intercept(find_sites(model), observe):
+        model(torch.tensor([list(text.held_out()[:2048])]), use_cache=False)
+    assert len(seen) == 3
+    for inputs in seen:
+        half_lives = math.log(2) / -inputs.g[0].mean(0)
+        assert half_lives.min() < 5
+        assert half_lives.max() > 10
+        low, high = inputs.beta.float().quantile(torch.tensor([0.01, 0.99]))
+        assert high - low > 0.5
 
 
 def test_its_token_ids_are_bytes(folder: Path) -> None:
