@@ -2,9 +2,9 @@
 
     python benchmarks/record_segments.py FILE
 
-Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `hopper_segments.cut` thinks of, for
+Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` thinks of, for
 three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  Constants of
-`hopper_segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
+`segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ssdprof.bench.grid import Cell, Tokens
 from ssdprof.bench.inputs import draw
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count, program_count
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper_segments import Segments, candidates, ceil_div
-from ssdprof.kernels.ssd.hopper_shared import CHUNK
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.rings import CHUNK
+from ssdprof.kernels.ssd.hopper.segments import Segments, candidates, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import CudaBench
 

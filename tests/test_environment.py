@@ -51,16 +51,31 @@ def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
     assert watch.clocks is None
 
 
-def test_the_hash_is_that_of_the_kernels_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = machine.kernels_hash()
-    assert before == machine.kernels_hash()
-    copy = tmp_path / "kernels"
-    (copy / "ssd").mkdir(parents=True)
-    (copy / "ssd" / "fused_hopper.py").write_text("one")
-    monkeypatch.setattr(machine, "files", lambda _: copy)
-    one = machine.kernels_hash()
-    (copy / "ssd" / "fused_hopper.py").write_text("two")
-    assert len({before, one, machine.kernels_hash()}) == 3
+def test_the_hash_is_that_of_all_sources_of_an_operators_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those in sub-folders, and those that operators share; another operator's do not count."""
+    assert machine.kernels_hash("ssd") == machine.kernels_hash("ssd") != machine.kernels_hash("gdn")
+    monkeypatch.setattr(machine, "files", lambda _: tmp_path)
+    counts = [Path("_launch.py"), Path("ssd", "fused.py"), Path("ssd", "hopper", "kernel.py")]
+    for file in (*counts, Path("gdn", "fused.py")):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("one")
+    seen = [machine.kernels_hash("ssd")]
+    for file in counts:
+        (tmp_path / file).write_text("two")
+        seen.append(machine.kernels_hash("ssd"))
+    (tmp_path / "ssd" / "hopper" / "kernel.py").rename(tmp_path / "ssd" / "hopper" / "moved.py")
+    seen.append(machine.kernels_hash("ssd"))
+    assert len(set(seen)) == len(seen)
+    (tmp_path / "gdn" / "fused.py").write_text("two")
+    assert machine.kernels_hash("ssd") == seen[-1]
+
+
+@pytest.mark.parametrize("operator", ["sdd", ""])
+def test_an_operator_without_kernels_has_no_hash(operator: str) -> None:
+    with pytest.raises(ValueError, match="no kernels of an operator"):
+        machine.kernels_hash(operator)
 
 
 # --- clocks

@@ -88,7 +88,7 @@ def test_every_part_has_a_rule() -> None:
 def test_no_kernel_imports_its_reference_or_the_reverse() -> None:
     for reference in (PACKAGE / "kernels").rglob("reference.py"):
         family = module_name(reference.parent / "__init__.py")
-        for file in reference.parent.glob("*.py"):
+        for file in reference.parent.rglob("*.py"):
             if file == reference:
                 kernels = {name for name in imports(file) if name.startswith(f"{family}.") and has_kernel(name)}
                 assert not kernels, f"{file.relative_to(ROOT)} imports {kernels}"
@@ -97,7 +97,9 @@ def test_no_kernel_imports_its_reference_or_the_reverse() -> None:
 
 
 def has_kernel(module: str) -> bool:
-    return "@triton.jit" in ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    path = ROOT.joinpath(*module.split("."))
+    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    return any("@triton.jit" in file.read_text(encoding="utf-8") for file in files)
 
 
 def test_no_environment_variable_reaches_a_kernel() -> None:

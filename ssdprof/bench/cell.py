@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 
 from ssdprof.bench.contenders import Contender
-from ssdprof.bench.judge import Judged, still_right
-from ssdprof.bench.schema import BenchCase, Kernel, Trial
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.faults import blaming
+from ssdprof.bench.judge import Judged, objection_to
+from ssdprof.bench.schema import BenchCase, ChunkTrial, Kernel
+from ssdprof.measure.engine import Timed, device_times, time_verified
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.measure.roofline import roofline
-from ssdprof.measure.sampling import SamplingPlan, sample_in_turns
-from ssdprof.measure.timing import Bench, CaptureError, Sampled, time_in_turns
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import Bench, Sampled
 from ssdprof.schema import Ceilings, Launch, Speedup
 
 TRIALS = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5, seconds=math.inf)
@@ -40,84 +38,75 @@ class Choice:
 
     contender: Contender
     judged: Judged
-    trials: tuple[Trial, ...]
+    trials: tuple[ChunkTrial, ...]
 
 
 def time_cell(
-    inputs: SSDInputs, contenders: Sequence[Contender], judged: Sequence[Judged], watch: Stopwatch
+    inputs: Any, contenders: Sequence[Contender], judged: Sequence[Judged], watch: Stopwatch
 ) -> tuple[BenchCase, ...]:
     """A case for each contender, in their order.  judged: every entry of theirs, on `inputs`."""
     choices = [_choose(contender, judged, watch.bench) for contender in contenders]
-    passed = {choice.judged.entry.label: choice for choice in choices if choice.judged.verdict.status == "passed"}
+    passed = [choice for choice in choices if choice.judged.verdict.status == "passed"]
+    timed = time_verified(
+        [choice.judged.verified for choice in passed],
+        watch.bench,
+        watch.sampling,
+        objections={choice.judged.entry.call: objection_to(choice.judged.entry) for choice in passed},
+    )
+    sampled = {
+        choice.contender: found for choice in passed if (found := timed[choice.judged.entry.call].sampled) is not None
+    }
+    fastest = _fastest(sampled)
+    return tuple(_timed_case(choice, timed.get(choice.judged.entry.call), fastest, inputs, watch) for choice in choices)
 
-    def check(label: str, output: SSDOutput) -> str:
-        return still_right(passed[label].judged, output)
 
-    runs = {label: choice.judged.entry.run for label, choice in passed.items()}
-    session = time_in_turns(runs, watch.bench, watch.sampling, check=check)
-    fastest = _fastest({label: choice.contender for label, choice in passed.items()}, session.sampled)
-    cases = []
-    for choice in choices:
-        label = choice.judged.entry.label
-        case = _case(choice, watch.limits)
-        if label in session.changed:
-            case = _updated(case, status="inaccurate", reason=f"after it was timed: {session.changed[label]}")
-        elif label in session.untimed:
-            case = _updated(case, reason=session.untimed[label])
-        elif label in session.sampled:
-            timing = session.sampled[label].timing()
-            case = _updated(
-                case,
-                timing=timing,
-                speedups=_speedups(choice.contender, session.sampled[label], fastest),
-                roofline=roofline(inputs, watch.ceilings, timing.device_median_us),
-            )
-        cases.append(case)
-    return tuple(cases)
+def _timed_case(
+    choice: Choice, timed: Timed | None, fastest: Mapping[str, Sampled], inputs: Any, watch: Stopwatch
+) -> BenchCase:
+    """timed: None for a choice that did not pass."""
+    case = _case(choice, watch.limits)
+    if timed is None:
+        return case
+    if timed.changed:
+        return _updated(case, status="inaccurate", reason=f"after it was timed: {timed.changed}")
+    if timed.sampled is None:
+        return _updated(case, reason=timed.untimed)
+    timing = timed.sampled.timing()
+    return _updated(
+        case,
+        timing=timing,
+        speedups=_speedups(choice.contender, timed.sampled, fastest),
+        roofline=roofline(inputs, watch.ceilings, timing.device_median_us),
+    )
 
 
 def _choose(contender: Contender, judged: Sequence[Judged], bench: Bench) -> Choice:
     """The fastest of the contender's entries, by a few replays in turns, if there is a choice."""
     own = [candidate for candidate in judged if candidate.entry.contender is contender]
     passed = [candidate for candidate in own if candidate.verdict.status == "passed"]
-    times = _trial_times(passed, bench) if len(passed) > 1 else {}
+    calls = {candidate.entry: [candidate.entry.call] for candidate in passed}
+    samples = device_times(calls, bench, TRIALS) if len(passed) > 1 else {}
+    times = {entry: float(np.median(values)) for entry, values in samples.items()}
     trials = tuple(
-        Trial(
+        ChunkTrial(
             chunk_size=candidate.entry.chunk_size,
             status=candidate.verdict.status,
             reason=candidate.verdict.reason,
-            device_us=times.get(candidate.entry.label),
+            device_us=times.get(candidate.entry),
             first_call=candidate.first_call,
         )
         for candidate in own
         if candidate.entry.chunk_size is not None
     )
-    best = min(passed, key=lambda candidate: times.get(candidate.entry.label, math.inf), default=own[0])
+    best = min(passed, key=lambda candidate: times.get(candidate.entry, math.inf), default=own[0])
     return Choice(contender=contender, judged=best, trials=trials)
 
 
-def _trial_times(candidates: Sequence[Judged], bench: Bench) -> dict[str, float]:
-    """Device time of each that can be captured; `time_in_turns` says why one cannot."""
-    recordings = {}
-    for candidate in candidates:
-        label = candidate.entry.label
-        try:
-            recordings[label] = blaming(bench.device, label, partial(bench.record, candidate.entry.run))
-        except (CaptureError, torch.OutOfMemoryError):
-            continue
-    samplers = {
-        label: partial(blaming, bench.device, label, partial(bench.device_us, recording))
-        for label, recording in recordings.items()
-    }
-    samples = sample_in_turns(samplers, TRIALS) if samplers else {}
-    return {label: float(np.median(values)) for label, values in samples.items()}
-
-
-def _fastest(contenders: Mapping[str, Contender], sampled: Mapping[str, Sampled]) -> dict[str, Sampled]:
-    """Of each implementation that was timed, by device time."""
+def _fastest(sampled: Mapping[Contender, Sampled]) -> dict[str, Sampled]:
+    """The fastest of each implementation that was timed, by device time."""
     fastest: dict[str, Sampled] = {}
-    for label, own in sorted(sampled.items(), key=lambda item: float(np.median(item[1].device))):
-        fastest.setdefault(contenders[label].name, own)
+    for contender, own in sorted(sampled.items(), key=lambda item: float(np.median(item[1].device))):
+        fastest.setdefault(contender.name, own)
     return fastest
 
 
@@ -132,18 +121,18 @@ def _case(choice: Choice, limits: Limits | None) -> BenchCase:
     judged = choice.judged
     return BenchCase(
         implementation=choice.contender.name,
-        variant=judged.variant,
+        variant=judged.verified.attempt.variant,
         precision=choice.contender.precision,
         chunk_size=judged.entry.chunk_size,
         status=judged.verdict.status,
         reason=judged.verdict.reason,
         sloppy=judged.verdict.sloppy,
-        plan=judged.plan,
+        plan=judged.verified.attempt.why_this_plan,
         trials=choice.trials,
         error=judged.verdict.error,
-        memory=judged.memory,
+        memory=judged.verified.attempt.memory,
         first_call=judged.first_call,
-        kernels=tuple(_kernel(launch, limits) for launch in judged.launches),
+        kernels=tuple(_kernel(launch, limits) for launch in judged.verified.attempt.launches),
     )
 
 

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import torch
+from typing import Any, Literal
 
 from ssdprof import kernels, schema
-from ssdprof.bench.grid import InputDType
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan
-from ssdprof.kernels.ssd.adapters import mamba_ssm, published
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.dtypes import dtype_named
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.call import Call, call_of
+from ssdprof.operators.drawing import InputDType, Peer
+from ssdprof.operators.operator import Operator
 
-PEERS = ("mamba_ssm", "published")
-CHUNK_SIZES = (128, 256)  # those that callers of these libraries give
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """Another library.  precisions: those that it has for inputs of a dtype, at the library's own defaults."""
-
-    implementation: Implementation
-    version: str
-    precisions: Callable[[InputDType], tuple[schema.Precision, ...]]
+OURS = ("unfused", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +34,15 @@ class Contender:
     def name(self) -> str:
         return self.implementation.name
 
-    def entries(self, inputs: SSDInputs) -> list[Entry]:
+    def entries(self, operator: Operator[Any], inputs: Any) -> list[Entry]:
         """The contender on these inputs, at each of its chunk sizes."""
-        if not self.chunk_sizes:
-            return [Entry(self, inputs, None)]
-        return [Entry(self, replace(inputs, chunk_size=size), size) for size in self.chunk_sizes]
+        found = []
+        for size in self.chunk_sizes or (None,):
+            own = inputs if size is None else operator.drawing.with_chunk_size(inputs, size)
+            label = f"{self.name} {self.precision}{'' if size is None else f', chunk {size}'}"
+            call = call_of(self.implementation, own, self.precision, label=label, widens=not self.ours)
+            found.append(Entry(self, size, call))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,91 +50,63 @@ class Entry:
     """A contender's call."""
 
     contender: Contender
-    inputs: SSDInputs
     chunk_size: int | None
+    call: Call
 
     @property
-    def label(self) -> str:
-        chunk = "" if self.chunk_size is None else f", chunk {self.chunk_size}"
-        return f"{self.contender.name} {self.contender.precision}{chunk}"
-
-    @property
-    def precision(self) -> Precision:
-        wanted = self.contender.precision
-        return Precision(intermediates=wanted.intermediates, state_dtype=dtype_named(wanted.state_dtype))
-
-    def run(self) -> SSDOutput:
-        output: SSDOutput = self.contender.implementation.run(self.inputs, self.precision)
-        return output
-
-    def plan(self) -> Plan:
-        return self.contender.implementation.plan(self.inputs, self.precision)
+    def key(self) -> tuple[Contender, int | None]:
+        """The same for the same entry on other inputs."""
+        return self.contender, self.chunk_size
 
 
-def widened(output: SSDOutput) -> SSDOutput:
-    """final_states in fp32, as outputs are judged."""
-    return SSDOutput(output.out, output.final_states.to(torch.float32))
+def peer_names(operator: Operator[Any], words: str, checkout: Path | None) -> tuple[str, ...]:
+    """ "mamba_ssm,published" -> names, each once.  A checkout asks for the peers that come from one.
 
-
-def peer_names(words: str, checkout: Path | None) -> tuple[str, ...]:
-    """ "mamba_ssm,published" -> names, each once.  A checkout of the published kernel asks for it too.
-
-    Raises BadInputError for an unknown name, and for the published kernel without a checkout.
+    Raises BadInputError for an unknown name, and for a peer without the checkout that it comes from.
     """
+    peers = operator.drawing.peers
     names = dict.fromkeys(word.strip() for word in words.split(",") if word.strip())
     if checkout is not None:
-        names["published"] = None
+        names |= dict.fromkeys(name for name, peer in peers.items() if peer.from_checkout)
     for name in names:
-        if name not in PEERS:
-            raise BadInputError(f"--against does not know {name!r}.", f"Known are {' and '.join(PEERS)}.")
-    if "published" in names and checkout is None:
-        raise BadInputError(
-            "The published kernel is in no package.",
-            "Give a checkout of github.com/RishiAstra/mamba with --published.",
-        )
+        if name not in peers:
+            raise BadInputError(f"--against does not know {name!r}.", f"Known are {' and '.join(peers) or 'none'}.")
+        if peers[name].from_checkout and checkout is None:
+            raise BadInputError(
+                f"The {name} kernel is in no package.", f"Give a checkout of {peers[name].where} with --published."
+            )
     return tuple(names)
 
 
-def load_peers(names: Iterable[str], checkout: Path | None) -> tuple[Peer, ...]:
+def load_peers(operator: Operator[Any], names: Iterable[str], checkout: Path | None) -> tuple[Peer, ...]:
     """The libraries of `peer_names`.  MissingCapabilityError for one that cannot be imported."""
-    return tuple(_load(name, checkout) for name in names)
+    return tuple(_load(operator, name, checkout) for name in names)
 
 
-def _load(name: str, checkout: Path | None) -> Peer:
+def _load(operator: Operator[Any], name: str, checkout: Path | None) -> Peer:
+    source = operator.drawing.peers[name]
     try:
-        if checkout is not None and name == "published":
-            return Peer(
-                implementation=published.load(checkout),
-                version=published.version(checkout),
-                precisions=_published_precisions,
-            )
-        return Peer(
-            implementation=mamba_ssm.load(),
-            version=mamba_ssm.version(),
-            precisions=lambda dtype: (schema.Precision(intermediates="exact", state_dtype=dtype),),
-        )
+        return source.load(checkout)
     except ImportError as error:
-        hints = {
-            "mamba_ssm": "pip install mamba-ssm, or leave it out of --against.",
-            "published": "--published wants a checkout of github.com/RishiAstra/mamba.",
-        }
-        raise MissingCapabilityError(f"{name} cannot be imported: {error}.", hints[name]) from error
-
-
-def _published_precisions(dtype: InputDType) -> tuple[schema.Precision, ...]:
-    high = schema.Precision(intermediates="exact", state_dtype="fp32")
-    medium = schema.Precision(intermediates="relaxed", state_dtype="fp16")
-    return (high, medium) if dtype == "fp16" else (high,)
+        raise MissingCapabilityError(f"{name} cannot be imported: {error}.", source.hint) from error
 
 
 def line_up(
+    operator: Operator[Any],
     dtype: InputDType,
     wanted: Sequence[schema.Precision],
     peers: Sequence[Peer],
-    chunk_sizes: tuple[int, ...] = CHUNK_SIZES,
+    chunk_sizes: tuple[int, ...],
 ) -> tuple[Contender, ...]:
-    """The peers, `unfused` with exact intermediates and the wanted state dtypes, and `fused` as wanted."""
-    exact = [precision.model_copy(update={"intermediates": "exact"}) for precision in wanted]
+    """The peers, the baseline with exact intermediates and the wanted state dtypes, and the others of ours as wanted.
+
+    Raises BadInputError if the operator lacks one of ours.
+    """
+    exact = tuple(dict.fromkeys(one.model_copy(update={"intermediates": "exact"}) for one in wanted))
+    ours = [(name, precision) for name in OURS for precision in (exact if name == operator.baseline else wanted)]
+    missing = [name for name in OURS if name not in kernels.names(operator.name)]
+    if missing:
+        raise BadInputError(f"There is no {missing[0]!r} implementation of {operator.name} to be timed.")
     return (
         *(
             Contender(implementation=peer.implementation, precision=precision, chunk_sizes=chunk_sizes, ours=False)
@@ -153,13 +115,12 @@ def line_up(
         ),
         *(
             Contender(
-                implementation=kernels.get("ssd", "unfused"), precision=precision, chunk_sizes=chunk_sizes, ours=True
+                implementation=kernels.get(operator.name, name),
+                precision=precision,
+                chunk_sizes=() if name in operator.drawing.chunks_itself else chunk_sizes,
+                ours=True,
             )
-            for precision in dict.fromkeys(exact)
-        ),
-        *(
-            Contender(implementation=kernels.get("ssd", "fused"), precision=precision, chunk_sizes=(), ours=True)
-            for precision in wanted
+            for name, precision in ours
         ),
     )
 

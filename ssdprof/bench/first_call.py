@@ -14,7 +14,7 @@ import torch
 import triton
 
 from ssdprof.bench.schema import Compiled, FirstCall
-from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.operators.operator import Output
 
 _AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
 
@@ -40,7 +40,7 @@ class Patience:
         return max(0.0, min(self.most, self.until - time.monotonic()))
 
 
-def first_call(run: Callable[[], SSDOutput], device: torch.device, patience: Patience) -> tuple[SSDOutput, FirstCall]:
+def first_call(run: Callable[[], Output], device: torch.device, patience: Patience) -> tuple[Output, FirstCall]:
     """Make the call and wait for the GPU.  Raises TimeIsUp.
 
     A call can be broken off between two steps of a compiler, and while it waits for one; not during the GPU's work.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ssdprof.bench.contenders import OURS
 from ssdprof.bench.schema import BenchCase, BenchReport
-
-OURS = ("unfused", "fused")
 
 
 def wrong(report: BenchReport) -> tuple[str, ...]:

@@ -4,54 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
-from ssdprof.bench.shapes import Shape
 from ssdprof.capture.prompt import parse_seq
 from ssdprof.errors import BadInputError
+from ssdprof.operators.drawing import Cell, InputDType, Layout, Shape, Tokens
 
-InputDType = Literal["bf16", "fp16", "fp32"]
-Layout = Literal["contiguous", "views"]
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """Sequences of one length side by side, or `packed` ones of drawn lengths up to `seqlen` behind each other.
-
-    shortest: of packed sequences.
-    """
-
-    sequences: int
-    seqlen: int
-    shortest: int | None = None
-
-    @property
-    def packed(self) -> bool:
-        return self.shortest is not None
-
-    @property
-    def at_most(self) -> int:
-        """Tokens in all; packed ones may be fewer."""
-        return self.sequences * self.seqlen
-
-    def __str__(self) -> str:
-        if self.shortest is not None:
-            return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
-        return f"{self.sequences} x {self.seqlen:,}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    shape: Shape
-    dtype: InputDType
-    layout: Layout
-    tokens: Tokens
-
-    def __str__(self) -> str:
-        return f"{self.shape.name}, {self.tokens}, {self.dtype}"
 
 
 def parse_tokens(
@@ -121,11 +80,6 @@ def _batches(words: str) -> Iterable[int]:
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
             raise BadInputError(f"{word!r} is no batch.", "Give numbers of sequences, such as 1,8,32.")
         yield int(word)
-
-
-def _brief(length: int) -> str:
-    """As a user writes it: "4k"."""
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def _pair(word: str) -> Tokens:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ssdprof.bench.contenders import Entry, widened
+from ssdprof.bench.contenders import Entry
 from ssdprof.bench.first_call import Patience, TimeIsUp, first_call
 from ssdprof.bench.schema import Error, FirstCall
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.accuracy import Candidate, Comparison, compare
-from ssdprof.measure.attempt import Attempt, attempt_call
+from ssdprof.measure.accuracy import Comparison
+from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.engine import Verified, verify
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.memory import outputs_that_fit
-from ssdprof.schema import Launch, Memory, Status
+from ssdprof.operators.operator import Output
+from ssdprof.schema import Status
 
 SLOPPY = 0.01  # RMS error of another library that is outside the budget, and still computes the same thing
 
@@ -34,15 +37,11 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """An entry that was run.  bits: its output's fingerprint, None if it has none.  first_call: None if it broke."""
+    """An entry that was run.  first_call: None if it broke."""
 
     entry: Entry
+    verified: Verified
     verdict: Verdict
-    variant: str
-    plan: str
-    memory: Memory | None
-    launches: tuple[Launch, ...]
-    bits: tuple[int, ...] | None
     first_call: FirstCall | None
 
 
@@ -58,7 +57,7 @@ def judge(
 
     Raises BudgetSpent.
     """
-    inputs = min((entry.inputs for entry in entries), key=lambda inputs: inputs.chunk_size)
+    inputs = min(entries, key=lambda entry: entry.chunk_size or math.inf).call.inputs
     capacity = max(1, outputs_that_fit(inputs))
     judged: list[Judged] = []
     for first in range(0, len(entries), capacity):
@@ -68,90 +67,75 @@ def judge(
 
 def run_unjudged(
     entries: Sequence[Entry],
-    verdicts: dict[str, Verdict],
+    verdicts: Mapping[Hashable, Verdict],
     patience: Patience = Patience(),  # noqa: B008
 ) -> list[Judged]:
     """Run every entry; what is right was found on other inputs.  An output that is not finite is wrong anyway.
 
-    Raises BudgetSpent.
+    verdicts: by `Entry.key`.  Raises BudgetSpent.
     """
     judged = []
     for entry in entries:
         tried, first = _attempt(entry, patience)
-        verdict = verdicts[entry.label]
+        verdict, bits = verdicts[entry.key], None
         if tried.output is None:
             verdict = Verdict(status=tried.status, reason=tried.reason)
-        elif not all(bool(tensor.isfinite().all()) for tensor in tried.output):
-            verdict = Verdict(status="nonfinite", reason="some element is not finite")
-        judged.append(_judged(entry, tried, first, verdict))
+        else:
+            bits = fingerprint(*tried.output)
+            if not all(bool(tensor.isfinite().all()) for tensor in tried.output):
+                verdict = Verdict(status="nonfinite", reason="some element is not finite")
+        verified = Verified(call=entry.call, attempt=replace(tried, output=None), bits=bits)
+        judged.append(Judged(entry=entry, verified=verified, verdict=verdict, first_call=first))
     return judged
 
 
-def still_right(judged: Judged, output: SSDOutput) -> str:
-    """Empty if the output has the bits that were judged, or passes as well; else what is wrong with it."""
-    if fingerprint(*widened(output)) == judged.bits:
-        return ""
-    entry = judged.entry
-    candidate = Candidate(output=widened(output), precision=entry.precision)
-    verdict = _verdict(compare(entry.inputs, {entry.label: candidate})[entry.label], ours=entry.contender.ours)
-    return "" if verdict.status == "passed" else verdict.reason
+def objection_to(entry: Entry) -> Callable[[Comparison], str]:
+    """Why an output of the entry may not be timed; empty if it may."""
+
+    def why(comparison: Comparison) -> str:
+        verdict = _verdict(comparison, ours=entry.contender.ours)
+        return "" if verdict.status == "passed" else verdict.reason
+
+    return why
 
 
 def _judge_together(
-    entries: Sequence[Entry], inputs: SSDInputs, on_progress: Callable[[int], None], patience: Patience
+    entries: Sequence[Entry], inputs: Any, on_progress: Callable[[int], None], patience: Patience
 ) -> list[Judged]:
-    tried = {entry.label: _attempt(entry, patience) for entry in entries}
-    candidates = {
-        entry.label: Candidate(output=output, precision=entry.precision)
-        for entry in entries
-        if (output := tried[entry.label][0].output) is not None
-    }
-    comparisons = compare(inputs, candidates, on_progress=on_progress) if candidates else {}
+    tried = {entry: _attempt(entry, patience) for entry in entries}
+    attempts = {entry.call: attempted for entry, (attempted, _) in tried.items()}
+    verified = verify(attempts, inputs, on_progress=on_progress)
     judged = []
-    for entry in entries:
-        attempt, first = tried[entry.label]
-        if entry.label in comparisons:
-            verdict = _verdict(comparisons[entry.label], ours=entry.contender.ours)
+    for entry, (attempted, first) in tried.items():
+        one = verified[entry.call]
+        if one.comparison is not None:
+            verdict = _verdict(one.comparison, ours=entry.contender.ours)
         else:
-            verdict = Verdict(status=attempt.status, reason=attempt.reason)
-        judged.append(_judged(entry, attempt, first, verdict))
+            verdict = Verdict(status=attempted.status, reason=attempted.reason)
+        judged.append(Judged(entry=entry, verified=one, verdict=verdict, first_call=first))
     return judged
 
 
 def _attempt(entry: Entry, patience: Patience) -> tuple[Attempt, FirstCall | None]:
-    device = entry.inputs.x.device
-    first = None
+    call, first = entry.call, None
 
-    def run() -> SSDOutput:
+    def run() -> Output:
         nonlocal first
         if first is not None:
-            return widened(entry.run())
-        output, first = first_call(entry.run, device, patience)
-        return widened(output)
+            return call.run()
+        output, first = first_call(call.run, call.device, patience)
+        return output
 
     try:
-        tried = attempt_call(entry.contender.name, entry.plan, run, entry.inputs)
+        tried = attempt(call, run)
     except TimeIsUp:
         if patience.exhausted:
-            raise BudgetSpent(f" in the first call of {entry.label}") from None
+            raise BudgetSpent(f" in the first call of {call.label}") from None
         return Attempt(status="failed", reason=f"its first call was broken off after {patience.most:g} s"), None
     if tried.output is not None and not entry.contender.ours:
         # a library that tunes itself launched and allocated for that too, and may have left anything in its output
-        tried = attempt_call(entry.contender.name, entry.plan, run, entry.inputs)
+        tried = attempt(call, run)
     return tried, first
-
-
-def _judged(entry: Entry, tried: Attempt, first: FirstCall | None, verdict: Verdict) -> Judged:
-    return Judged(
-        entry=entry,
-        verdict=verdict,
-        variant=tried.variant,
-        plan=tried.plan.reason if tried.plan else "",
-        memory=tried.memory,
-        launches=tried.launches,
-        bits=None if tried.output is None else fingerprint(*tried.output),
-        first_call=first,
-    )
 
 
 def _verdict(comparison: Comparison, *, ours: bool) -> Verdict:

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from ssdprof import __version__, environment, schema
+from ssdprof import __version__, environment, operators, schema
 from ssdprof.bench.cell import Stopwatch, time_cell
-from ssdprof.bench.contenders import CHUNK_SIZES, Contender, Entry, Peer, line_up
+from ssdprof.bench.contenders import Contender, Entry, line_up
 from ssdprof.bench.first_call import Patience, slower
-from ssdprof.bench.grid import Cell, InputDType, Tokens
-from ssdprof.bench.inputs import draw
 from ssdprof.bench.judge import BudgetSpent, Judged, Verdict, judge, run_unjudged
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
-from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.environment.present import require_gpu
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
-from ssdprof.measure.roofline import dims_of, measure_ceilings
+from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench
+from ssdprof.operators.drawing import Cell, InputDType, Peer, Tokens
+from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
 LEAST_SECONDS = 0.1
+NEEDS_GPU = (
+    "A bench needs",
+    "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any machine.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +45,20 @@ class BenchRequest:
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
     baseline: an implementation's name.
+    chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
     """
 
+    operator: Operator[Any]
     cells: tuple[Cell, ...]
     precisions: Callable[[InputDType], tuple[schema.Precision, ...]]
     peers: tuple[Peer, ...] = ()
     baseline: str = "unfused"
-    chunk_sizes: tuple[int, ...] = CHUNK_SIZES
+    chunk_sizes: tuple[int, ...] = ()
     check: Literal["full", "short"] = "full"
     budget: float | None = None
     first_call: float = math.inf
     command: tuple[str, ...] = ()
-
-
-def require_gpu() -> torch.device:
-    """The current GPU.  MissingCapabilityError without one, or where Triton is told to interpret."""
-    if not torch.cuda.is_available() or INTERPRETED:
-        why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
-        raise MissingCapabilityError(
-            f"A bench needs an NVIDIA GPU, and {why}.",
-            "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any machine.",
-        )
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object]) -> BenchReport:
@@ -72,12 +66,13 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
 
     A cell that the GPU's memory does not hold, or for which the budget has no time, is left out and says so.
     """
-    device = require_gpu()
+    device = require_gpu(*NEEDS_GPU)
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
     report = BenchReport(
         ssdprof_version=__version__,
-        kernels=kernels_hash(),
+        operator=request.operator.name,
+        kernels=kernels_hash(request.operator.name) if operators.is_bundled(request.operator.name) else "",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),
@@ -124,7 +119,7 @@ class _Cells:
         self._ceilings = ceilings
         self._bench = CudaBench(device)
         self._limits = Limits.of(device)
-        self._verdicts: dict[Cell, dict[str, Verdict]] = {}
+        self._verdicts: dict[Cell, dict[Hashable, Verdict]] = {}
 
     def measure(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell:
         """seconds: of sampling.  end: of the bench, by time.monotonic.  Raises BudgetSpent, if need be half-way."""
@@ -132,9 +127,11 @@ class _Cells:
         patience = Patience(most=request.first_call, until=end)
         if patience.exhausted:
             raise BudgetSpent("")
-        contenders = line_up(cell.dtype, request.precisions(cell.dtype), request.peers, request.chunk_sizes)
-        inputs = draw(cell, self._device, chunk_size=min(request.chunk_sizes))
-        entries = [entry for contender in contenders for entry in contender.entries(inputs)]
+        contenders = line_up(
+            request.operator, cell.dtype, request.precisions(cell.dtype), request.peers, request.chunk_sizes
+        )
+        inputs = self._draw(cell)
+        entries = [entry for contender in contenders for entry in contender.entries(request.operator, inputs)]
         checked = self._checked(cell)
         with watcher.step(f"{cell}: comparing with the fp64 oracle", unit="tokens") as advance:
             if checked == cell:
@@ -151,14 +148,20 @@ class _Cells:
             cases = time_cell(inputs, contenders, judged, watch)
         return BenchCell(
             shape=cell.shape.name,
-            dims=dims_of(inputs),
-            sequences=inputs.sequences,
+            sizes=str(cell.shape),
+            dims=request.operator.costed.dims(inputs),
+            sequences=cell.tokens.sequences,
             layout=cell.layout,
             packed=cell.tokens.packed,
             tokens=str(cell.tokens),
             checked=None if checked == cell else checked.tokens.seqlen,
             cases=cases,
         )
+
+    def _draw(self, cell: Cell) -> Any:
+        drawing, sizes = self._request.operator.drawing, self._request.chunk_sizes
+        inputs = drawing.draw(cell, self._device)
+        return drawing.with_chunk_size(inputs, min(sizes)) if sizes else inputs
 
     def _checked(self, cell: Cell) -> Cell:
         """The cell whose outputs are compared for this one."""
@@ -171,9 +174,11 @@ class _Cells:
     ) -> list[Judged]:
         if checked in self._verdicts:
             return run_unjudged(entries, self._verdicts[checked], patience)
-        inputs = draw(checked, self._device, chunk_size=min(self._request.chunk_sizes))
-        short = judge([entry for contender in contenders for entry in contender.entries(inputs)], patience=patience)
-        self._verdicts[checked] = {one.entry.label: one.verdict for one in short}
+        operator, inputs = self._request.operator, self._draw(checked)
+        short = judge(
+            [one for contender in contenders for one in contender.entries(operator, inputs)], patience=patience
+        )
+        self._verdicts[checked] = {one.entry.key: one.verdict for one in short}
         judged = run_unjudged(entries, self._verdicts[checked], patience)
         return [
             replace(one, first_call=slower(one.first_call, before.first_call))

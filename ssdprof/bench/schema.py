@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
 from pydantic import ValidationError, model_validator
@@ -11,6 +12,7 @@ from ssdprof.measure.occupancy import Occupancy
 from ssdprof.schema import (
     Ceilings,
     Clocks,
+    Dims,
     Environment,
     Launch,
     Memory,
@@ -18,10 +20,12 @@ from ssdprof.schema import (
     Record,
     Roofline,
     Speedup,
-    SSDDims,
     Status,
     Timing,
+    migrate,
 )
+
+_AGAIN = "Use the ssdprof that wrote it."
 
 
 class Kernel(Record):
@@ -54,7 +58,7 @@ class FirstCall(Record):
     compiled: tuple[Compiled, ...] = ()
 
 
-class Trial(Record):
+class ChunkTrial(Record):
     """One chunk size of an implementation that takes it from its caller."""
 
     chunk_size: int
@@ -80,7 +84,7 @@ class BenchCase(Record):
     reason: str = ""
     sloppy: str = ""
     plan: str = ""  # why it ran as it did
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[ChunkTrial, ...] = ()
     error: Error | None = None
     timing: Timing | None = None
     speedups: tuple[Speedup, ...] = ()
@@ -111,10 +115,12 @@ class BenchCase(Record):
 
 
 class BenchCell(Record):
-    """checked: how many tokens of a sequence the outputs were compared on, if not on all."""
+    """sizes: of the shape, in words: "80x64, N 128, G 1".
+    checked: how many tokens of a sequence the outputs were compared on, if not on all."""
 
     shape: str
-    dims: SSDDims
+    sizes: str
+    dims: Dims
     sequences: int
     layout: Literal["contiguous", "views"]
     packed: bool
@@ -133,8 +139,9 @@ class BenchReport(Record):
     peers: other libraries and their versions.  baseline: whose time the speedups in tables are over.
     """
 
-    schema_version: Literal[1] = 1
-    kind: Literal["bench ssd"] = "bench ssd"
+    schema_version: Literal[2] = 2
+    kind: Literal["bench"] = "bench"
+    operator: str
     ssdprof_version: str
     kernels: str = ""
     created: str  # ISO 8601, UTC
@@ -156,12 +163,15 @@ def dump(report: BenchReport) -> str:
 
 
 def load(text: str) -> BenchReport:
-    """Raises BadInputError for anything but what `dump` of this schema version wrote."""
+    """What `dump` wrote, of schema version 1 too.  Raises BadInputError for anything else."""
     try:
+        document = json.loads(text)
+        if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
+            text = json.dumps(migrate.bench_report(document))
         return BenchReport.model_validate_json(text)
+    except json.JSONDecodeError as error:
+        raise BadInputError(f"The file is no result of ssdprof bench: {error}.", _AGAIN) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BadInputError(
-            f"The file is no result of ssdprof bench: {where}: {first['msg']}.", "Use the ssdprof that wrote it."
-        ) from error
+        raise BadInputError(f"The file is no result of ssdprof bench: {where}: {first['msg']}.", _AGAIN) from error

@@ -233,8 +233,7 @@ def _grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
     found: dict[str, list[BenchCell]] = {}
     for cell in report.cells:
         dims = cell.dims
-        sizes = f"{dims.nheads}x{dims.headdim}, N {dims.dstate}, G {dims.ngroups}"
-        found.setdefault(f"{cell.shape} ({sizes}), {dims.dtype}, {cell.layout} inputs", []).append(cell)
+        found.setdefault(f"{cell.shape} ({cell.sizes}), {dims.dtype}, {cell.layout} inputs", []).append(cell)
     yield from found.items()
 
 

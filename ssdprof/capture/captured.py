@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import LayerRef
-
-OperatorInputs = SSDInputs | GDNInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +18,7 @@ class CapturedLayer:
     """
 
     layer: LayerRef
-    inputs: OperatorInputs
+    inputs: Any
     model_strides: dict[str, tuple[int, ...]]
 
 

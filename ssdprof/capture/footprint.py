@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ssdprof import operators
 from ssdprof.capture.sites import Site, find_sites, uses
 
 # What replaying a layer may hold at once, in units of its inputs: the outputs of two implementations, and the unfused
@@ -73,7 +74,7 @@ def capture_bytes_per_token(site: Site) -> int:
     """Bytes of the operator's inputs for one position."""
     item = next(site.mixer.parameters()).element_size()
     heads = site.mixer.A_log.numel()  # type: ignore[operator]
-    per_head = item if site.operator == "ssd" else item + 4  # dt; beta and fp32 g
+    per_head = operators.get(site.operator).door.gate_bytes(item)
     return item * _conv_width(site.mixer) + per_head * heads
 
 

@@ -12,10 +12,10 @@ from ssdprof.capture.captured import CapturedLayer, OnLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layout import PromptBuffer, strides, token_major
-from ssdprof.capture.memory import choose_segment_length, host_memory
-from ssdprof.capture.operator import run_operator
+from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prefill import prefill, split_prompt
 from ssdprof.capture.sites import Site, find_sites, match_layers
+from ssdprof.environment.memory import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.schema import CheckpointRef, LayerRef
 
@@ -112,7 +112,7 @@ def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
             on_layer(CapturedLayer(layer=layer, inputs=token_major(call.inputs), model_strides=strides(call.inputs)))
-        return run_operator(call.inputs)
+        return call.stand_in()
 
     return prompt.run(handler)
 
@@ -130,7 +130,7 @@ def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer:
                 buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host)
                 model_strides[index] = strides(call.inputs)
             filled[index] += buffers[index].write(call.inputs, filled[index])
-        return run_operator(call.inputs)
+        return call.stand_in()
 
     calls = prompt.run(handler)
     for index, layer in wanted.items():

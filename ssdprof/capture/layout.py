@@ -1,8 +1,8 @@
 """Operator inputs in the layout that a production kernel sees.
 
 transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
-production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it: x, B and
-C for SSD, q, k and v for GDN.  Captures are brought into that layout; the model's own strides are recorded beside it.
+production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
+(`Door.views`).  Captures are brought into that layout; the model's own strides are recorded beside it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,16 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture.captured import OperatorInputs
-from ssdprof.kernels.gdn.inputs import GDNInputs
-
-_VIEWS_OF_ONE_BUFFER = {"ssd": ("x", "B", "C"), "gdn": ("q", "k", "v")}
-_PER_POSITION = {"ssd": ("dt", "z"), "gdn": ("g", "beta")}
+from ssdprof import operators
+from ssdprof.operators.tensors import tensors
 
 
-def tensors(inputs: OperatorInputs) -> dict[str, torch.Tensor]:
-    """The tensors of `inputs` by argument name, without those that are None."""
-    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-
-def strides(inputs: OperatorInputs) -> dict[str, tuple[int, ...]]:
+def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
     """Strides of each tensor, in elements."""
     return {name: tensor.stride() for name, tensor in tensors(inputs).items()}
 
 
-def token_major(inputs: OperatorInputs) -> OperatorInputs:
+def token_major(inputs: Any) -> Any:
     """A copy of `inputs` in token-major layout, on its own device."""
     tensor = next(iter(tensors(inputs).values()))
     buffer = PromptBuffer(inputs, tensor.shape[1], tensor.device)
@@ -45,10 +36,10 @@ class PromptBuffer:
     state before the prompt).
     """
 
-    def __init__(self, first: OperatorInputs, seqlen: int, device: torch.device) -> None:
-        operator = "gdn" if isinstance(first, GDNInputs) else "ssd"
+    def __init__(self, first: Any, seqlen: int, device: torch.device) -> None:
+        door = operators.of(first).door
         given = tensors(first)
-        views = {name: given[name] for name in _VIEWS_OF_ONE_BUFFER[operator]}
+        views = {name: given[name] for name in door.views}
         one = next(iter(views.values()))
         batch, dtype = one.shape[0], one.dtype
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
@@ -56,7 +47,7 @@ class PromptBuffer:
         self._buffer = torch.empty(batch, seqlen, conv_dim, dtype=dtype, device=device)
         self._per_position = {
             name: torch.empty(batch, seqlen, *given[name].shape[2:], dtype=given[name].dtype, device=device)
-            for name in _PER_POSITION[operator]
+            for name in door.per_position
             if name in given
         }
         positioned = {*views, *self._per_position}
@@ -67,10 +58,10 @@ class PromptBuffer:
             if name not in positioned
         }
         # Only values: a reference to `first` would keep the model's own tensors alive.
-        self._kind: type[OperatorInputs] = type(first)
+        self._kind: type[Any] = type(first)
         self._scalars = {field.name: getattr(first, field.name) for field in fields(first) if field.name not in given}
 
-    def write(self, piece: OperatorInputs, start: int) -> int:
+    def write(self, piece: Any, start: int) -> int:
         """Copy the positions of `piece` to start, start + 1, ...; returns how many they are."""
         given = tensors(piece)
         length = next(iter(given.values())).shape[1]
@@ -78,7 +69,7 @@ class PromptBuffer:
             target[:, start : start + length].copy_(given[name].detach())
         return length
 
-    def inputs(self, device: torch.device) -> OperatorInputs:
+    def inputs(self, device: torch.device) -> Any:
         """The whole prompt's inputs on `device`; views of this buffer if that is where it is."""
         moved = {name: tensor.to(device) for name, tensor in {**self._per_position, **self._static}.items()}
         arguments: dict[str, Any] = {**self._scalars, **moved, **self._views(self._buffer.to(device))}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.sites import find_sites
+from ssdprof.environment.memory import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.schema import LayerRef
 
@@ -45,27 +43,6 @@ def too_small(model: Any, seqlen: int, need: Footprint, *, batch: int, free_byte
         f"{_in_words(free_bytes)} are free.",
         f"What fits: {' or '.join(fits)}." if fits else "No --seq or --layers fits: take a smaller model.",
     )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    return host_memory()
-
-
-def host_memory() -> int:
-    """Bytes of main memory available to this process: Linux's estimate, or less where a control group limits it."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or its limit is "max"
-        return available
-    return min(available, limit - used)
 
 
 def _lengths(seqlen: int) -> tuple[int, ...]:

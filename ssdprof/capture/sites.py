@@ -15,14 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from ssdprof import operators
 from ssdprof.errors import BadInputError
-from ssdprof.schema import LayerRef, Operator
-
-# The global that a mixer calls for a prompt.  The twins for a single token are other functions, and are left alone.
-OPERATOR_FUNCTIONS: dict[str, Operator] = {
-    "mamba2_chunk_scan": "ssd",
-    "torch_chunk_gated_delta_rule": "gdn",
-}
+from ssdprof.schema import LayerRef
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +26,7 @@ class Site:
 
     name: str  # path in the model that was searched
     layer_index: int  # decoder layer
-    operator: Operator
+    operator: str
     mixer: nn.Module
     function: str  # name of the global
     namespace: dict[str, Any]  # globals of the modeling file
@@ -42,19 +37,21 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
 
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
+    # The twins for a single token are other functions, and are left alone.
+    functions = {operators.get(name).door.function: name for name in operators.names()}
     sites: dict[int, Site] = {}
     for name, module in model.named_modules():
         forward = _forward(module)
         if forward is None:
             continue
-        for function in OPERATOR_FUNCTIONS.keys() & set(forward.__code__.co_names):
+        for function in functions.keys() & set(forward.__code__.co_names):
             index = _layer_index(name)
             if index in sites:
                 raise BadInputError(f"Decoder layer {index} has two mixers: {sites[index].name} and {name}.")
             sites[index] = Site(
                 name=name,
                 layer_index=index,
-                operator=OPERATOR_FUNCTIONS[function],
+                operator=functions[function],
                 mixer=module,
                 function=function,
                 namespace=forward.__globals__,

@@ -9,46 +9,37 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ssdprof.capture.captured import CapturedLayer, OperatorInputs
-from ssdprof.capture.layout import PromptBuffer, tensors
+from ssdprof import operators
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layout import PromptBuffer
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.tensors import tensors
 from ssdprof.schema import (
     SCHEMA_VERSION,
     CaptureManifest,
     CheckpointRef,
-    DType,
     LayerCapture,
     LayerRef,
-    Operator,
     Prompt,
     TensorRecord,
+    migrate,
 )
 
 MANIFEST = "manifest.json"
 _LOCK = ".lock"
-_TYPES: dict[Operator, type[SSDInputs] | type[GDNInputs]] = {"ssd": SSDInputs, "gdn": GDNInputs}
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
 _AGAIN = "Capture again."
 
 
@@ -128,13 +119,13 @@ class CaptureWriter:
             tensors={
                 name: TensorRecord(
                     shape=tuple(tensor.shape),
-                    dtype=_DTYPES[tensor.dtype],
+                    dtype=dtype_name(tensor.dtype),
                     model_strides=captured.model_strides[name],
                     sha256=_sha256(tensor),
                 )
                 for name, tensor in stored.items()
             },
-            scalars=_scalars(captured.inputs),
+            scalars=operators.of(captured.inputs).door.scalars(captured.inputs),
         )
         _replace(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
@@ -197,9 +188,11 @@ def read_manifest(folder: Path) -> CaptureManifest:
     except ValueError as error:
         raise BadInputError(f"{path} is damaged: it is not JSON.", _AGAIN) from error
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION:
+    if version == migrate.OLDEST:
+        content = migrate.manifest(content)
+    elif version != SCHEMA_VERSION:
         raise BadInputError(
-            f"{path} has schema version {version}; this ssdprof reads version {SCHEMA_VERSION}.",
+            f"{path} has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and {SCHEMA_VERSION}.",
             "Capture again, or read it with the ssdprof that wrote it.",
         )
     try:
@@ -226,38 +219,19 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
         raise BadInputError(f"{path} is damaged: {error}.", _AGAIN) from error
     for name, record in capture.tensors.items():
         tensor = found[name]
-        if tuple(tensor.shape) != record.shape or _DTYPES.get(tensor.dtype) != record.dtype:
+        if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", _AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", _AGAIN)
     try:
-        inputs = _TYPES[capture.layer.operator](**found, **_arguments(capture.scalars))
+        operator = operators.get(capture.layer.operator)
+        inputs = operator.inputs(**found, **operator.door.arguments(capture.scalars))
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", _AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides)
-
-
-def _scalars(inputs: OperatorInputs) -> dict[str, int | float | bool | str | None]:
-    """Arguments that are no tensors.  JSON has no infinity: a limit that is None is none."""
-    given = tensors(inputs)
-    scalars = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in given}
-    absent = {name for name, value in scalars.items() if value is None}
-    if "dt_limit" in scalars:
-        low, high = (limit if math.isfinite(limit) else None for limit in scalars.pop("dt_limit"))
-        scalars |= {"dt_limit_low": low, "dt_limit_high": high}
-    return {name: value for name, value in scalars.items() if name not in absent}
-
-
-def _arguments(scalars: dict[str, int | float | bool | str | None]) -> dict[str, Any]:
-    """The inverse of `_scalars`."""
-    arguments: dict[str, Any] = dict(scalars)
-    if "dt_limit_low" in arguments:
-        low, high = arguments.pop("dt_limit_low"), arguments.pop("dt_limit_high", None)
-        arguments["dt_limit"] = (-math.inf if low is None else low, math.inf if high is None else high)
-    return arguments
 
 
 def _sha256(tensor: torch.Tensor) -> str:

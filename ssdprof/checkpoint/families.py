@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssdprof.checkpoint.layer_dims import GDNLayerDims, LayerDims, SSDLayerDims
-from ssdprof.schema import Operator
 
 CARD = "rounded figure of the name or model card"
 FILE_SIZE = "size of the weights on the hub, 2 bytes each"
@@ -42,7 +41,7 @@ class FamilyRow:
 
     title: str
     model_type: str
-    operator: Operator
+    operator: str
     checkpoints: tuple[KnownCheckpoint, ...]
     typed: tuple[str, ...] = ()
     flagship: str | None = None

@@ -9,7 +9,6 @@ from ssdprof.checkpoint import layer_dims as dims
 from ssdprof.checkpoint import layer_kinds as kinds
 from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.sizes import Sizes
-from ssdprof.schema import Operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,7 @@ class ModelType:
     """
 
     name: str
-    operator: Operator
+    operator: str
     kinds: Callable[[Sizes], list[str]]
     dims: Callable[[Sizes], LayerDims]
     paths: Mapping[str, str]

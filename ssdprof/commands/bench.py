@@ -19,10 +19,15 @@ FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
 
 
 def bench(
-    operator: Annotated[Literal["ssd"], typer.Argument(help="The operator.")],  # noqa: ARG001
+    operator: options.Operator,
     shape: Annotated[
-        str, typer.Option(metavar="S[,S...]", help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.")
-    ] = "mamba2-2.7b",
+        str | None,
+        typer.Option(
+            metavar="S[,S...]",
+            help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.",
+            show_default="mamba2-2.7b",
+        ),
+    ] = None,
     seq: Annotated[str, typer.Option(metavar="N[,N...]", help="Lengths; 1k,...,256k doubles.")] = "1k,4k,16k,64k",
     batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Sequences; with every length.")] = "1",
     cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="More: sequences x length, 8x4k,32x1k.")] = "",
@@ -85,30 +90,34 @@ def bench(
     """
     from ssdprof import files
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import CHUNK_SIZES, load_peers, peer_names, precisions_for
+    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
-    from ssdprof.bench.run import BenchRequest, require_gpu
+    from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
+    from ssdprof.environment.present import require_gpu
     from ssdprof.pipeline.request import parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
-    grid = expand(parse_shapes(shape), parse_dtypes(dtype), tokens, layout)
+    record = options.operator(operator)
+    drawing = record.drawing
+    grid = expand(parse_shapes(drawing, shape or next(iter(drawing.shapes))), parse_dtypes(dtype), tokens, layout)
     state_dtypes = None if states is None else parse_states(states)
-    names = peer_names(against, published)
+    names = peer_names(record, against, published)
     baseline = _baseline(baseline, names)
     if out is not None:
         files.check_target(out, replace=force)
-    require_gpu()
+    require_gpu(*NEEDS_GPU)
     options.use_tuned(no_tuned)
     request = BenchRequest(
+        operator=record,
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
-        peers=load_peers(names, published),
+        peers=load_peers(record, names, published),
         baseline=baseline,
-        chunk_sizes=CHUNK_SIZES if chunk_size == "best" else (int(chunk_size),),
+        chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
         check=check,
         budget=budget,
         first_call=first_call,

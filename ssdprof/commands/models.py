@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
     from ssdprof.checkpoint.families import FamilyRow
 
-OPERATORS = {"ssd": "SSD (Mamba-2)", "gdn": "GDN (capture only)"}
-
 
 def models(as_json: options.Json = False) -> None:
     """List the supported model families, and what is known of their published checkpoints.
 
     Any other checkpoint of a listed model type works too.
     """
+    from ssdprof import operators
     from ssdprof.checkpoint import families
 
     rows = families.supported()
@@ -28,7 +27,7 @@ def models(as_json: options.Json = False) -> None:
         return
     console = terminal.out()
     for row in rows:
-        console.print(f"[bold]{row.title}[/bold]  {OPERATORS[row.operator]}, model type {row.model_type}")
+        console.print(f"[bold]{row.title}[/bold]  {operators.outline(row.operator).title}, model type {row.model_type}")
         if row.typed:
             console.print(f"  {' or '.join(row.typed)} takes {row.flagship}")
         console.print(_table(row), "")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ssdprof.commands import terminal
 
 if TYPE_CHECKING:
+    from ssdprof.operators.operator import Operator as OperatorRecord
     from ssdprof.pipeline.request import CaptureRequest
 
 MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
@@ -63,7 +64,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be downl
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")
 ]
+Operator = Annotated[str, typer.Argument(help="The operator.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def operator(name: str) -> OperatorRecord[Any]:
+    """The record of an operator that the user named."""
+    from ssdprof import operators
+
+    return operators.get(name)
 
 
 def use_tuned(no_tuned: bool) -> Path | None:

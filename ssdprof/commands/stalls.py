@@ -106,11 +106,11 @@ def _one_length(seq: str) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     """Implementations that there are, each once."""
-    from ssdprof import kernels
+    from ssdprof import kernels, operators
     from ssdprof.errors import BadInputError
 
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    known = [name for name in kernels.names("ssd") if name != "reference"]
+    known = {name: None for operator in operators.names() for name in kernels.names(operator) if name != "reference"}
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise BadInputError(

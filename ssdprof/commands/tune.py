@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,8 @@ from ssdprof.commands import options, terminal
 if TYPE_CHECKING:
     import torch
 
-    from ssdprof.tuning.problems import Source
+    from ssdprof.operators.operator import Operator
+    from ssdprof.tuning.problems import Workload
     from ssdprof.tuning.records import TuneReport
     from ssdprof.tuning.run import TuneRequest
 
@@ -20,7 +21,7 @@ DEFAULT_SHAPE, DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "mamba2-2.7b", "1k,8k
 
 
 def tune(
-    operator: Annotated[Literal["ssd"], typer.Argument(help="The operator.")] = "ssd",  # noqa: ARG001
+    operator: options.Operator = "ssd",
     where: Annotated[
         str | None,
         typer.Argument(
@@ -79,7 +80,7 @@ def tune(
         return
     if out is not None:
         files.check_target(out, replace=force)
-    request, device = _request(where, shape, seq, batch, dtype, dtypes, budget)
+    request, device = _request(options.operator(operator), where, shape, seq, batch, dtype, dtypes, budget)
     if dry_run:
         _list(request, as_json)
         return
@@ -133,6 +134,7 @@ def _list(request: TuneRequest, as_json: bool) -> None:
 
 
 def _request(
+    operator: Operator[Any],
     where: str | None,
     shape: str | None,
     seq: str | None,
@@ -146,9 +148,9 @@ def _request(
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.errors import BadInputError
     from ssdprof.tuning import problems
-    from ssdprof.tuning.run import TuneRequest, require_gpu
+    from ssdprof.tuning.run import TuneRequest, gpu_to_tune
 
-    sources: tuple[Source, ...]
+    sources: tuple[Workload, ...]
     if where is not None:
         if shape is not None or batch is not None or dtype is not None:
             raise BadInputError(
@@ -156,14 +158,20 @@ def _request(
                 "--shape, --batch and --dtype go without captures.",
             )
         seqlens = None if seq is None else lengths(seq)
-        device = require_gpu()
-        sources = problems.captured(where, seqlens, device)
+        device = gpu_to_tune()
+        sources = problems.captured(operator, where, seqlens, device)
     else:
         tokens, _ = parse_tokens(seq or DEFAULT_SEQ, batch or DEFAULT_BATCH, "", "", max_tokens=2**31)
-        cells = expand(parse_shapes(shape or DEFAULT_SHAPE), parse_dtypes(dtype or DEFAULT_DTYPE), tokens, "contiguous")
-        device = require_gpu()
-        sources = problems.drawn(cells, device)
+        cells = expand(
+            parse_shapes(operator.drawing, shape or next(iter(operator.drawing.shapes))),
+            parse_dtypes(dtype or DEFAULT_DTYPE),
+            tokens,
+            "contiguous",
+        )
+        device = gpu_to_tune()
+        sources = problems.drawn(operator, cells, device)
     request = TuneRequest(
+        operator=operator,
         sources=sources,
         intermediates=("exact", "relaxed") if dtypes == "all" else (dtypes,),
         budget=budget,

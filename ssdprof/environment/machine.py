@@ -62,16 +62,21 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def kernels_hash() -> str:
-    """Of the sources that a kernel's machine code and a configuration's meaning come from."""
-    sources = files("ssdprof.kernels")
-    found = [
-        (f"{part.name}/{file.name}", file.read_bytes())
-        for part in (sources, sources / "ssd")
-        for file in part.iterdir()
-        if file.name.endswith(".py")
-    ]
-    return hashlib.sha256(b"\0".join(name.encode() + b"\0" + text for name, text in sorted(found))).hexdigest()
+def kernels_hash(operator: str) -> str:
+    """SHA-256 of the sources that an operator's machine code, and the meaning of its configurations, come from.
+
+    These are all Python files under `kernels/<operator>/`, in sub-folders too, and the files directly in `kernels/`,
+    which all operators share.  Raises ValueError if `kernels/` has no folder of that name.
+    """
+    folder = Path(str(files("ssdprof.kernels")))
+    own = sorted((folder / operator).rglob("*.py")) if operator else []
+    if not own:
+        raise ValueError(f"no kernels of an operator {operator!r}")
+    digest = hashlib.sha256()
+    for file in [*sorted(folder.glob("*.py")), *own]:
+        text = file.read_bytes()
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()
 
 
 def _cpu_model() -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.inputs import SSDInputs as SSDInputs
     from ssdprof.kernels.ssd.inputs import SSDOutput as SSDOutput
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
-    from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
+    from ssdprof.kernels.ssd.unfused.five_launches import ssd_unfused as ssd_unfused
 
 _HOME = {
     "GDNInputs": "gdn.inputs",
@@ -30,9 +30,10 @@ _HOME = {
     "UnsupportedError": "registry",
     "ssd_fused": "ssd.fused",
     "ssd_reference": "ssd.reference",
-    "ssd_unfused": "ssd.unfused",
+    "ssd_unfused": "ssd.unfused.five_launches",
 }
-_IMPLEMENTATIONS = {"ssd": ("reference", "unfused", "fused")}  # modules that register themselves, in this order
+# name -> the module that registers it, in the order in which they are listed
+_IMPLEMENTATIONS = {"ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused"}}
 
 __all__ = ["get", "names", *_HOME]
 
@@ -50,13 +51,13 @@ def names(operator: str) -> list[str]:
     from ssdprof.kernels import registry
 
     _register_bundled()
-    bundled = _IMPLEMENTATIONS.get(operator, ())
+    bundled = _IMPLEMENTATIONS.get(operator, {})
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
 
 
 def _register_bundled() -> None:
     for operator, modules in _IMPLEMENTATIONS.items():
-        for module in modules:
+        for module in modules.values():
             import_module(f"{__name__}.{operator}.{module}")
 
 

@@ -1,11 +1,11 @@
-"""The comparator: is an SSD output as good as its precision allows?  One for the product and for the tests of kernels.
+"""The comparator: is an output as good as its precision allows?  One for the product and for the tests of kernels.
 
 Three tensors meet: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
-(`rounding.RoundedSSD`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
+(`Judgement.rounded`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
 
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
-must hold, with eps the relative error of the coarsest rounding on the way (`rounding.coarsest_rounding`).
+must hold, with eps the relative error of the coarsest rounding on the way (`Judgement.coarsest`).
 docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
 ever held whole, in their own dtype.
 """
@@ -14,19 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from ssdprof import schema
+from ssdprof import operators, schema
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.reference import ssd_blocks
-from ssdprof.measure.deviation import HeadNorms, Place, RunningDeviation
-from ssdprof.measure.dtypes import dtype_name
-from ssdprof.measure.rounding import Gate, RoundedSSD, Span, coarsest_rounding
+from ssdprof.measure.deviation import HeadNorms, Region, RunningDeviation
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_name
+from ssdprof.operators.operator import Judgement, Output, Span
 
 TensorName = Literal["out", "final_states"]
+_NAMES: tuple[TensorName, ...] = ("out", "final_states")
+K = TypeVar("K")  # of candidates
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and what is computed from it
@@ -37,12 +38,15 @@ FLUSHED = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """An output to be judged.  `baseline` is the key of the candidate that it is also compared with."""
+class Candidate(Generic[K]):
+    """An output to be judged.  baseline: the key of the candidate that it is also compared with.
+    name: of the candidate, where it is somebody's baseline.
+    """
 
-    output: SSDOutput
+    output: Output
     precision: Precision
-    baseline: str | None = None
+    baseline: K | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,60 +57,63 @@ class Comparison:
 
 
 def compare(
-    inputs: SSDInputs,
-    candidates: Mapping[str, Candidate],
+    inputs: Any,
+    candidates: Mapping[K, Candidate[K]],
     *,
     on_progress: Callable[[int], None] | None = None,
-) -> dict[str, Comparison]:
-    """Judge every candidate in one pass over the oracle; keys are theirs, and name a baseline in the result.
+) -> dict[K, Comparison]:
+    """Judge every candidate in one pass over the oracle of the operator that takes these inputs.
 
     on_progress: called with the number of positions done since the last call; there are b * l.
-    Raises ValueError if a candidate's tensors have not the shape or dtype of the operator's output.
+    Raises ValueError if a candidate's tensors have not the shape or dtype of the operator's output; BadInputError for
+    an operator without a judgement.
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
+    judgement = operators.of(inputs).judged
+    form, device = judgement.forms(inputs)[0], tensors.device(inputs)
     precisions = {candidate.precision for candidate in candidates.values()}
-    rounded = {precision: RoundedSSD(inputs, precision) for precision in precisions}
-    outs = _TensorSums("out", {key: c.output.out for key, c in candidates.items()}, candidates)
-    states = _TensorSums("final_states", {key: c.output.final_states for key, c in candidates.items()}, candidates)
-    largest_exponent = torch.zeros(inputs.x.shape[2], device=inputs.x.device)
-    for block in ssd_blocks(inputs, torch.float64, block=_block_length(inputs)):
+    rounded = {precision: judgement.rounded(inputs, precision) for precision in precisions}
+    outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
+    states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
+    largest_exponent = torch.zeros(form.shape[2], device=device)
+    for block in judgement.blocks(inputs, _block_length(judgement, inputs, device)):
         span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
-        gate = Gate.of(inputs, span)
+        gate = judgement.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         low = {precision: rounded[precision].advance(span, gate) for precision in precisions}
         outs.add(
             _head_first(block.out),
             {precision: _head_first(out) for precision, (out, _) in low.items()},
-            Place(shape=outs.shape, row=block.batch, positions=(block.start, block.stop)),
+            Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop)),
         )
         if block.last:
             states.add(
                 block.state.flatten(1),
                 {precision: state.flatten(1).double() for precision, (_, state) in low.items()},
-                Place(shape=states.shape, row=block.sequence, positions=None),
+                Region(shape=states.shape, row=block.sequence, positions=None),
             )
         if on_progress is not None:
             on_progress(block.stop - block.start)
     comparisons = {}
     for key, candidate in candidates.items():
-        eps = coarsest_rounding(inputs.x.dtype, candidate.precision, largest_exponent)
+        eps = judgement.coarsest(form.dtype, candidate.precision, largest_exponent)
         comparisons[key] = _comparison(outs.result(key, eps), states.result(key, eps))
     return comparisons
 
 
-def assert_passes(output: SSDOutput, inputs: SSDInputs, precision: Precision) -> None:
+def assert_passes(output: Output, inputs: Any, precision: Precision) -> None:
     """For tests of kernels: AssertionError with the reason unless the output passes."""
     comparison = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
     if comparison.status != "passed":
         raise AssertionError(f"{comparison.status}: {comparison.reason}")
 
 
-class _TensorSums:
+class _TensorSums(Generic[K]):
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
-        self, name: TensorName, tensors: Mapping[str, torch.Tensor], candidates: Mapping[str, Candidate]
+        self, name: TensorName, tensors: Mapping[K, torch.Tensor], candidates: Mapping[K, Candidate[K]]
     ) -> None:
         first = next(iter(tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
@@ -121,11 +128,13 @@ class _TensorSums:
 
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
-        self._from_baseline = {key: deviation(c.baseline) for key, c in candidates.items() if c.baseline is not None}
+        self._from_baseline = {
+            key: deviation(candidates[c.baseline].name) for key, c in candidates.items() if c.baseline is not None
+        }
         self._low = {c.precision: HeadNorms(heads, first.device) for c in candidates.values()}
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
-    def add(self, high: torch.Tensor, low: Mapping[Precision, torch.Tensor], place: Place) -> None:
+    def add(self, high: torch.Tensor, low: Mapping[Precision, torch.Tensor], place: Region) -> None:
         """A block of the oracle and of every `lo`: (h, elements), fp64."""
         if self.name == "final_states":
             for dtype in _COARSE:
@@ -140,7 +149,7 @@ class _TensorSums:
             if baseline is not None:
                 self._from_baseline[key].add(ours, place.cut(self._tensors[baseline]), place)
 
-    def result(self, key: str, eps: torch.Tensor) -> schema.TensorAccuracy:
+    def result(self, key: K, eps: torch.Tensor) -> schema.TensorAccuracy:
         """eps: (h), see the module."""
         from_oracle, floor = self._from_oracle[key].result(), self._floor.result()
         from_baseline = self._from_baseline.get(key)
@@ -167,7 +176,7 @@ class _TensorSums:
             )
         return f"{self.name}: {where}; the exact answer is finite everywhere"
 
-    def _over_budget(self, key: str, eps: torch.Tensor) -> str:
+    def _over_budget(self, key: K, eps: torch.Tensor) -> str:
         """Which head breaks the rule by the largest factor, if any does."""
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._low[self._candidates[key].precision]
@@ -187,7 +196,7 @@ class _TensorSums:
                 )
         return ""
 
-    def _coarser_than_claimed(self, key: str) -> str:
+    def _coarser_than_claimed(self, key: K) -> str:
         """States that are said to be fp32 and hold 16-bit numbers only.
 
         With 16-bit inputs the rounding of the operands hides a rounded state from every norm; its bits do not hide it.
@@ -204,7 +213,7 @@ class _TensorSums:
 
 
 def _head_first(out: torch.Tensor) -> torch.Tensor:
-    """(l, h, p) -> (h, l * p), fp64."""
+    """(l, h, ...) -> (h, elements), fp64."""
     return out.transpose(0, 1).flatten(1).double()
 
 
@@ -224,27 +233,19 @@ def _comparison(*tensors: schema.TensorAccuracy) -> Comparison:
     )
 
 
-def check_output(output: SSDOutput, inputs: SSDInputs) -> None:
+def check_output(output: Output, inputs: Any) -> None:
     """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for these inputs."""
-    for name, tensor, shape, dtype in (
-        ("out", output.out, tuple(inputs.x.shape), inputs.x.dtype),
-        ("final_states", output.final_states, inputs.states_shape, torch.float32),
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != inputs.x.device:
+    device = tensors.device(inputs)
+    for name, tensor, form in zip(_NAMES, output, operators.of(inputs).judged.forms(inputs), strict=True):
+        if tuple(tensor.shape) != form.shape or tensor.dtype != form.dtype or tensor.device != device:
             raise ValueError(
-                f"{name} must be {dtype} of shape {shape} on {inputs.x.device}, "
+                f"{name} must be {form.dtype} of shape {form.shape} on {device}, "
                 f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
             )
 
 
-def _block_length(inputs: SSDInputs) -> int:
-    """Positions per block: whole chunks, at most 2048 positions, within the working memory.
-
-    Of each position, `lo` holds about six fp32 rows of scores (h, chunk_size), and the oracle and the sums about ten
-    fp64 rows of (h, p + 64 + p n / 64); `ssd_blocks` says where the latter comes from.
-    """
-    h, p = inputs.x.shape[2:]
-    n, q = inputs.B.shape[3], inputs.chunk_size
-    bytes_per_position = h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
-    block = _WORKING_BYTES[inputs.x.device.type] // bytes_per_position
-    return max(q, min(block, 2048) // q * q)
+def _block_length(judgement: Judgement[Any], inputs: Any, device: torch.device) -> int:
+    """Positions per block: whole chunks, at most 2048 positions, within the working memory."""
+    chunk = judgement.chunk_size(inputs)
+    fitting = _WORKING_BYTES[device.type] // judgement.bytes_per_position(inputs)
+    return max(chunk, min(fitting, 2048) // chunk * chunk)

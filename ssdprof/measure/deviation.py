@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -18,13 +19,13 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Region:
     """Where a block lies in its tensor: positions start..stop of a row of `out`, or one sequence of `final_states`.
 
     Blocks are compared with the head first, as (h, elements of the head).
     """
 
-    shape: tuple[int, ...]  # of the tensor: (b, l, h, p), or (sequences, h, p, n)
+    shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
     row: int  # batch or sequence
     positions: tuple[int, int] | None  # (start, stop); None for states
 
@@ -38,10 +39,11 @@ class Place:
     def flat(self, head: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """Row-major index in the tensor of element (head, j) of the block."""
         if self.positions is None:
-            _, heads, p, n = self.shape
-            return (self.row * heads + head) * (p * n) + j
-        _, length, heads, p = self.shape
-        return ((self.row * length + self.positions[0] + j // p) * heads + head) * p + j % p
+            _, heads, *rest = self.shape
+            return (self.row * heads + head) * prod(rest) + j
+        _, length, heads, *rest = self.shape
+        width = prod(rest)
+        return ((self.row * length + self.positions[0] + j // width) * heads + head) * width + j % width
 
 
 class HeadNorms:
@@ -78,7 +80,7 @@ class RunningDeviation:
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
 
-    def add(self, ours: torch.Tensor, other: torch.Tensor, place: Place) -> None:
+    def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
         """Compare a block; both (h, elements), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <= atol + rtol |other|.

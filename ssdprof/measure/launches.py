@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,15 +25,30 @@ def recorded_launches() -> Iterator[list[Launch]]:
         handles[metadata.data["function"]] = None
 
     launches: list[Launch] = []
-    hooks = triton.knobs.runtime.launch_enter_hook
-    hooks.add(note)
-    try:
+    with _at_launch(note):
         yield launches
-    finally:
-        hooks.remove(note)
     if handles:
         loaded = _loaded_kernels()
         launches += [describe(loaded[handle]) for handle in handles if handle in loaded]
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[Any]]:
+    """An entry for every launch of a Triton kernel in the block."""
+    seen: list[Any] = []
+    with _at_launch(seen.append):
+        yield seen
+
+
+@contextmanager
+def _at_launch(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call `note` with Triton's metadata of every launch in the block."""
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(note)
+    try:
+        yield
+    finally:
+        hooks.remove(note)
 
 
 def describe(kernel: Any) -> Launch:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof import operators
+from ssdprof.environment.memory import free_memory
+from ssdprof.operators import tensors
+from ssdprof.operators.operator import Output
 from ssdprof.schema import Memory
 
 _peaks_before_reset: dict[int, int] = {}  # device index -> bytes
 
 
-def run_and_measure(run: Callable[[], SSDOutput], device: torch.device) -> tuple[SSDOutput, Memory | None]:
+def run_and_measure(run: Callable[[], Output], device: torch.device) -> tuple[Output, Memory | None]:
     """The call's output and, on a GPU, the peak of what the call allocated through torch.
 
     Meant for an implementation's first call, which also allocates what later calls find.  Waits for the GPU, so that
@@ -46,22 +49,13 @@ def peak_bytes(device: torch.device) -> int:
     return max(_peaks_before_reset.get(_index(device), 0), torch.cuda.max_memory_allocated(device))
 
 
-def outputs_that_fit(inputs: SSDInputs) -> int:
+def outputs_that_fit(inputs: Any) -> int:
     """Outputs that may be held together: those that fill half of the free memory.
 
     The other half is left to an implementation's workspace and to a block of the oracle.
     """
-    (nheads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
-    output_bytes = inputs.x.numel() * inputs.x.element_size() + 4 * inputs.sequences * nheads * headdim * dstate
-    return _free_bytes(inputs.x.device) // 2 // output_bytes
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What can still be allocated: on a GPU, what the driver has left and what torch holds unused."""
-    if device.type != "cuda":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    output_bytes = sum(form.nbytes for form in operators.of(inputs).judged.forms(inputs))
+    return free_memory(tensors.device(inputs)) // 2 // output_bytes
 
 
 def _index(device: torch.device) -> int:

@@ -1,70 +1,26 @@
-"""How fast an SSD call could be: its least bytes and FLOPs, and what this GPU can do of either."""
+"""How fast a call could be: its least bytes and FLOPs, and what this GPU can do of either."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from statistics import median
+from typing import Any
 
 import torch
 
-from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.dtypes import dtype_name
+from ssdprof import operators
 from ssdprof.measure.events import cuda_event
-from ssdprof.schema import Ceilings, Roofline, SSDDims
-
-SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
+from ssdprof.schema import Ceilings, Roofline
 
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
 _WARMUP, _REPEATS = 5, 20
 
 
-def dims_of(inputs: SSDInputs) -> SSDDims:
-    batch, seqlen, nheads, headdim = inputs.x.shape
-    return SSDDims(
-        batch=batch,
-        seqlen=seqlen,
-        nheads=nheads,
-        headdim=headdim,
-        dstate=inputs.B.shape[3],
-        ngroups=inputs.B.shape[2],
-        chunk_size=inputs.chunk_size,
-        dtype=dtype_name(inputs.x.dtype),
-    )
-
-
-def ssd_bytes(inputs: SSDInputs) -> int:
-    """Every input read once; out, as x, and the fp32 final states written once."""
-    read = sum(_nbytes(value) for field in fields(inputs) if torch.is_tensor(value := getattr(inputs, field.name)))
-    (nheads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
-    return read + _nbytes(inputs.x) + 4 * inputs.sequences * nheads * headdim * dstate
-
-
-def ssd_flops(dims: SSDDims, chunk_size: int = SMALLEST_CHUNK) -> int:
-    """Multiplications and additions of the chunked form's matrix products.
-
-    Per position, with (q + 1) / 2 sources per position on average in a chunk of q positions (the causal half):
-
-        C B^T                  2 g n (q + 1) / 2
-        scores x               2 h p (q + 1) / 2
-        state update, C state  2 h p n each
-
-    It grows with q.  The default, the smallest chunk that fills a tensor core's tile, is the least that any chunked
-    kernel does, so that no choice of chunk beats the floor.  Decays, skip and gate are not counted.
-    """
-    sources = chunk_size + 1
-    per_position = (
-        dims.ngroups * dims.dstate * sources
-        + dims.nheads * dims.headdim * sources
-        + 4 * dims.nheads * dims.headdim * dims.dstate
-    )
-    return dims.batch * dims.seqlen * per_position
-
-
-def roofline(inputs: SSDInputs, ceilings: Ceilings, device_median_us: float) -> Roofline:
+def roofline(inputs: Any, ceilings: Ceilings, device_median_us: float) -> Roofline:
     """Where a device time stands against the floor of these ceilings."""
-    bytes_moved, flops = ssd_bytes(inputs), ssd_flops(dims_of(inputs))
+    cost = operators.of(inputs).costed
+    bytes_moved, flops = cost.bytes_moved(inputs), cost.flops(cost.dims(inputs))
     memory_us = bytes_moved / ceilings.copy_gb_per_s / 1e3
     compute_us = flops / ceilings.matmul_tflops / 1e6
     floor_us = max(memory_us, compute_us)
@@ -111,7 +67,3 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
             stop.synchronize()
             times.append(start.elapsed_time(stop) / 1e3)
     return median(times)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

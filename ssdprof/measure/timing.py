@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from ssdprof.kernels._garbage import no_garbage_collection
-from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.call import Run
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import blaming
 from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, median_interval, ratio_interval, verdict
+from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup, Timing
-
-Run = Callable[[], SSDOutput]
 
 
 class CaptureError(Exception):
@@ -37,7 +36,7 @@ class Recording:
     """A captured call; `output` is where every replay writes."""
 
     graph: Any
-    output: SSDOutput
+    output: Output
 
 
 class Bench(Protocol):
@@ -93,7 +92,7 @@ class Session:
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], bench: Bench, plan: SamplingPlan, *, check: Callable[[str, SSDOutput], str]
+    runs: Mapping[str, Run], bench: Bench, plan: SamplingPlan, *, check: Callable[[str, Output], str]
 ) -> Session:
     """Time every run against the others.
 
@@ -130,7 +129,7 @@ def time_in_turns(
     return Session(sampled=sampled, untimed=untimed, changed=changed)
 
 
-def _reason_now(check: Callable[[SSDOutput], str], run: Run, bench: Bench, recording: Recording) -> str:
+def _reason_now(check: Callable[[Output], str], run: Run, bench: Bench, recording: Recording) -> str:
     """Of a replay and of a call, what `check` says."""
     bench.device_us(recording)  # recordings share memory: only the latest replay's output is whole
     return check(recording.output) or check(run())

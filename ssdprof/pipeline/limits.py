@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from ssdprof.capture.memory import free_memory
 from ssdprof.checkpoint import Located
 from ssdprof.checkpoint.families import siblings_that_fit
+from ssdprof.environment.memory import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.schema import LayerRef
 

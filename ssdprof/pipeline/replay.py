@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.errors import BadInputError
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.attempt import attempt, kernel_precision, run_of
+from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.call import Call, call_of
 from ssdprof.measure.cases import Case, Group, batches_of, groups_of
+from ssdprof.measure.engine import Timed, Verified, time_verified, verify
 from ssdprof.measure.faults import first_line
-from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.memory import outputs_that_fit
-from ssdprof.measure.roofline import dims_of, roofline
+from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Bench, CudaBench, Session, time_in_turns
+from ssdprof.measure.timing import Bench, CudaBench
+from ssdprof.operators import tensors
 from ssdprof.progress import Advance, Watcher
 from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, Precision
 
@@ -62,30 +62,46 @@ class ReplayOptions:
     on_timed: Callable[[], object] = lambda: None
 
 
-def replay_layer(layer: LayerRef, inputs: SSDInputs, options: ReplayOptions) -> tuple[CaseResult, ...]:
+def unready(operator: str, baseline: str = "unfused") -> str:
+    """What a replay of the operator still lacks, in words; empty if it can be replayed."""
+    record = operators.get(operator)
+    if record.judgement is None or record.cost is None:
+        return "ssdprof cannot judge what its kernels compute"
+    if baseline not in kernels.names(operator):
+        return f"there is no {baseline!r} implementation of {operator}"
+    return ""
+
+
+def replay_layer(layer: LayerRef, inputs: Any, options: ReplayOptions) -> tuple[CaseResult, ...]:
     """The result of every case, grouped by state dtype, the baseline first.  What went wrong is in a case's status.
 
     Raises BadInputError for an implementation that is not registered.
     """
-    known = kernels.names("ssd")
+    operator = operators.of(inputs).name
+    known = kernels.names(operator)
     for name in (options.baseline, *options.implementations):
         if name not in known:
-            raise BadInputError(f"There is no implementation {name!r} of ssd.", f"There are: {', '.join(known)}.")
-    bench = CudaBench(inputs.x.device) if options.timed and inputs.x.is_cuda and not INTERPRETED else None
+            raise BadInputError(
+                f"There is no implementation {name!r} of {operator}.", f"There are: {', '.join(known) or 'none'}."
+            )
+    device = tensors.device(inputs)
+    bench = CudaBench(device) if options.timed and device.type == "cuda" and not INTERPRETED else None
     return LayerReplay(layer, inputs, options, bench).run()
 
 
 class LayerReplay:
     """The replay of one layer: what is known of each case so far.  Without a bench, nothing is timed."""
 
-    def __init__(self, layer: LayerRef, inputs: SSDInputs, options: ReplayOptions, bench: Bench | None) -> None:
+    def __init__(self, layer: LayerRef, inputs: Any, options: ReplayOptions, bench: Bench | None) -> None:
         self._layer = layer
         self._inputs = inputs
+        self._dims = operators.of(inputs).costed.dims(inputs)
         self._options = options
         self._bench = bench
         self._groups = groups_of(options.precisions, options.implementations, options.baseline)
+        self._calls = {case: self._call(case) for group in self._groups for case in group}
         self._results: dict[Case, CaseResult] = {}
-        self._fingerprints: dict[str, tuple[int, ...]] = {}
+        self._verified: dict[Case, Verified] = {}
         self._finished: set[Case] = set()
 
     def run(self) -> tuple[CaseResult, ...]:
@@ -104,107 +120,99 @@ class LayerReplay:
             raise
         return tuple(self._results[case] for group in self._groups for case in group)
 
+    def _call(self, case: Case) -> Call:
+        implementation = kernels.get(operators.of(self._inputs).name, case.implementation)
+        return call_of(implementation, self._inputs, case.precision)
+
     # --- right
 
     def _judge(self, batch: Sequence[Case]) -> None:
         """Run the batch and compare it with the oracle; finish the cases that will not be timed."""
-        outputs: dict[Case, SSDOutput] = {}
+        attempts: dict[Case, Attempt] = {}
         with self._step("running", len(batch), "cases") as advance:
             for case in batch:
-                output = self._attempt(case)
-                if output is not None:
-                    outputs[case] = output
+                attempts[case] = self._attempt(case)
                 advance(1)
-        if outputs:
-            self._compare(outputs)
+        ran = {case: tried for case, tried in attempts.items() if tried.output is not None}
+        if ran:
+            self._compare(ran)
         for case in batch:
             if case not in self._finished and (self._bench is None or self._results[case].status != "passed"):
                 self._finish(case)
 
-    def _attempt(self, case: Case) -> SSDOutput | None:
-        tried = attempt(case, self._inputs)
+    def _attempt(self, case: Case) -> Attempt:
+        tried = attempt(self._calls[case])
         if case not in self._results:  # a baseline runs again for every batch that needs it
             self._results[case] = CaseResult(
                 layer=self._layer,
-                dims=dims_of(self._inputs),
+                dims=self._dims,
                 implementation=case.implementation,
                 precision=case.precision,
                 variant=tried.variant,
                 status=tried.status,
                 reason=tried.reason,
-                plan=tried.plan.reason if tried.plan else "",
+                plan=tried.why_this_plan,
                 memory=tried.memory,
                 launches=tried.launches,
             )
-        return tried.output
+        return tried
 
-    def _compare(self, outputs: Mapping[Case, SSDOutput]) -> None:
-        baselines = {case: group[0] for group in self._groups for case in group[1:] if group[0] in outputs}
-        candidates = {
-            case.label: Candidate(
-                output=output,
-                precision=kernel_precision(case),
-                baseline=baselines[case].label if case in baselines else None,
-            )
-            for case, output in outputs.items()
-        }
-        batch, seqlen = self._inputs.x.shape[:2]
+    def _compare(self, attempts: Mapping[Case, Attempt]) -> None:
+        calls = self._calls
         try:
-            with self._step("comparing with the fp64 oracle", batch * seqlen, "tokens") as advance:
-                comparisons = compare(self._inputs, candidates, on_progress=advance)
+            with self._step(
+                "comparing with the fp64 oracle", self._dims.batch * self._dims.seqlen, "tokens"
+            ) as advance:
+                verified = verify(
+                    {calls[case]: tried for case, tried in attempts.items()},
+                    self._inputs,
+                    baselines={calls[case]: calls[group[0]] for group in self._groups for case in group[1:]},
+                    on_progress=advance,
+                )
         except torch.OutOfMemoryError as error:
-            for case in outputs:
+            for case in attempts:
                 self._update(
                     case, status="out of memory", reason=f"while compared with the oracle: {first_line(error)}"
                 )
             return
-        for case, output in outputs.items():
-            comparison = comparisons[case.label]
-            self._update(case, status=comparison.status, reason=comparison.reason, accuracy=comparison.tensors)
-            if self._bench is not None:
-                self._fingerprints[case.label] = fingerprint(*output)
+        for case in attempts:
+            one = self._verified[case] = verified[calls[case]]
+            assert one.comparison is not None
+            found = one.comparison
+            self._update(case, status=found.status, reason=found.reason, accuracy=found.tensors)
 
     # --- fast
 
     def _time(self, group: Group, bench: Bench) -> None:
         """Time the group's cases that passed, against its baseline, and finish them."""
-        cases = {case.label: case for case in group if self._results[case].status == "passed"}
+        cases = [case for case in group if self._results[case].status == "passed"]
         if not cases:
             return
-        runs = {label: run_of(case, self._inputs) for label, case in cases.items()}
         with self._step(f"timing, {group[0].precision.state_dtype} states"):
-            session = time_in_turns(runs, bench, self._options.sampling, check=self._still_right)
+            timed = time_verified([self._verified[case] for case in cases], bench, self._options.sampling)
         self._options.on_timed()
-        self._record(session, cases, group[0].label)
-        for case in cases.values():
+        baseline = timed.get(self._calls[group[0]])
+        for case in cases:
+            self._record(case, timed[self._calls[case]], group[0], baseline)
             self._finish(case)
 
-    def _still_right(self, label: str, output: SSDOutput) -> str:
-        """Empty if the output is what was judged, bit for bit; else the judgement of the new one."""
-        if fingerprint(*output) == self._fingerprints[label]:
-            return ""
-        case = next(case for case in self._results if case.label == label)
-        candidate = Candidate(output=output, precision=kernel_precision(case))
-        comparison = compare(self._inputs, {label: candidate})[label]
-        if comparison.status == "passed":
+    def _record(self, case: Case, timed: Timed, first: Case, baseline: Timed | None) -> None:
+        if timed.wavered:
             self._update(case, reason="repeated calls differ in their bits, within the budget")
-        return comparison.reason
-
-    def _record(self, session: Session, cases: Mapping[str, Case], baseline: str) -> None:
-        for label, reason in session.untimed.items():
-            self._update(cases[label], reason=reason)
-        for label, reason in session.changed.items():
-            self._update(cases[label], status="inaccurate", reason=f"after it was timed: {reason}")
-        of_baseline = session.sampled.get(baseline)
-        for label, sampled in session.sampled.items():
-            timing, ceilings = sampled.timing(), self._options.ceilings
-            is_compared = of_baseline is not None and label != baseline
-            self._update(
-                cases[label],
-                timing=timing,
-                speedup=sampled.speedup(of_baseline, baseline) if of_baseline and is_compared else None,
-                roofline=roofline(self._inputs, ceilings, timing.device_median_us) if ceilings else None,
-            )
+        if timed.untimed:
+            self._update(case, reason=timed.untimed)
+        if timed.changed:
+            self._update(case, status="inaccurate", reason=f"after it was timed: {timed.changed}")
+        if timed.sampled is None:
+            return
+        timing, ceilings = timed.sampled.timing(), self._options.ceilings
+        over = baseline.sampled if baseline is not None and case != first else None
+        self._update(
+            case,
+            timing=timing,
+            speedup=timed.sampled.speedup(over, first.label) if over is not None else None,
+            roofline=roofline(self._inputs, ceilings, timing.device_median_us) if ceilings else None,
+        )
 
     # --- records
 

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ssdprof import runs
+from ssdprof import operators, runs
 from ssdprof.capture import CapturedLayer, select_layers, store
 from ssdprof.environment import ClockWatch
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.model import OnLayer, find, load, run_model, store_in
-from ssdprof.pipeline.replay import ReplayOptions, replay_layer
+from ssdprof.pipeline.replay import ReplayOptions, replay_layer, unready
 from ssdprof.pipeline.request import CaptureRequest, Keep, ModelRequest
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
@@ -30,12 +29,12 @@ from ssdprof.schema import CheckpointRef, LayerRef, Precision, RunReport
 def run(
     request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher
 ) -> tuple[Path, RunReport]:
-    """Capture a model's SSD layers on each prompt and replay them.  Returns the run's folder and its report."""
+    """Capture a model's layers on each prompt and replay them.  Returns the run's folder and its report."""
     if store.is_capture(Path(request.model.model).expanduser()):
         return _run_stored(request, precisions, keep, watcher)
     with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
         subject = find(request)
-        _refuse_gdn(subject.ref, subject.layers)
+        _refuse_unready(subject.ref, subject.layers)
         limits.check_replay(subject.seqlens)
         loaded = load(request, subject, watcher)
         report = draft(folder, keep.command, subject.ref, loaded.prompts, max(loaded.segment_lengths))
@@ -65,7 +64,7 @@ def _run_stored(
     chosen = [stored for stored in manifest.layers if stored.layer in layers]
     if not chosen:
         raise BadInputError(f"{request.model.model} holds no layer: its capture was broken off.", "Capture again.")
-    _refuse_gdn(manifest.checkpoint, layers)
+    _refuse_unready(manifest.checkpoint, layers)
     limits.check_replay([stored.seqlen for stored in chosen])
     remarks = () if manifest.complete else ("The stored capture was broken off: it may lack layers or prompts.",)
     with runs.opened(keep.out, manifest.checkpoint.repo_id) as folder:
@@ -81,13 +80,16 @@ def _run_stored(
     return folder.path, recorder.report
 
 
-def _refuse_gdn(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:
-    if any(layer.operator == "gdn" for layer in layers):
-        raise BadInputError(
-            f"{ref.repo_id} has Gated-DeltaNet layers: their inputs can be captured, but their replay comes with a "
-            "later version.",
-            "Use 'ssdprof capture' for now, or run a model with Mamba-2 layers.",
-        )
+def _refuse_unready(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:
+    """BadInputError if the operator of a layer can be captured and not yet be replayed."""
+    for name in dict.fromkeys(layer.operator for layer in layers):
+        why = unready(name)
+        if why:
+            raise BadInputError(
+                f"{ref.repo_id} has {operators.outline(name).layers} layers: their inputs can be captured, but not be "
+                f"replayed yet, because {why}.",
+                "Use 'ssdprof capture' for now, or run a model with other layers.",
+            )
 
 
 @contextmanager
@@ -115,7 +117,6 @@ def _replaying(
         )
 
         def replay(captured: CapturedLayer) -> None:
-            assert isinstance(captured.inputs, SSDInputs)
             recorder.captured(captured.layer)
             replay_layer(captured.layer, captured.inputs, options)
             if gpu:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ssdprof import files
 from ssdprof.errors import BadInputError
+from ssdprof.operators import outlines
 from ssdprof.report import markdown, stall_document
-from ssdprof.report import stall_words as words
-from ssdprof.report.stall_groups import Share, designs
+from ssdprof.report.stall_groups import Design, Share, designs
+from ssdprof.schema import migrate
 from ssdprof.schema.stalls import STALLS_VERSION, StallReport
 from ssdprof.stalls import plots
 
@@ -28,7 +29,10 @@ def load(file: Path) -> StallReport:
     """The report that `dump` wrote.  Raises BadInputError if it cannot be read or has another version."""
     try:
         text = file.read_text(encoding="utf-8")
-        version = json.loads(text).get("stalls_version")
+        document = json.loads(text)
+        version = document.get("stalls_version")
+        if version == migrate.OLDEST:
+            return StallReport.model_validate(migrate.stall_report(document, _every_word()))
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
         return StallReport.model_validate_json(text)
@@ -36,6 +40,10 @@ def load(file: Path) -> StallReport:
         raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, AttributeError) as error:
         raise BadInputError(f"{file} is damaged.", _AGAIN) from error
+
+
+def _every_word() -> dict[str, str]:
+    return {part: words for one in outlines() for part, words in one.stages.words.items()}
 
 
 def appendix(folder: Path, target: Path | None) -> str:
@@ -86,12 +94,12 @@ def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
         every.add(design.all())
     for design in sampled:
         title = f"{design.name}: stages and stall reasons"
-        bars = {_label(name): share.reasons for name, share in design.stages.items()}
+        bars = {_label(design, name): share.reasons for name, share in design.stages.items()}
         picture = plots.stages(bars, title, [reason for reason, _ in every.most])
         found[files.safe_name(design.name.lstrip("_"))] = (title, picture)
     roofline = plots.roofline(report)
     return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
 
 
-def _label(stage: str) -> str:
-    return f"{stage.split('.')[0]}: {words.part(stage)}" if "." in stage else stage
+def _label(design: Design, stage: str) -> str:
+    return f"{stage.split('.')[0]}: {design.part(stage)}" if "." in stage else stage

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
-from ssdprof import environment, runs
+from ssdprof import environment, kernels, operators, runs
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.operators.dtypes import dtype_named
 from ssdprof.pipeline import limits, stall_files
 from ssdprof.pipeline.capture import capture
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Watcher
-from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, Precision, RunReport, SSDDims
+from ssdprof.schema import CaptureManifest, CheckpointRef, Dims, LayerCapture, Precision, RunReport
 from ssdprof.schema.stalls import Launched, Recorded, StallReport, Subject
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
@@ -236,7 +237,8 @@ def _stored(folder: Path, request: StallRequest) -> Captured:
 
 def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:
     """The wanted layer, or the middle one; the wanted length, or the longest."""
-    found = [stored for stored in manifest.layers if stored.layer.operator == "ssd"]
+    wanted = set(request.implementations)
+    found = [stored for stored in manifest.layers if wanted <= set(kernels.names(stored.layer.operator))]
     if request.layer is not None:
         found = [stored for stored in found if stored.layer.index == request.layer]
     if request.seqlen is not None:
@@ -244,7 +246,7 @@ def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> L
     if not found:
         there = sorted({(stored.layer.index, stored.seqlen) for stored in manifest.layers})
         raise BadInputError(
-            f"{folder} holds no such SSD layer.",
+            f"{folder} holds no such layer that {' and '.join(request.implementations)} could run.",
             f"There are (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
     longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
@@ -286,16 +288,11 @@ def _model(ref: CheckpointRef) -> str:
     return f"{ref.repo_id}, random weights" if ref.random_weights else ref.repo_id
 
 
-def _dims(layer: LayerCapture) -> SSDDims:
-    """Of captured inputs, from their record."""
-    x, B = layer.tensors["x"], layer.tensors["B"]
-    return SSDDims(
-        batch=x.shape[0],
-        seqlen=x.shape[1],
-        nheads=x.shape[2],
-        headdim=x.shape[3],
-        dstate=B.shape[3],
-        ngroups=B.shape[2],
-        chunk_size=int(layer.scalars["chunk_size"] or 0),
-        dtype=x.dtype,
-    )
+def _dims(layer: LayerCapture) -> Dims:
+    """Sizes of captured inputs, from their record."""
+    operator = operators.get(layer.layer.operator)
+    tensors = {
+        name: torch.empty(record.shape, dtype=dtype_named(record.dtype), device="meta")
+        for name, record in layer.tensors.items()
+    }
+    return operator.costed.dims(operator.inputs(**tensors, **operator.door.arguments(layer.scalars)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ssdprof.report import format as fmt
-from ssdprof.report import stall_words as words
 from ssdprof.report.document import Depth, Document, Section
 from ssdprof.report.stall_groups import Design, designs
 from ssdprof.report.summary import Statement
@@ -61,16 +60,13 @@ def _statements(found: tuple[Design, ...]) -> Iterator[Statement]:
                 if share.pct < _WORTH_PCT:
                     continue
                 main = [f"{reason} {pct:.0f}%" for reason, pct in share.most[:3] if pct >= _WORTH_PCT]
-                what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {_part(part, name)}"
+                where = "elsewhere" if part == name else design.part(part)
+                what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {where}"
                 said.append(" ".join(word for word in (what, f"({', '.join(main)})" if main else "") if word))
             details = "; ".join(filter(None, said))
             separator = " " if not details or details.startswith("(") else ": "
             text = f"{whole.pct:.0f}%{separator}{details}".rstrip()
             yield Statement(f"{design.name}, {name}:" if len(found) > 1 else f"{name}:", f"{text}.")
-
-
-def _part(part: str, stage: str) -> str:
-    return "elsewhere" if part == stage else words.part(part)
 
 
 def _sections(report: StallReport, found: tuple[Design, ...], figures: Mapping[str, str]) -> Iterator[Section]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ssdprof.schema.stalls import Hint, KernelStalls, Line, StallReport
@@ -37,6 +37,7 @@ class Design:
 
     stages: in the algorithm's order, "stage" or "stage.part".  idle: in percent of all samples.
     hints: each with its kernel, the most telling first; only those that are worth a change of the whole.
+    words: of parts of stages.
     lines: those that do not idle, each with its percent of the busy time, the hottest first.
     """
 
@@ -47,10 +48,15 @@ class Design:
     hints: tuple[tuple[KernelStalls, Hint], ...]
     lines: tuple[tuple[float, Line], ...]
     duration_us: float | None
+    words: Mapping[str, str]
 
     @property
     def is_sampled(self) -> bool:
         return bool(self.stages)
+
+    def part(self, stage: str) -> str:
+        """What comes after a stage's dot, in words."""
+        return self.words.get(stage, stage.split(".", 1)[-1].replace("_", " "))
 
     def us(self, share: Share) -> float | None:
         return None if self.duration_us is None else self.duration_us * share.pct / 100
@@ -75,10 +81,10 @@ def designs(report: StallReport) -> tuple[Design, ...]:
     found: dict[str, list[KernelStalls]] = {}
     for kernel in report.kernels:
         found.setdefault(kernel.implementation or kernel.kernel, []).append(kernel)
-    return tuple(_design(name, tuple(kernels)) for name, kernels in found.items())
+    return tuple(_design(name, tuple(kernels), report.words) for name, kernels in found.items())
 
 
-def _design(name: str, kernels: tuple[KernelStalls, ...]) -> Design:
+def _design(name: str, kernels: tuple[KernelStalls, ...], words: Mapping[str, str]) -> Design:
     weights = list(_weights(kernels))
     stages: dict[str, Share] = defaultdict(Share)
     idle: dict[str, float] = defaultdict(float)
@@ -101,6 +107,7 @@ def _design(name: str, kernels: tuple[KernelStalls, ...]) -> Design:
         hints=tuple(_hints(weights)),
         lines=tuple(sorted(_lines(weights), key=lambda one: -one[0])),
         duration_us=sum(known) if len(known) == len(kernels) else None,
+        words=words,
     )
 
 

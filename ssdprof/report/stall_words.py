@@ -1,21 +1,7 @@
-"""Stages and stall reasons in plain words."""
+"""Stall reasons in plain words."""
 
 from __future__ import annotations
 
-PARTS = {
-    "waiting.chunk": "for a chunk and its gates",
-    "waiting.scores": "for the scores",
-    "waiting.half": "for the other half of N",
-    "waiting.gates": "for the gates' word",
-    "chunk_state.first_pass": "first pass",
-    "state_passing.wait": "waiting for the segment before",
-    "state_passing.load": "loading the state",
-    "state_passing.store": "storing the state",
-    "chunk_scan.previous": "previous state",
-    "chunk_scan.current": "current chunk",
-    "chunk_scan.residual": "residual and store",
-    "ahead": "roles that are ahead",
-}
 REASONS = {
     "selected": "issuing: not a stall",
     "not_selected": "ready, another warp was taken: not a stall",
@@ -37,8 +23,3 @@ REASONS = {
     "drain": "has ended, its stores have not",
     "misc": "something else",
 }
-
-
-def part(stage: str) -> str:
-    """What comes after a stage's dot, in words."""
-    return PARTS.get(stage, stage.split(".", 1)[-1].replace("_", " "))

@@ -160,8 +160,8 @@ def _of_results(report: RunReport) -> Iterator[str]:
     if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
         yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
     for group in groups(report):
-        chunks = {case.dims.chunk_size for case in group.cases}
-        if group.seqlen <= min(chunks):
+        chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
+        if chunks and group.seqlen <= min(chunks):
             yield (
                 f"{group.tokens} are no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."

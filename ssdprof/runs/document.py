@@ -11,7 +11,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import SCHEMA_VERSION, RunReport
+from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate
 
 SCHEMA_FILE = Path(__file__).with_name(f"report-v{SCHEMA_VERSION}.json")  # published; equal to schema_text()
 _AGAIN = "Use the ssdprof that wrote it, or run again."
@@ -25,7 +25,8 @@ def dump(report: RunReport) -> str:
 def load(text: str) -> RunReport:
     """The report that `dump` wrote.
 
-    Raises BadInputError if the text is no JSON, has another schema version, or does not keep to the schema.
+    A report of schema version 1 is read as one of version 2.  Raises BadInputError if the text is no JSON, has another
+    version, or does not keep to the schema.
     """
     try:
         document = json.loads(text)
@@ -34,11 +35,15 @@ def load(text: str) -> RunReport:
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version is None:
         raise BadInputError("The JSON is not a report of ssdprof: it has no schema_version.", _AGAIN)
-    if version != SCHEMA_VERSION:
+    if version not in (migrate.OLDEST, SCHEMA_VERSION):
         raise BadInputError(
-            f"The report has schema version {version}; this ssdprof reads version {SCHEMA_VERSION}.", _AGAIN
+            f"The report has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and "
+            f"{SCHEMA_VERSION}.",
+            _AGAIN,
         )
     try:
+        if version == migrate.OLDEST:
+            text = json.dumps(migrate.run_report(document))
         return RunReport.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]

@@ -5,10 +5,10 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 """
 
 from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, Operator, Precision, Record
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, Precision, Record
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
-from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment, Gpu
 from ssdprof.schema.run import CaseResult, RunReport, Status
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing
@@ -23,6 +23,7 @@ __all__ = [
     "Clocks",
     "DType",
     "Deviation",
+    "Dims",
     "Environment",
     "Gpu",
     "Intermediates",
@@ -32,13 +33,11 @@ __all__ = [
     "LayerRef",
     "Match",
     "Memory",
-    "Operator",
     "Precision",
     "Prompt",
     "Record",
     "Roofline",
     "RunReport",
-    "SSDDims",
     "Speedup",
     "Status",
     "TensorAccuracy",

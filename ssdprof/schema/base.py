@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-Operator = Literal["ssd", "gdn"]
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 Intermediates = Literal["exact", "relaxed"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ssdprof.schema.base import Operator, Record
+from ssdprof.schema.base import Record
 
 
 class LayerRef(Record):
     index: int  # position among the model's decoder layers
     name: str  # module path in the full model, "model.layers.3.mamba"
-    operator: Operator
+    operator: str  # its name: see ssdprof.operators
 
 
 class CheckpointRef(Record):
@@ -19,7 +19,7 @@ class CheckpointRef(Record):
     repo_id: str  # hub id, folder name, "demo" or "demo-gdn"
     revision: str | None  # commit hash on the hub
     model_type: str
-    layers: tuple[LayerRef, ...]  # every SSD or GDN layer of the model
+    layers: tuple[LayerRef, ...]  # those with an operator that ssdprof knows
     layer_count: int  # all decoder layers
     siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
     quantization: str | None = None  # quant_method; its error is then part of the captured values

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from ssdprof.schema.accuracy import TensorAccuracy
 from ssdprof.schema.base import SCHEMA_VERSION, Precision, Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
-from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
 
@@ -20,7 +20,7 @@ class CaseResult(Record):
     """One layer's capture, replayed through one implementation at one precision."""
 
     layer: LayerRef
-    dims: SSDDims
+    dims: Dims
     implementation: str
     variant: str  # which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
     precision: Precision

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from ssdprof.schema.base import Precision, Record
 from ssdprof.schema.checkpoint import LayerRef
-from ssdprof.schema.dims import SSDDims
+from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Environment
 from ssdprof.schema.speed import Launch
 
-STALLS_VERSION = 1
+STALLS_VERSION = 2
 
 Samples = dict[str, int]  # stall reason -> warp samples
 
@@ -150,7 +150,7 @@ class Subject(Record):
 
     model: str = ""  # repository or folder, and whether its weights are random
     layer: LayerRef
-    dims: SSDDims
+    dims: Dims
     precision: Precision
     launched: tuple[Launched, ...]
 
@@ -176,6 +176,7 @@ class StallReport(Record):
     sources: dict[str, str]  # ncu report's file name -> sha256
     gpu: str  # "" if the report does not say
     kernels: tuple[KernelStalls, ...]
+    words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
     checks: tuple[Check, ...] = ()
     subject: Subject | None = None
     recorded: Recorded | None = None

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssdprof import __version__
+from ssdprof import __version__, operators
+from ssdprof.operators.outline import Stages
 from ssdprof.schema.stalls import KernelStalls, Recorded, StallReport, Subject
 from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints
 from ssdprof.stalls.raw import RawKernel, RawReport
 from ssdprof.stalls.stages import Sources
-
-# kernels that are launched -> the implementation they belong to
-BUNDLED = {
-    "_fused_hopper_kernel": "fused",
-    "_fused_kernel": "fused",
-    "_chunk_table_kernel": "unfused",
-    "_chunk_cumsum_kernel": "unfused",
-    "_chunk_state_kernel": "unfused",
-    "_state_passing_kernel": "unfused",
-    "_bmm_chunk_kernel": "unfused",
-    "_chunk_scan_kernel": "unfused",
-}
 
 
 def analyse(
@@ -48,6 +37,7 @@ def analyse(
             for report, implementation in zip(reports, names, strict=True)
             for kernel in report.kernels
         ),
+        words=_words([_stages(kernel) for report in reports for kernel in report.kernels]),
         checks=checks.of_reports(reports, launched),
         subject=subject,
         recorded=recorded,
@@ -58,7 +48,8 @@ def analyse(
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     """One launch.  implementation: "" to tell from the kernel's name."""
     sources = Sources.of(kernel)
-    found = attribute(kernel, sources)
+    known = _stages(kernel)
+    found = attribute(kernel, sources, known)
     resources, throughput = facts.resources(kernel), facts.throughput(kernel)
     missing = facts.not_collected(resources, throughput)
     average = {} if kernel.totals else facts.average(kernel)
@@ -69,7 +60,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     count = kernel.number(checks.SAMPLE_COUNT)
     stalls = KernelStalls(
         kernel=kernel.function,
-        implementation=implementation or BUNDLED.get(kernel.function, ""),
+        implementation=implementation or known.kernels.get(kernel.function, ""),
         resources=resources,
         throughput=throughput,
         sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
@@ -82,6 +73,16 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         checks=checks.of_kernel(kernel, found, sources),
     )
     return stalls.model_copy(update={"hints": hints(stalls, sources.fillers())})
+
+
+def _stages(kernel: RawKernel) -> Stages:
+    """Those of the operator that the kernel is bundled for."""
+    known = (outline.stages for outline in operators.outlines())
+    return next((stages for stages in known if kernel.function in stages.kernels), Stages())
+
+
+def _words(known: Sequence[Stages]) -> dict[str, str]:
+    return {part: words for stages in known for part, words in stages.words.items()}
 
 
 def _gpu(kernel: RawKernel) -> str:

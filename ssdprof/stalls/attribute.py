@@ -13,9 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ssdprof.operators.outline import Stages
 from ssdprof.schema.stalls import Line, Stage
 from ssdprof.stalls.raw import Point, RawKernel, base_name
-from ssdprof.stalls.stages import IDLE, IDLE_WARPS, ORDER, UNKNOWN, Place, Sources
+from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Place, Sources
 
 _BLOCK_BARRIER = "barrier"
 _Key = tuple[str, int, str, str, str]  # file, line, instruction if there is no line, function, stage
@@ -30,8 +31,11 @@ class Attribution:
     from_neighbours: int
 
 
-def attribute(kernel: RawKernel, sources: Sources) -> Attribution:
-    """Every sample of the kernel's points, once by stage and once by line and stage."""
+def attribute(kernel: RawKernel, sources: Sources, known: Stages = Stages()) -> Attribution:  # noqa: B008
+    """Every sample of the kernel's points, once by stage and once by line and stage.
+
+    known: the stages of its operator, which give the order.
+    """
     places = [sources.place(point.file, point.line) for point in kernel.points]
     launched = sources.kernel(kernel.function)
     specialized = launched is not None and launched.specialized
@@ -49,8 +53,8 @@ def attribute(kernel: RawKernel, sources: Sources) -> Attribution:
             from_neighbours += sum(busy.values())
     return Attribution(
         stages=tuple(
-            Stage(name=name, samples=_ordered(by_stage[name]), idle=name in IDLE)
-            for name in sorted(by_stage, key=lambda name: stage_order(name, by_stage[name].total()))
+            Stage(name=name, samples=_ordered(by_stage[name]), idle=_is_idle(name, known))
+            for name in sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
         ),
         lines=_lines(by_line, sources),
         from_neighbours=from_neighbours,
@@ -92,11 +96,16 @@ def _lines(found: Mapping[_Key, Counter[str]], sources: Sources) -> tuple[Line, 
     return tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage, line.text)))
 
 
-def stage_order(name: str, total: int) -> tuple[int, int, str]:
+def _is_idle(name: str, known: Stages) -> bool:
+    return name == IDLE_WARPS or name in known.ahead
+
+
+def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
     """Stages of the algorithm in its order, then others by size; what is idle at the end."""
-    if name in ORDER:
-        return (ORDER.index(name) + (len(ORDER) if name in IDLE else 0), 0, name)
-    return (len(ORDER), -total, name)
+    order = (*known.order, IDLE_WARPS)
+    if name in order:
+        return (order.index(name) + (len(order) if _is_idle(name, known) else 0), 0, name)
+    return (len(order), -total, name)
 
 
 def _ordered(samples: Counter[str]) -> dict[str, int]:

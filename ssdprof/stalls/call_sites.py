@@ -3,7 +3,7 @@
 An instruction has one line in a report: that of the innermost function that was inlined there, a helper's or a
 library's.  Triton writes the calls that led there into its PTX as a remark, which ptxas drops:
 
-    .loc 3 382 10    // hopper_roles.py:382:10 @[ hopper_roles.py:464:17 @[ fused_hopper.py:161:45 ] ]
+    .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
 
 So before ptxas reads it, each .loc is made to name the innermost line of the chain that has a stage of its own.
 Nothing but the line table changes.

@@ -25,31 +25,6 @@ from ssdprof.stalls.raw import RawKernel, base_name
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # without a role in this program, before it or after it
 UNKNOWN = "unknown"
-IDLE = frozenset({IDLE_WARPS, "ahead"})
-ORDER = (
-    "setup",
-    "ticket",
-    "loads",
-    "chunk_cumsum",
-    "bmm_chunk",
-    "waiting",
-    "waiting.chunk",
-    "waiting.scores",
-    "waiting.half",  # of kernels until November 2026
-    "waiting.gates",
-    "chunk_state",
-    "chunk_state.first_pass",
-    "state_passing",
-    "state_passing.wait",
-    "state_passing.load",
-    "state_passing.store",
-    "chunk_scan",
-    "chunk_scan.previous",
-    "chunk_scan.current",
-    "chunk_scan.residual",
-    "ahead",
-    IDLE_WARPS,
-)
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
 _ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")

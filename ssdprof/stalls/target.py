@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.dtypes import dtype_named
-from ssdprof.measure.launches import recorded_launches
+from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.measure.occupancy import Limits, occupancy
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_named
 from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import call_sites
 from ssdprof.stalls.ncu import RANGE
@@ -61,15 +58,12 @@ def main() -> None:
     profiled(given.implementation, inputs, precision)
 
 
-def load(folder: Path, layer: int, seqlen: int, device: str) -> SSDInputs:
+def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
     """The captured inputs of one layer.  Raises BadInputError if they are not in the folder."""
     manifest, read = store.load(folder)
     for stored in manifest.layers:
         if stored.layer.index == layer and stored.seqlen == seqlen:
-            inputs = read(stored, device).inputs
-            if not isinstance(inputs, SSDInputs):
-                raise BadInputError(f"Layer {layer} is no SSD layer.", "Name a Mamba-2 layer.")
-            return inputs
+            return read(stored, device).inputs
     raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
 
 
@@ -85,13 +79,14 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 @torch.no_grad()
-def warm_up(name: str, inputs: SSDInputs, precision: Precision) -> Launched:
+def warm_up(name: str, inputs: Any, precision: Precision) -> Launched:
     """Compile and settle everything, so that the profiled call only launches."""
-    implementation = kernels.get("ssd", name)
-    with recorded_launches() as launches, _counted() as count:
+    implementation = kernels.get(operators.of(inputs).name, name)
+    with recorded_launches() as launches, counted_launches() as count:
         implementation.run(inputs, precision)
     implementation.run(inputs, precision)
-    limits = Limits.of(inputs.x.device) if inputs.x.is_cuda else None
+    device = tensors.device(inputs)
+    limits = Limits.of(device) if device.type == "cuda" else None
     found = [occupancy(launch, limits) if limits else None for launch in launches]
     return Launched(
         implementation=name,
@@ -103,30 +98,14 @@ def warm_up(name: str, inputs: SSDInputs, precision: Precision) -> Launched:
 
 
 @torch.no_grad()
-def profiled(name: str, inputs: SSDInputs, precision: Precision) -> None:
+def profiled(name: str, inputs: Any, precision: Precision) -> None:
     """The one call that ncu sees."""
-    run = kernels.get("ssd", name).run
+    run = kernels.get(operators.of(inputs).name, name).run
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push(RANGE)  # type: ignore[no-untyped-call]
     run(inputs, precision)
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _counted() -> Iterator[list[Any]]:
-    """An entry for every launch of a Triton kernel."""
-    seen: list[Any] = []
-
-    def note(metadata: Any) -> None:
-        seen.append(metadata)
-
-    hooks = triton.knobs.runtime.launch_enter_hook
-    hooks.add(note)
-    try:
-        yield seen
-    finally:
-        hooks.remove(note)
 
 
 if __name__ == "__main__":

@@ -6,54 +6,52 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ssdprof import runs, schema
 from ssdprof.bench.contenders import precisions_for
-from ssdprof.bench.grid import Cell, InputDType
-from ssdprof.bench.inputs import draw
+from ssdprof.bench.grid import parse_dtypes
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import hopper_config
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.dtypes import dtype_name, dtype_named
-from ssdprof.tuning.records import Calls, Kernel
+from ssdprof.operators.drawing import Cell
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.operator import Operator
 from ssdprof.tuning.search import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Workload:
     """Inputs that are not made yet.  layer: equal for those of one layer, which may share a find."""
 
     shape: str
     tokens: str
     layer: str
-    load: Callable[[], SSDInputs]
+    load: Callable[[], Any]
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.tokens}"
 
 
-def drawn(cells: Sequence[Cell], device: torch.device) -> tuple[Source, ...]:
+def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> tuple[Workload, ...]:
     """Inputs of any shape, as `ssdprof bench` draws them."""
     return tuple(
-        Source(
+        Workload(
             shape=cell.shape.name,
             tokens=f"{cell.tokens}, {cell.dtype}",
             layer=f"{cell.shape} {cell.dtype}",
-            load=partial(draw, cell, device, chunk_size=128),
+            load=partial(operator.drawing.draw, cell, device),
         )
         for cell in cells
     )
 
 
-def captured(where: str, seqlens: Sequence[int] | None, device: torch.device) -> tuple[Source, ...]:
-    """The middle SSD layer of a folder of captures, or of a run that has kept its captures, at each length.
+def captured(
+    operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device
+) -> tuple[Workload, ...]:
+    """The operator's middle layer in a folder of captures, or of a run that has kept its captures, at each length.
 
     seqlens: those wanted; None for all that there are.  Raises BadInputError if there is no such layer.
     """
@@ -65,25 +63,23 @@ def captured(where: str, seqlens: Sequence[int] | None, device: torch.device) ->
                 f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
             )
     manifest, read = store.load(folder)
-    layers = [stored for stored in manifest.layers if stored.layer.operator == "ssd"]
+    layers = [stored for stored in manifest.layers if stored.layer.operator == operator.name]
     lengths = sorted({stored.seqlen for stored in layers} & set(seqlens or [stored.seqlen for stored in layers]))
     if not lengths:
         raise BadInputError(
-            f"{folder} holds no SSD layer of these lengths.",
+            f"{folder} holds no {operator.outline.layers} layer of these lengths.",
             f"It holds {', '.join(map(str, sorted({stored.seqlen for stored in layers}))) or 'none'}.",
         )
 
-    def inputs_of(stored: schema.LayerCapture) -> SSDInputs:
-        inputs = read(stored, device).inputs
-        assert isinstance(inputs, SSDInputs)
-        return inputs
+    def inputs_of(stored: schema.LayerCapture) -> Any:
+        return read(stored, device).inputs
 
     sources = []
     for length in lengths:
         of_length = [stored for stored in layers if stored.seqlen == length]
         stored = of_length[len(of_length) // 2]
         sources.append(
-            Source(
+            Workload(
                 shape=f"{manifest.checkpoint.repo_id} layer {stored.layer.index}",
                 tokens=f"{length:,} tokens",
                 layer=manifest.checkpoint.repo_id,
@@ -93,44 +89,46 @@ def captured(where: str, seqlens: Sequence[int] | None, device: torch.device) ->
     return tuple(sources)
 
 
-def problems(sources: Sequence[Source], intermediates: schema.Intermediates) -> Iterator[Problem]:
-    """Of the sources of one layer: of the Hopper kernel one for each, of the portable kernel one for all."""
-    waiting: list[tuple[Source, SSDInputs]] = []
+def problems(
+    operator: Operator[Any], sources: Sequence[Workload], intermediates: schema.Intermediates
+) -> Iterator[Problem]:
+    """The problems of one layer's sources: one for each, or one for all that share a find."""
+    waiting: dict[str, list[tuple[Workload, Any]]] = {}
     for source in sources:
         inputs = source.load()
-        if hopper_config.unsupported(inputs):
-            waiting.append((source, inputs))
+        kernel = operator.tunable.kernel(inputs)
+        if operator.tunable.shares_find(kernel):
+            waiting.setdefault(kernel, []).append((source, inputs))
         else:
-            yield _problem([(source, inputs)], "hopper", intermediates)
+            yield _problem(operator, [(source, inputs)], kernel, intermediates)
         del inputs
-    if waiting:
-        yield _problem(waiting, "portable", intermediates)
+    for kernel, loaded in waiting.items():
+        yield _problem(operator, loaded, kernel, intermediates)
 
 
 def _problem(
-    loaded: Sequence[tuple[Source, SSDInputs]], kernel: Kernel, intermediates: schema.Intermediates
+    operator: Operator[Any],
+    loaded: Sequence[tuple[Workload, Any]],
+    kernel: str,
+    intermediates: schema.Intermediates,
 ) -> Problem:
-    loaded = sorted(loaded, key=lambda one: one[1].x.shape[1])
+    tuning, dims = operator.tunable, operator.costed.dims
+    loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)
     longest = loaded[-1][1]
     return Problem(
+        operator=operator,
         shape=loaded[0][0].shape,
         tokens="; ".join(source.tokens for source, _ in loaded),
-        calls=Calls.of(longest, intermediates, kernel),
+        intermediates=intermediates,
+        calls=tuning.calls(longest, intermediates, kernel),
         inputs=tuple(inputs for _, inputs in loaded),
-        precision=_precision(longest, intermediates),
-        committed=_committed(longest, kernel),
+        precision=_precision(dims(longest).dtype, intermediates),
+        committed=tuning.committed(longest, kernel),
     )
 
 
-def _precision(inputs: SSDInputs, intermediates: schema.Intermediates) -> Precision:
+def _precision(dtype: schema.DType, intermediates: schema.Intermediates) -> Precision:
     """fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench."""
-    name = dtype_name(inputs.x.dtype)
-    dtypes: dict[str, InputDType] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-    (wanted,) = precisions_for(dtypes[name], intermediates, None)
+    (own,) = parse_dtypes(dtype)
+    (wanted,) = precisions_for(own, intermediates, None)
     return Precision(intermediates=intermediates, state_dtype=dtype_named(wanted.state_dtype))
-
-
-def _committed(inputs: SSDInputs, kernel: Kernel) -> HopperConfig | FusedConfig:
-    if kernel == "hopper":
-        return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
-    return FusedConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
+from typing import Any
 
 import torch
 
 from ssdprof import __version__, environment, schema
-from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.environment.present import require_gpu
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.timing import CudaBench
+from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
-from ssdprof.tuning.problems import Source, problems
+from ssdprof.tuning.problems import Workload, problems
 from ssdprof.tuning.records import TuneReport
 from ssdprof.tuning.search import Problem, search
 
@@ -25,21 +26,18 @@ from ssdprof.tuning.search import Problem, search
 class TuneRequest:
     """budget: seconds of wall clock after which no search begins; None for no end."""
 
-    sources: tuple[Source, ...]
+    operator: Operator[Any]
+    sources: tuple[Workload, ...]
     intermediates: tuple[schema.Intermediates, ...]
     budget: float | None = None
     command: tuple[str, ...] = ()
 
 
-def require_gpu() -> torch.device:
-    """The current GPU.  MissingCapabilityError without one, or where Triton is told to interpret."""
-    if not torch.cuda.is_available() or INTERPRETED:
-        why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
-        raise MissingCapabilityError(
-            f"Tuning needs an NVIDIA GPU, and {why}.",
-            "Run it on the machine that is to be tuned for: a find holds for GPUs of one name.",
-        )
-    return torch.device("cuda", torch.cuda.current_device())
+def gpu_to_tune() -> torch.device:
+    """The current GPU.  MissingCapabilityError without one."""
+    return require_gpu(
+        "Tuning needs", "Run it on the machine that is to be tuned for: a find holds for GPUs of one name."
+    )
 
 
 def tune(
@@ -56,10 +54,11 @@ def tune(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),
+        operator=request.operator.name,
     )
     for sources, intermediates in _groups(request):
         try:
-            for problem in problems(sources, intermediates):
+            for problem in problems(request.operator, sources, intermediates):
                 spent = time.monotonic() - began
                 if request.budget is not None and spent >= request.budget:
                     report = _left_out(report, f"{problem}: the budget of {request.budget:g} s was spent")
@@ -82,10 +81,10 @@ def _left_out(report: TuneReport, what: str) -> TuneReport:
 def listed(request: TuneRequest) -> Iterator[Problem]:
     """What `tune` would search for."""
     for sources, intermediates in _groups(request):
-        yield from problems(sources, intermediates)
+        yield from problems(request.operator, sources, intermediates)
 
 
-def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Source], schema.Intermediates]]:
+def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Workload], schema.Intermediates]]:
     """Sources of one layer, which share a find if the portable kernel runs them."""
     for _, same_layer in groupby(request.sources, key=lambda source: source.layer):
         sources = tuple(same_layer)

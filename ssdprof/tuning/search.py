@@ -4,58 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.tuned import nchunks
-from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.faults import blaming, first_line, refuse_if_lost
-from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
+from ssdprof.kernels.registry import Plan
+from ssdprof.measure.attempt import attempt
+from ssdprof.measure.call import Call
+from ssdprof.measure.engine import device_times, objection, verify
+from ssdprof.measure.faults import first_line
+from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.statistics import Samples, ratio_interval, verdict
-from ssdprof.measure.timing import Bench, Recording
-from ssdprof.tuning.candidates import Config, axes, difference
-from ssdprof.tuning.records import Calls, Find, Outcome, Trial, settings_of
+from ssdprof.measure.timing import Bench
+from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.tuning import Calls, Config
+from ssdprof.schema import Intermediates
+from ssdprof.tuning.records import Find, Outcome, Trial
 
 SCREENING = SamplingPlan(warmup_rounds=1, min_rounds=7, max_rounds=7, seconds=math.inf)
 DECIDING = SamplingPlan(warmup_rounds=2, min_rounds=20, max_rounds=160, seconds=2.0)
 MARGIN = 0.01  # a find is faster by more than that, with 95 % confidence: from day to day a GPU differs by as much
-CHECKED_CHUNKS = 16  # of 64 positions: a candidate is first judged on so many
 
-Run = Callable[[SSDInputs, Config], SSDOutput]
+Run = Callable[[Any, Config], Output]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """What one find is for.
 
-    inputs: one call of the Hopper kernel; of the portable kernel one for each length that shall share the find
+    inputs: of one call, or one for each length that shall share the find
     tokens: of them, in words
     """
 
+    operator: Operator[Any]
     shape: str
     tokens: str
+    intermediates: Intermediates
     calls: Calls
-    inputs: tuple[SSDInputs, ...]
+    inputs: tuple[Any, ...]
     precision: Precision
     committed: Config
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.tokens}, {self.calls.intermediates}"
+        return f"{self.shape}, {self.tokens}, {self.intermediates}"
 
-    def run(self, inputs: SSDInputs, config: Config) -> SSDOutput:
-        if isinstance(config, HopperConfig):
-            return ssd_fused_hopper(inputs, self.precision, config=config)
-        return ssd_fused_portable(inputs, self.precision, config=config.fitted(inputs))
+    def run(self, inputs: Any, config: Config) -> Output:
+        output: Output = self.operator.tunable.run(inputs, self.precision, config)
+        return output
+
+
+def difference(config: Config, committed: Config) -> str:
+    """In words: "segment 43, ring 2"; empty if there is none."""
+    before = asdict(committed)
+    return ", ".join(
+        f"{name} {value}" for name, value in asdict(config).items() if name != "reason" and value != before[name]
+    )
 
 
 def search(problem: Problem, bench: Bench, run: Run | None = None) -> Outcome:
@@ -69,6 +75,7 @@ def search(problem: Problem, bench: Bench, run: Run | None = None) -> Outcome:
 class _Search:
     def __init__(self, problem: Problem, bench: Bench, run: Run) -> None:
         self._problem = problem
+        self._tuning = problem.operator.tunable
         self._bench = bench
         self._run = run
         self._committed = replace(problem.committed, reason="")
@@ -84,7 +91,7 @@ class _Search:
             shape=self._problem.shape,
             tokens=self._problem.tokens,
             calls=self._problem.calls,
-            committed=settings_of(self._committed),
+            committed=self._tuning.settings(self._committed),
             trials=tuple(self._trials.values()),
             find=find,
             why=why or ("" if find else "no candidate was faster"),
@@ -95,7 +102,7 @@ class _Search:
         best = self._committed
         if not self._right([best]):
             return best, f"the committed configuration: {self._trials[best].why}"
-        for axis in axes(best):
+        for axis in self._tuning.axes(best):
             options = [option for option in axis(best, self._problem.inputs[-1]) if option not in self._trials]
             field = list(dict.fromkeys([self._committed, best, *self._right(options)]))
             samples = self._sample(field, SCREENING)
@@ -135,21 +142,18 @@ class _Search:
 
     def _right(self, configs: Sequence[Config]) -> list[Config]:
         """Those that the oracle passes on a short input; the others get their trial, which says why not."""
-        short = _first_chunks(self._problem.inputs[-1])
-        as_checked = {config: _for_check(config, self._problem.inputs[-1]) for config in configs}
-        outputs: dict[Config, SSDOutput] = {}
-        failed: dict[Config, str] = {}
-        for config in dict.fromkeys(as_checked.values()):
-            if config in self._wrong:
-                continue
-            try:
-                outputs[config] = self._run(short, config)
-                if short.x.is_cuda:
-                    torch.cuda.synchronize(short.x.device)
-            except Exception as error:  # the compiler's or CUDA's, of any kind: this candidate does not run
-                self._refuse_if_lost(config, error)
-                failed[config] = f"{type(error).__name__}: {first_line(error)}"
-        self._wrong |= _judge(short, outputs, self._problem.precision)
+        longest = self._problem.inputs[-1]
+        short = self._tuning.short(longest)
+        as_checked = {config: self._tuning.for_short(config, longest) for config in configs}
+        new = [config for config in dict.fromkeys(as_checked.values()) if config not in self._wrong]
+        calls = {config: self._call(config, short) for config in new}
+        attempts = {call: attempt(call) for call in calls.values()}
+        failed = {config: attempts[call].reason for config, call in calls.items() if attempts[call].output is None}
+        verified = verify(attempts, short)
+        for config, call in calls.items():
+            found = verified[call].comparison
+            if found is not None:
+                self._wrong[config] = objection(found)
         right = []
         for config, checked in as_checked.items():
             if checked in failed:
@@ -160,63 +164,55 @@ class _Search:
                 right.append(config)
         return right
 
-    def _refuse_if_lost(self, config: Config, error: Exception) -> None:
-        refuse_if_lost(self._bench.device, self._named(config), error)
-
-    def _named(self, config: Config) -> str:
-        return f"The candidate {difference(config, self._committed) or 'the committed configuration'}"
-
     def _wrong_at_length(self, config: Config) -> str:
-        """Why the output is wrong on the very inputs that were timed; empty if it is right.
-
-        A find for the portable kernel serves packed sequences too, and is judged on a few.
-        """
-        packed = [] if isinstance(config, HopperConfig) else [_packed(self._problem.inputs[-1])]
-        for inputs in (*self._problem.inputs, *packed):
-            why = blaming(self._bench.device, self._named(config), partial(self._wrong_on, inputs, config))
+        """Why the output is wrong on the very inputs that were timed, or on others that a find would serve; empty if it
+        is right."""
+        others = self._tuning.also_judged(config, self._problem.inputs[-1])
+        for inputs in (*self._problem.inputs, *others):
+            call = self._call(config, inputs)
+            verified = verify({call: attempt(call)}, inputs)[call]
+            why = verified.attempt.reason if verified.comparison is None else objection(verified.comparison)
             if why:
                 return why
         return ""
 
-    def _wrong_on(self, inputs: SSDInputs, config: Config) -> str:
-        return _judge(inputs, {config: self._run(inputs, config)}, self._problem.precision)[config]
+    def _call(self, config: Config, inputs: Any) -> Call:
+        name = f"The candidate {difference(config, self._committed) or 'the committed configuration'}"
+        kernel = self._problem.calls.kernel
+        return Call(
+            implementation=name,
+            label=name,
+            inputs=inputs,
+            precision=self._problem.precision,
+            run=lambda: self._run(inputs, config),
+            plan=lambda: Plan(variant=kernel, launches=1),
+        )
 
     # --- fast
 
-    def _sample(self, configs: Sequence[Config], plan: SamplingPlan) -> dict[Config, Samples]:
-        """Device times in turns: of a round the geometric mean over the inputs.  Without those that cannot be timed."""
-        recordings: dict[Config, list[Recording]] = {}
-        for config in configs:
-            try:
-                recordings[config] = [self._record(inputs, config) for inputs in self._problem.inputs]
-            except Exception as error:  # of any kind, as above
-                self._refuse_if_lost(config, error)
-                self._trials[config] = self._untimed(
-                    config, "does not run", f"{type(error).__name__}: {first_line(error)}"
-                )
-        named: dict[str, Sampler] = {
-            str(number): partial(blaming, self._bench.device, self._named(config), partial(_mean_us, self._bench, kept))
-            for number, (config, kept) in enumerate(recordings.items())
-        }
-        samples = sample_in_turns(named, plan) if named else {}
-        return dict(zip(recordings, samples.values(), strict=True))
+    def _sample(
+        self, configs: Sequence[Config], plan: SamplingPlan, inputs: Sequence[Any] | None = None
+    ) -> dict[Config, Samples]:
+        """Device times in turns, of each configuration the geometric mean over the inputs (None: the problem's).
 
-    def _record(self, inputs: SSDInputs, config: Config) -> Recording:
-        def run() -> SSDOutput:
-            self._run(inputs, config)
-            return nothing  # the output's memory serves the next recording
+        Without those that cannot be timed, whose trials say why not.
+        """
+        own = self._problem.inputs if inputs is None else inputs
 
-        nothing = SSDOutput(inputs.x.new_empty(0), inputs.x.new_empty(0))
-        return self._bench.record(run)
+        def untimed(config: Config, error: Exception) -> None:
+            why = f"{type(error).__name__}: {first_line(error)}"
+            self._trials[config] = self._untimed(config, "does not run", why)
+
+        calls = {config: [self._call(config, one) for one in own] for config in configs}
+        return device_times(calls, self._bench, plan, on_untimed=untimed)
 
     def _slower_lengths(self, config: Config) -> str:
         """Those of several inputs on which the configuration loses."""
         slower = []
         for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
-            alone = _Search(replace(self._problem, inputs=(inputs,)), self._bench, self._run)
-            samples = alone._sample([self._committed, config], DECIDING)
+            samples = self._sample([self._committed, config], DECIDING, [inputs])
             if len(samples) < 2 or verdict(ratio_interval(samples[self._committed], samples[config])) == "slower":
-                slower.append(f"{inputs.x.shape[1]:,}")
+                slower.append(f"{self._problem.operator.costed.dims(inputs).seqlen:,}")
         return " and ".join(slower)
 
     def _timed(self, config: Config, samples: Samples, committed: Samples) -> Trial:
@@ -224,7 +220,7 @@ class _Search:
         own = config == self._committed
         return Trial(
             change=difference(config, self._committed),
-            settings=settings_of(config),
+            settings=self._tuning.settings(config),
             verdict="committed" if own else verdict(interval),
             device_us=float(np.median(samples)),
             device_ratio=float(np.median(committed) / np.median(samples)),
@@ -233,7 +229,7 @@ class _Search:
 
     def _untimed(self, config: Config, status: Literal["wrong", "does not run"], why: str) -> Trial:
         change = difference(config, self._committed)
-        return Trial(change=change, settings=settings_of(config), verdict=status, why=why)
+        return Trial(change=change, settings=self._tuning.settings(config), verdict=status, why=why)
 
 
 def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
@@ -242,53 +238,3 @@ def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
     if best in samples and verdict(ratio_interval(samples[best], samples[fastest])) != "faster":
         return best
     return fastest
-
-
-def _mean_us(bench: Bench, recordings: Sequence[Recording]) -> float:
-    return math.exp(sum(math.log(bench.device_us(recording)) for recording in recordings) / len(recordings))
-
-
-def _judge(inputs: SSDInputs, outputs: Mapping[Config, SSDOutput], precision: Precision) -> dict[Config, str]:
-    """Why each is wrong; empty if it is right."""
-    if not outputs:
-        return {}
-    named = {
-        str(number): Candidate(output=output, precision=precision) for number, output in enumerate(outputs.values())
-    }
-    compared = compare(inputs, named)
-    return {
-        config: "" if one.status == "passed" else one.reason
-        for config, one in zip(outputs, compared.values(), strict=True)
-    }
-
-
-def _first_chunks(inputs: SSDInputs) -> SSDInputs:
-    """The beginning of each sequence, of a length that is whole chunks if theirs is: what is compiled is the same."""
-    length = inputs.x.shape[1]
-    short = min(length, 64 * CHECKED_CHUNKS + length % 64)
-    cut = {name: getattr(inputs, name)[:, :short] for name in ("x", "dt", "B", "C")}
-    return replace(inputs, **cut, z=None if inputs.z is None else inputs.z[:, :short])
-
-
-def _packed(inputs: SSDInputs) -> SSDInputs:
-    """The beginning of the first sequence as three packed ones."""
-    short = _first_chunks(inputs)
-    length = short.x.shape[1]
-    alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
-    boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
-    z = None if short.z is None else short.z[:1]
-    return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
-
-
-def _for_check(config: Config, inputs: SSDInputs) -> Config:
-    """As `_first_chunks` of the inputs are run: cut into segments if the whole sequence is."""
-    if not isinstance(config, HopperConfig):
-        return config
-    if config.count(nchunks(inputs)) == 1:
-        return replace(config, segment=nchunks(_first_chunks(inputs)), long_count=0, long_segment=0)
-    half = CHECKED_CHUNKS // 2
-    return replace(
-        config,
-        segment=min(config.segment, 5),
-        long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
-    )

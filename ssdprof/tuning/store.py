@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ssdprof import __version__, files
 from ssdprof.environment.machine import installed_version, kernels_hash
-from ssdprof.schema import Environment, Gpu
+from ssdprof.schema import Environment, Gpu, migrate
 from ssdprof.tuning.records import Finds, Outcome
 
 
@@ -31,8 +30,11 @@ def load(gpu: Gpu) -> tuple[Finds | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        finds = Finds.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
+            return None, f"an older ssdprof kept them ({document.get('ssdprof_version')}, now {__version__})"
+        finds = Finds.model_validate(document)
+    except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
     why = _why_stale(finds, gpu)
     return (None, why) if why else (finds, "")
@@ -45,14 +47,14 @@ def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
-    anew = {outcome.calls for outcome in outcomes}
+    anew = [outcome.calls for outcome in outcomes]
     kept = [find for find in before.finds if find.calls not in anew] if before else []
-    found = [outcome.find for outcome in outcomes if outcome.find is not None]
+    found = (*kept, *(outcome.find for outcome in outcomes if outcome.find is not None))
     finds = Finds(
         ssdprof_version=__version__,
-        kernels=kernels_hash(),
+        kernels={name: kernels_hash(name) for name in dict.fromkeys(find.calls.operator for find in found)},
         environment=found_on,
-        finds=(*kept, *found),
+        finds=found,
     )
     file = file_of(found_on.gpu)
     try:
@@ -78,7 +80,7 @@ def _why_stale(finds: Finds, gpu: Gpu) -> str:
     there, triton = finds.environment, installed_version("triton")
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
-    if finds.kernels != kernels_hash():
+    if any(digest != kernels_hash(name) for name, digest in finds.kernels.items()):
         return f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now {__version__})"
     if there.packages.get("triton") != triton:
         return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"

@@ -10,9 +10,8 @@ from rich.text import Text
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.report.terminal import SplitTable
-from ssdprof.tuning.candidates import axes, difference
 from ssdprof.tuning.records import Outcome, Trial, TuneReport
-from ssdprof.tuning.search import Problem
+from ssdprof.tuning.search import Problem, difference
 
 _MOST_ROWS = 12  # of the candidates that were timed, the fastest
 READING = (
@@ -44,7 +43,7 @@ def dry(problems: Iterable[Problem]) -> Table:
     """What would be tried first; later candidates begin with the best of these."""
     rows = []
     for problem in problems:
-        for axis in axes(problem.committed):
+        for axis in problem.operator.tunable.axes(problem.committed):
             options = axis(problem.committed, problem.inputs[-1])
             changes = [change for option in options if (change := difference(option, problem.committed))]
             rows.append((problem.shape, problem.tokens, problem.calls.intermediates, "; ".join(changes) or "none"))
@@ -64,7 +63,7 @@ def _search(outcome: Outcome) -> Table:
     )
     shown = [trial for place, trial in enumerate(timed) if place < _MOST_ROWS or trial.verdict == "committed"]
     failed = [trial for trial in outcome.trials if trial.device_us is None]
-    committed = ", ".join(f"{name} {value}" for name, value in outcome.committed.model_dump(exclude={"kernel"}).items())
+    committed = ", ".join(f"{name} {value}" for name, value in outcome.committed.values.items())
     return Table(
         title=f"{outcome.shape}, {outcome.tokens}, {outcome.calls.intermediates}: {outcome.committed.kernel} kernel",
         headers=("candidate", "device", "ratio", "verdict"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ssdprof import operators
 from ssdprof.environment.machine import gpu as current_gpu
-from ssdprof.kernels.ssd import tuned
 from ssdprof.tuning import store
 from ssdprof.tuning.records import Finds
 
-AGAIN = "'ssdprof tune ssd' finds new ones, 'ssdprof tune --clear' forgets them."
+AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
 
 
 def use_saved(say: Callable[[str], None]) -> Path | None:
@@ -43,4 +43,6 @@ def use_file(file: Path) -> None:
 def _use(finds: Finds) -> None:
     assert finds.environment.gpu is not None
     name = finds.environment.gpu.name
-    tuned.use(find.for_kernels(name) for find in finds.finds)
+    for operator in dict.fromkeys(find.calls.operator for find in finds.finds):
+        own = [find.for_kernels(name) for find in finds.finds if find.calls.operator == operator]
+        operators.get(operator).tunable.use(own)

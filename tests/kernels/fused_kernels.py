@@ -10,11 +10,11 @@ from ssd_cases import EXACT
 
 from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, unsupported
-from ssdprof.kernels.ssd.hopper_launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsupported
+from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 
 Kernel = Callable[..., SSDOutput]  # of inputs and, if not EXACT, a precision
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -27,13 +27,13 @@ def passing(inputs: SSDInputs, config: HopperConfig) -> str:
 
 
 def portable(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    return ssd_fused_portable(inputs, precision, config=FusedConfig.choose(inputs, capability(inputs.x)))
+    return ssd_fused_portable(inputs, precision, config=PortableConfig.choose(inputs, capability(inputs.x)))
 
 
 def portable_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     """One chunk a segment: as many programs that wait for another as there can be."""
     return ssd_fused_portable(
-        inputs, precision, config=FusedConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
+        inputs, precision, config=PortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
     )
 
 

@@ -24,12 +24,12 @@ import ptx
 import pytest
 import torch
 
-from ssdprof.kernels.ssd import hopper_launch
+from ssdprof.kernels.ssd.hopper import launch
 
-FOLDER = Path(hopper_launch.__file__).parent
+FOLDER = Path(launch.__file__).parent
 FILES = (
-    "hopper_shared", "hopper_weights", "hopper_lanes", "hopper_halves", "hopper_gates", "hopper_roles",
-    "hopper_passing", "hopper_first_pass", "hopper_unit", "hopper_work", "fused_hopper",
+    "rings", "weights", "lanes", "halves", "role_gates", "role_loads", "role_scores", "role_stores",
+    "look_back", "first_pass", "role_states", "assignment", "hopper_kernel",
 )  # fmt: skip
 LANE = 128  # threads
 PATIENCE = 60.0  # seconds
@@ -501,15 +501,15 @@ class Machine:
         fakes["triton.experimental.gluon"].language = fakes["triton.experimental.gluon.language"]
         with _modules(fakes):
             for name in FILES:
-                full = f"ssdprof.kernels.ssd.{name}"
+                full = f"ssdprof.kernels.ssd.hopper.{name}"
                 spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name}.py")
                 assert spec is not None
                 assert spec.loader is not None
                 sys.modules[full] = fakes[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(fakes[full])
-                if name == "hopper_lanes":
+                if name == "lanes":
                     fakes[full].LANES, fakes[full].lane_number = 1, lambda: torch.tensor(self.turns.local.lane)
-        return fakes["ssdprof.kernels.ssd.fused_hopper"]._fused_hopper_kernel  # type: ignore[no-any-return]
+        return fakes["ssdprof.kernels.ssd.hopper.hopper_kernel"]._fused_hopper_kernel  # type: ignore[no-any-return]
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
         """What stands in for `ssdprof.kernels._launch.Launcher`."""
@@ -556,7 +556,7 @@ def _argument(value: Any) -> Any:
 @contextmanager
 def _modules(fakes: dict[str, Any]) -> Iterator[None]:
     """In place of those that are imported, and of the kernel's own."""
-    names = [*fakes, *(f"ssdprof.kernels.ssd.{name}" for name in FILES)]
+    names = [*fakes, *(f"ssdprof.kernels.ssd.hopper.{name}" for name in FILES)]
     kept = {name: sys.modules.get(name) for name in names}
     sys.modules.update(fakes)
     try:
@@ -571,4 +571,4 @@ def _modules(fakes: dict[str, Any]) -> Iterator[None]:
 
 def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3) -> None:
     """From now on, the Hopper kernel is launched here."""
-    monkeypatch.setattr(hopper_launch, "Launcher", Machine(seed, resident).launcher())
+    monkeypatch.setattr(launch, "Launcher", Machine(seed, resident).launcher())

@@ -25,7 +25,7 @@ from ssdprof.kernels import _launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 
 CALLS, SEEDS = 1500, 30
 

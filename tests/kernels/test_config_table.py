@@ -9,9 +9,6 @@ import torch
 import triton
 from ssd_cases import Case
 
-from ssdprof.kernels.ssd.bmm_chunk import BmmChunkConfig
-from ssdprof.kernels.ssd.chunk_scan import ChunkScanConfig
-from ssdprof.kernels.ssd.chunk_state import ChunkStateConfig
 from ssdprof.kernels.ssd.config_table import (
     BMM_CHUNK,
     CHUNK_SCAN,
@@ -22,8 +19,11 @@ from ssdprof.kernels.ssd.config_table import (
     Row,
     first_fit,
 )
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig
+from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig
+from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig
 
 CALLS = [
     Call(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
@@ -49,7 +49,7 @@ def test_every_call_has_a_row_and_every_row_a_call(table: Sequence[Row[Any]]) ->
 
 def portable(capability: tuple[int, int], headdim: int = 64, dstate: int = 128, **case: Any) -> tuple[object, ...]:
     inputs = Case(seqlen=1024, heads=1, headdim=headdim, dstate=dstate, **case).inputs()
-    config = FusedConfig.choose(inputs, capability)
+    config = PortableConfig.choose(inputs, capability)
     return config.chunk, config.block_p, config.p_rows, config.num_warps
 
 
@@ -97,7 +97,7 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: Call) -
 
 def test_a_reason_goes_with_the_choice() -> None:
     inputs = Case(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
-    assert FusedConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
+    assert PortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
     assert HopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
 
 
@@ -140,4 +140,4 @@ def test_only_beside_a_gate_on_hopper_the_first_pass_has_two_chunks_in_flight(
     major: int, gate: bool, stages: int
 ) -> None:
     inputs = Case(seqlen=1024, heads=1, headdim=64, dstate=128, dtype=torch.bfloat16, gate=gate).inputs()
-    assert FusedConfig.choose(inputs, (major, 0)).state_stages == stages
+    assert PortableConfig.choose(inputs, (major, 0)).state_stages == stages

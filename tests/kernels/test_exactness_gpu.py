@@ -18,12 +18,12 @@ from ssdprof.bench.inputs import draw
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture import store
 from ssdprof.cli import app
-from ssdprof.kernels import ssd_unfused
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tenso
 def assert_no_head_is_less_exact(kernel: Kernel, inputs: SSDInputs) -> None:
     """Two evaluations round differently, so that their errors differ by chance: by how much, the sequences tell."""
     exact = ssd_chunked(inputs)
-    fused, unfused = squared_errors(kernel(inputs), exact), squared_errors(ssd_unfused(inputs), exact)
+    fused, unfused = squared_errors(kernel(inputs), exact), squared_errors(run_unfused(inputs), exact)
     for name, theirs in unfused.items():
         excess = fused[name] - theirs
         assert torch.isfinite(excess).all(), f"{name} is not finite"
@@ -134,7 +134,7 @@ def test_relaxed_matches_as_the_published_kernel_does(kernel: Kernel, state_dtyp
         dt_bias=normal(-5, 0.5, heads).half(),
         dt_softplus=True,
     )
-    base = ssd_unfused(inputs, replace(EXACT, state_dtype=state_dtype)).out.double()
+    base = run_unfused(inputs, replace(EXACT, state_dtype=state_dtype)).out.double()
     ours = kernel(inputs, Precision(intermediates="relaxed", state_dtype=state_dtype)).out.double()
     off = {t: (~((ours - base).abs() <= t + t * base.abs())).sum().item() for t in (1e-3, 1e-2)}
     assert off[1e-3] <= 0.003 * base.numel(), off

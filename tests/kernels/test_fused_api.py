@@ -1,13 +1,14 @@
-"""The fused kernel as a function, as a torch operator and behind mamba_ssm's signature."""
+"""The kernels as functions; the fused one as a torch operator and behind mamba_ssm's signature, too."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ssd_cases import EXACT, Case
 
-from ssdprof.kernels import Precision, get, ssd_fused
+from ssdprof.kernels import Precision, get, ssd_fused, ssd_unfused
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.compat import mamba_chunk_scan_combined
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -17,17 +18,23 @@ CASE = Case(seqlen=20, gate=True, initial_states=True, dt_limit=(0.01, 0.2), dty
 PACKED = Case(lengths=(0, 13, 7), skip="(h, p)", initial_states=True)
 
 
-def call(inputs: SSDInputs, **overrides: Any) -> SSDOutput:
+def call(inputs: SSDInputs, function: Callable[..., SSDOutput] = ssd_fused, **overrides: Any) -> SSDOutput:
     """Through the public function."""
     options = {name: getattr(inputs, name) for name in OPTIONS}
-    return ssd_fused(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, **(options | overrides))
+    return function(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, **(options | overrides))
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=str)
-def test_the_function_is_the_implementation(case: Case) -> None:
+@pytest.mark.parametrize(("name", "function"), [("fused", ssd_fused), ("unfused", ssd_unfused)])
+def test_the_function_is_the_implementation(name: str, function: Callable[..., SSDOutput], case: Case) -> None:
     inputs, precision = case.inputs(), Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    for ours, theirs in zip(call(inputs, precision=precision), get("ssd", "fused").run(inputs, precision), strict=True):
+    given, run = call(inputs, function, precision=precision, batch_invariant=True), get("ssd", name).run
+    for ours, theirs in zip(given, run(inputs, precision), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_both_functions_take_the_same_arguments() -> None:
+    assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=str)
@@ -56,19 +63,21 @@ def test_the_fake_kernel_tells_the_truth(case: Case) -> None:
     torch.library.opcheck(torch.ops.ssdprof.ssd_fused.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_refuses_to_drop_a_gradient() -> None:
+@pytest.mark.parametrize("function", [ssd_fused, ssd_unfused])
+def test_refuses_to_drop_a_gradient(function: Callable[..., SSDOutput]) -> None:
     inputs = CASE.inputs()
     inputs.x.requires_grad_()
     with pytest.raises(UnsupportedError, match="forward only"):
-        call(inputs)
+        call(inputs, function)
     with torch.no_grad():
-        call(inputs)
+        call(inputs, function)
 
 
-def test_refuses_inputs_that_do_not_fit() -> None:
+@pytest.mark.parametrize("function", [ssd_fused, ssd_unfused])
+def test_refuses_inputs_that_do_not_fit(function: Callable[..., SSDOutput]) -> None:
     inputs = CASE.inputs()
     with pytest.raises(ValueError, match="dt must have shape"):
-        ssd_fused(inputs.x, inputs.dt[:, 1:], inputs.A, inputs.B, inputs.C)
+        function(inputs.x, inputs.dt[:, 1:], inputs.A, inputs.B, inputs.C)
 
 
 def mamba(inputs: SSDInputs, **overrides: Any) -> Any:

@@ -10,9 +10,9 @@ from compile_target import SHARED_BYTES, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, half_count
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper_segments import Segments
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.segments import Segments
 
 CUT = Segments(segment=4)
 ALONE = Segments(segment=3, long_count=1, long_segment=9, recompute=True)

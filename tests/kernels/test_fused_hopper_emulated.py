@@ -8,10 +8,10 @@ from gluon_emulator import emulate
 from ssd_cases import EXACT, RELAXED, Case, in_fp64
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper_segments import Segments
-from ssdprof.kernels.ssd.hopper_work import SEQUENCE_BLOCK
+from ssdprof.kernels.ssd.hopper.assignment import SEQUENCE_BLOCK
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import assert_passes

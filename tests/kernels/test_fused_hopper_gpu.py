@@ -8,9 +8,9 @@ from ssd_cases import EXACT, PRECISIONS, RELAXED, Case
 from test_fused import assert_bitwise
 
 from ssdprof.kernels import Precision, get
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, unsupported
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper_segments import Segments
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 

@@ -8,9 +8,9 @@ from compile_target import compiled, on_meta
 from ssd_cases import Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, row_stride, shared_bytes, unsupported
-from ssdprof.kernels.ssd.hopper_launch import buffer_sizes
-from ssdprof.kernels.ssd.hopper_segments import Segments
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, row_stride, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
+from ssdprof.kernels.ssd.hopper.segments import Segments
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)
@@ -59,7 +59,7 @@ def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
 def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiples of 16 bytes; sequences may lie apart, but not on each other."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr("ssdprof.kernels.ssd.hopper_config.capability", lambda _tensor: (9, 0))
+    monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
     inputs = Case(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
     assert unsupported(inputs) == ""
     for name in ("x", "B", "C", "dt"):
@@ -75,7 +75,7 @@ def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.Monkey
 def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their offsets have 32 bits."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr("ssdprof.kernels.ssd.hopper_config.capability", lambda _tensor: (9, 0))
+    monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
     inputs = on_meta(Case(seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
     for row, head, refused in ((1 << 24, 1, False), (1 << 25, 1, True), (4, 1 << 28, False), (4, 1 << 29, True)):
         dt = torch.empty_strided((1, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)

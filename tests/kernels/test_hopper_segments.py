@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_exactness_gpu import NO_LARGER
 
-from ssdprof.kernels.ssd.hopper_segments import UNFUSED_CHUNK, Segments, cut, rounded_twice, simulated_time
+from ssdprof.kernels.ssd.hopper.segments import UNFUSED_CHUNK, Segments, cut, rounded_twice, simulated_time
 
 H200 = 132  # multiprocessors
 MAMBA2_2_7B = 40  # pairs of heads

@@ -23,9 +23,9 @@ from triton.runtime.jit import JITFunction
 from ssdprof.kernels import SSDInputs, UnsupportedError, _launch, ssd_fused
 from ssdprof.kernels._launch import Launcher, launch
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_launch import HopperLaunch
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 CASE = Case(seqlen=20, gate=True, initial_states=True)
 
@@ -242,14 +242,14 @@ def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.Monkey
 def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CASE.inputs()
     fused.run(inputs)
-    chosen: list[FusedConfig] = []
-    choose = FusedConfig.choose
+    chosen: list[PortableConfig] = []
+    choose = PortableConfig.choose
 
-    def noted(*arguments: Any) -> FusedConfig:
+    def noted(*arguments: Any) -> PortableConfig:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr(FusedConfig, "choose", noted)
+    monkeypatch.setattr(PortableConfig, "choose", noted)
     fused.run(inputs)
     assert not chosen
     fused.forget_launches()

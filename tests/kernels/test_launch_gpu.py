@@ -15,7 +15,7 @@ from test_fused import assert_bitwise
 
 from ssdprof.kernels import SSDInputs, _launch
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.unfused import ssd_unfused
+from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 
 pytestmark = pytest.mark.gpu
 
@@ -65,11 +65,11 @@ def test_the_unfused_pipeline_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {}
     for name, inputs in variants(0).items():
         monkeypatch.setattr(_launch, "_kept", {})
-        expected[name] = ssd_unfused(inputs)
+        expected[name] = run_unfused(inputs)
     monkeypatch.setattr(_launch, "_kept", {})
     for _ in range(3):
         for name, inputs in variants(0).items():
-            assert_bitwise(ssd_unfused(inputs), expected[name])
+            assert_bitwise(run_unfused(inputs), expected[name])
 
 
 @pytest.mark.parametrize("name", ["as it is", "z"])
@@ -135,7 +135,7 @@ def test_on_the_gpu_of_the_tensors() -> None:
     here = CASES["as it is"].inputs()
     there = replace(here, **{name: t.to("cuda:1") for name, t in vars(here).items() if isinstance(t, torch.Tensor)})
     expected = fused.run(here)
-    for run in (fused.run, fused.run, ssd_unfused, ssd_unfused):
+    for run in (fused.run, fused.run, run_unfused, run_unfused):
         output = run(there)
         assert output.out.device == torch.device("cuda", 1)
         assert torch.cuda.current_device() == 0

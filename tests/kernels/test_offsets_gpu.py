@@ -8,9 +8,9 @@ from fused_kernels import CHOSEN, ON_HOPPER, Kernel, hopper_by_default
 from ssd_cases import EXACT, Case, cu_seqlens
 from test_fused import assert_bitwise, fused
 
-from ssdprof.kernels.ssd.hopper_config import HopperConfig, program_count, unsupported
-from ssdprof.kernels.ssd.hopper_launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper_segments import Segments
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsupported
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 

@@ -21,10 +21,12 @@ from compile_target import CAPABILITIES, Compiled, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import bmm_chunk, chunk_scan, chunk_state, config_table, fused_config
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.kernels.ssd import config_table
+from ssdprof.kernels.ssd.portable import config as portable_config
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused import bmm_chunk, chunk_scan, chunk_state
+from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 
 RECORDED = Path(__file__).parent / "data" / "compiled.json"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,7 +59,7 @@ UNFUSED: dict[str, tuple[Case, Precision]] = {
 def launch_portable(case: Case, precision: Precision) -> None:
     inputs = on_meta(case.inputs())
     capability = triton.runtime.driver.active.get_current_target().arch
-    ssd_fused_portable(inputs, precision, config=FusedConfig.choose(inputs, divmod(capability, 10)))
+    ssd_fused_portable(inputs, precision, config=PortableConfig.choose(inputs, divmod(capability, 10)))
 
 
 def launch_unfused(case: Case, precision: Precision) -> None:
@@ -104,7 +106,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         chosen.add(id(row))
         return row
 
-    modules: tuple[ModuleType, ...] = (bmm_chunk, chunk_scan, chunk_state, fused_config)
+    modules: tuple[ModuleType, ...] = (bmm_chunk, chunk_scan, chunk_state, portable_config)
     for module in modules:
         monkeypatch.setattr(module, "first_fit", noting)
     return chosen
@@ -113,7 +115,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_every_row_is_compiled(rows: set[int]) -> None:
     for case, _ in PORTABLE.values():
         for capability in CAPABILITIES:
-            FusedConfig.choose(case.inputs(), divmod(capability, 10))
+            PortableConfig.choose(case.inputs(), divmod(capability, 10))
     for case, precision in UNFUSED.values():
         five_stages(replace(case, seqlen=17, chunk_size=16, heads=1).inputs(), precision)
     for table in (config_table.PORTABLE, config_table.CHUNK_STATE, config_table.BMM_CHUNK, config_table.CHUNK_SCAN):

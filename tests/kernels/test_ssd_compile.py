@@ -9,9 +9,9 @@ from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.chunk_scan import ChunkScanConfig, chunk_scan
-from ssdprof.kernels.ssd.chunks import Chunks
-from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
+from ssdprof.kernels.ssd.unfused.chunks import Chunks
+from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 
 REGISTERS_OF_AN_SM = 65536
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -6,9 +6,10 @@ import pytest
 import torch
 from ssd_cases import DTYPES, EXACT, PRECISIONS, RELAXED, Case, assert_close, cut, sequences
 
-from ssdprof.kernels import get, ssd_unfused
+from ssdprof.kernels import get
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ MODELS = {
 
 def passes(case: Case, precision: Precision = EXACT) -> None:
     inputs = case.inputs()
-    assert_passes(ssd_unfused(inputs, precision), inputs, precision)
+    assert_passes(run_unfused(inputs, precision), inputs, precision)
 
 
 @pytest.mark.parametrize("headdim", [32, 64, 80, 96, 128])
@@ -72,8 +73,8 @@ def test_many_short_sequences() -> None:
 
 def test_packed_sequences_are_bitwise_what_they_are_alone() -> None:
     inputs = PACKED.inputs()
-    packed = ssd_unfused(inputs)
-    alone = [ssd_unfused(one) for one in sequences(inputs)]
+    packed = run_unfused(inputs)
+    alone = [run_unfused(one) for one in sequences(inputs)]
     assert torch.equal(packed.out, torch.cat([output.out for output in alone], 1))
     assert torch.equal(packed.final_states[[0, 2, 3, 4]], torch.cat([output.final_states for output in alone]))
 
@@ -83,7 +84,7 @@ def test_repeated_runs_and_permuted_batches_agree_in_every_bit(dtype: torch.dtyp
     inputs = replace(REAL, batch=3, dtype=dtype).inputs()
     order = torch.tensor([2, 0, 1], device="cuda")
     permuted = replace(inputs, **{name: getattr(inputs, name)[order] for name in ("x", "dt", "B", "C")})
-    first, again, moved = ssd_unfused(inputs), ssd_unfused(inputs), ssd_unfused(permuted)
+    first, again, moved = run_unfused(inputs), run_unfused(inputs), run_unfused(permuted)
     assert torch.equal(first.out, again.out)
     assert torch.equal(first.out[order], moved.out)
     assert torch.equal(first.final_states[order], moved.final_states)
@@ -96,7 +97,7 @@ def test_extreme_decays_stay_finite_and_right(dt: float, A: float, dtype: torch.
     inputs = replace(inputs, A=torch.full_like(inputs.A, A))
     inputs.dt.fill_(dt)
     inputs.x.mul_(1e-30 if dt > 1e10 else 1)
-    assert_passes(ssd_unfused(inputs), inputs, EXACT)
+    assert_passes(run_unfused(inputs), inputs, EXACT)
 
 
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z"])
@@ -104,16 +105,16 @@ def test_nan_is_not_swallowed(name: str) -> None:
     """A GPU's minimum and maximum drop NaN unless told not to; the interpreter's never do."""
     inputs = replace(REAL, seqlen=300, initial_states=True, gate=True, dt_limit=(0.0, 0.1)).inputs()
     getattr(inputs, name).fill_(torch.nan)
-    assert not torch.isfinite(ssd_unfused(inputs).out).any()
+    assert not torch.isfinite(run_unfused(inputs).out).any()
 
 
 @pytest.mark.parametrize("case", [REAL, PACKED], ids=["batch", "packed"])
 def test_the_host_never_waits(case: Case) -> None:
     inputs = case.inputs()
-    ssd_unfused(inputs)  # compiles
+    run_unfused(inputs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ssd_unfused(inputs)
+        run_unfused(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -121,10 +122,10 @@ def test_the_host_never_waits(case: Case) -> None:
 @pytest.mark.parametrize("case", [REAL, PACKED], ids=["batch", "packed"])
 def test_a_graph_replays_it(case: Case) -> None:
     inputs = case.inputs()
-    expected = ssd_unfused(inputs)
+    expected = run_unfused(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = ssd_unfused(inputs)
+        output = run_unfused(inputs)
     output.out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(output.out, expected.out)
@@ -143,11 +144,11 @@ def test_a_graph_replays_it(case: Case) -> None:
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=["exact", "relaxed"])
 def test_the_plan_knows_the_workspace(case: Case, precision: Precision) -> None:
     inputs = case.inputs()
-    ssd_unfused(inputs, precision)
+    run_unfused(inputs, precision)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    output = ssd_unfused(inputs, precision)
+    output = run_unfused(inputs, precision)
     peak = torch.cuda.max_memory_allocated() - before
     outputs = sum(tensor.numel() * tensor.element_size() for tensor in output)
     planned = get("ssd", "unfused").plan(inputs, precision).workspace_bytes
@@ -172,7 +173,7 @@ def test_offsets_of_inputs_pass_2_to_the_31() -> None:
     names = ("x", "z", "B", "C", "dt")
     inputs = replace(near, **{name: far(getattr(near, name), i << 20) for i, name in enumerate(names)})
     assert inputs.x.stride(1) == row
-    ours, theirs = ssd_unfused(inputs), ssd_unfused(near)
+    ours, theirs = run_unfused(inputs), run_unfused(near)
     assert torch.equal(ours.out, theirs.out)
     assert torch.equal(ours.final_states, theirs.final_states)
 
@@ -184,10 +185,10 @@ def test_offsets_of_outputs_and_states_pass_2_to_the_31() -> None:
     inputs = case.inputs()
     assert inputs.x.numel() > 2**31
     start = case.seqlen - 1000
-    first = ssd_unfused(cut(inputs, 0, start))
+    first = run_unfused(cut(inputs, 0, start))
     assert first.out.isfinite().all()
     carried = first.final_states
     del first
-    whole = ssd_unfused(inputs)
-    last = ssd_unfused(cut(inputs, start, case.seqlen, initial_states=carried))
+    whole = run_unfused(inputs)
+    last = run_unfused(cut(inputs, start, case.seqlen, initial_states=carried))
     assert_close(SSDOutput(whole.out[:, start:].clone(), whole.final_states), last, 2e-2)  # a few roundings to bf16

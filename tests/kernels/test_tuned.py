@@ -13,9 +13,9 @@ from ssd_cases import EXACT, RELAXED, Case
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused, tuned
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 CASE = Case(seqlen=1024, dtype=torch.bfloat16)
 FOUND = HopperConfig(segment=3, reason="found")
@@ -98,7 +98,7 @@ def test_use_replaces_and_none_forgets() -> None:
 
 
 def portable_find(inputs: SSDInputs, **fields: Any) -> tuned.PortableFind:
-    config = replace(FusedConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields)
+    config = replace(PortableConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields)
     return tuned.PortableFind(gpu=_gpu.name(inputs.x), layer=tuned.Layer.of(inputs, EXACT), config=config)
 
 

@@ -22,10 +22,10 @@ from compile_target import _AbsentGpu, on_meta
 from ssd_cases import EXACT, Case
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels.ssd import hopper_launch
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.kernels.ssd.hopper import launch as hopper_launch
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 from ssdprof.stalls import call_sites
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -82,7 +82,7 @@ def main() -> None:
     case = Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
     gated = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
     five_stages(gated, EXACT)
-    ssd_fused_portable(gated, EXACT, config=FusedConfig.choose(gated, (9, 0)))
+    ssd_fused_portable(gated, EXACT, config=PortableConfig.choose(gated, (9, 0)))
     hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.HopperConfig(segment=4))
     json.dump(found, sys.stdout)
 

@@ -100,25 +100,25 @@ def test_line_0_is_the_compilers_word_for_no_line() -> None:
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
     sources = Sources({})
-    stage = KERNELS / "ssd" / "fused_stages.py"
+    stage = KERNELS / "ssd" / "portable" / "stages.py"
     number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
-    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/fused_stages.py", number)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/stages.py", number)
     assert place == Place("wait_for_state", "state_passing.wait")
-    assert sources.not_recorded == {"fused_stages.py"}
+    assert sources.not_recorded == {"stages.py"}
     assert sources.place("/home/someone/kernel.py", 3) == Place("", "kernel.py")
 
 
 def test_an_excerpt_must_agree_with_the_installed_file() -> None:
-    path = "/elsewhere/ssdprof/kernels/ssd/fused_stages.py"
-    lines = (KERNELS / "ssd" / "fused_stages.py").read_text().splitlines()
+    path = "/elsewhere/ssdprof/kernels/ssd/portable/stages.py"
+    lines = (KERNELS / "ssd" / "portable" / "stages.py").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "while tl.atomic_add" in line)
     agreeing = Sources({}, {path: {number: lines[number - 1], number + 1: lines[number]}})
     assert agreeing.place(path, number).stage == "state_passing.wait"
     assert not agreeing.not_recorded
     other = Sources({}, {path: {number: lines[number - 1], number + 1: "return 7"}})
-    assert other.place(path, number) == Place("", "fused_stages.py")
+    assert other.place(path, number) == Place("", "stages.py")
     assert other.text(path, number + 1) == "return 7"
-    assert other.not_recorded == {"fused_stages.py"}
+    assert other.not_recorded == {"stages.py"}
 
 
 def test_who_ends_a_wait_is_found_in_the_source() -> None:
@@ -177,7 +177,7 @@ def test_every_mark_is_inside_a_kernel() -> None:
 
 
 def test_every_barrier_of_the_hopper_kernel_has_a_stage() -> None:
-    assert "hopper_unit" in WITH_BARRIERS
+    assert "role_states" in WITH_BARRIERS
     for text in WITH_BARRIERS.values():
         waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
         assert set(waits) <= set(parse(text).waits)
@@ -193,13 +193,13 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
 
 
 def test_the_fused_kernels_have_every_stage() -> None:
-    for names in (
-        ("fused_portable", "fused_stages"),
-        ("fused_hopper", "hopper_passing", *WITH_BARRIERS),
+    for folder, *names in (
+        ("portable", "portable_kernel", "stages"),
+        ("hopper", "hopper_kernel", "look_back", *WITH_BARRIERS),
     ):
         found: set[str] = set()
         for name in names:
-            for function in parse((KERNELS / "ssd" / f"{name}.py").read_text()).functions:
+            for function in parse((KERNELS / "ssd" / folder / f"{name}.py").read_text()).functions:
                 found |= {function.stage or ""} | {stage for _, stage in function.starts}
         assert {
             "ticket", "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "state_passing.load",

@@ -15,9 +15,9 @@ from ssdprof.capture import CapturedLayer
 from ssdprof.capture.layout import tensors
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.ssd import hopper_config
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.schema import LayerRef, Prompt
 from ssdprof.tuning import problems
 from ssdprof.tuning.problems import Source, captured, drawn
@@ -40,7 +40,7 @@ def made(sources: tuple[Source, ...]) -> list[problems.Problem]:
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
     (problem,) = made(drawn(CELLS, CPU))
-    assert isinstance(problem.committed, FusedConfig)
+    assert isinstance(problem.committed, PortableConfig)
     assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
     assert problem.calls.nchunks is None
     assert problem.calls.nheads == 2

@@ -84,7 +84,7 @@ def test_a_search_that_finds_nothing_forgets_what_was_found_before() -> None:
 
 def test_a_find_holds_for_one_version_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     store.keep(environment(), [outcome()])
-    monkeypatch.setattr(store, "kernels_hash", lambda: "another")
+    monkeypatch.setattr(store, "kernels_hash", lambda _operator: "another")
     (said,) = used()
     assert "ignored: the kernels have changed since" in said
     assert "ssdprof tune" in said
@@ -145,6 +145,6 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
 
 def test_the_file_names_what_it_holds_for() -> None:
     finds = Finds.model_validate_json(store.keep(environment(), [outcome()]).read_text())
-    assert finds.kernels == store.kernels_hash()
+    assert finds.kernels == store.kernels_hash("ssd")
     assert finds.environment.gpu == GPU
     assert finds.environment.packages["triton"]

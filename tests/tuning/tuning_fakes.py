@@ -14,9 +14,9 @@ from ssdprof.bench.grid import Cell, Tokens
 from ssdprof.bench.inputs import draw
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.timing import CaptureError, Recording, Run
 from ssdprof.tuning.candidates import Config
@@ -57,7 +57,7 @@ def portable_problem(*seqlens: int) -> Problem:
         calls=Calls.of(inputs[-1], "exact", "portable"),
         inputs=inputs,
         precision=Precision(),
-        committed=FusedConfig(chunk=32, block_p=16, reason="the table"),
+        committed=PortableConfig(chunk=32, block_p=16, reason="the table"),
     )
 
 

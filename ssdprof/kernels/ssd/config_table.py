@@ -1,7 +1,7 @@
 """Which configuration each SSD kernel takes, by GPU, dtype and sizes, and why.  In a table, the first row that fits.
 
 Nothing is searched at a call: these rows are all that the library's functions go by.  Two things are not here.  How
-the Hopper kernel cuts a sequence into segments is a model of the time (`hopper_segments.py`).  And what
+the Hopper kernel cuts a sequence into segments is a model of the time (`hopper/segments.py`).  And what
 `ssdprof tune ssd` has found for a shape on one GPU comes before these rows, where a program asks for it (`tuned.py`).
 
 On a GPU, "operands in shared memory" are those whose matrix instructions read them from there: majors 9, 10 and 11
@@ -92,7 +92,7 @@ HOPPER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """See `FusedConfig`.  block_p, block_n: at most."""
+    """See `PortableConfig`.  block_p, block_n: at most."""
 
     chunk: int
     block_p: int

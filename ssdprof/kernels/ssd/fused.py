@@ -14,12 +14,15 @@ from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd import fused_portable, hopper_config, hopper_launch, tuned
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.fused_portable import PortableLaunch
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_launch import HopperLaunch
+from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper import launch as hopper_launch
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable import launch as portable_launch
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.launch import PortableLaunch
 
 _INF = float("inf")
 MIN_DSTATE, MAX_DSTATE = 16, 256
@@ -168,8 +171,11 @@ def run(
 
 
 def forget_launches() -> None:
-    """Choose kernels and configurations anew: for whoever changes what they are chosen from."""
+    """Choose kernels and configurations again at the next call of each signature."""
     _launches.clear()
+
+
+tuned.when_changed(forget_launches)
 
 
 def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
@@ -186,14 +192,14 @@ def plan(
 ) -> Plan:
     """Which kernel would run, how and why.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
-    config: HopperConfig | FusedConfig
+    config: HopperConfig | PortableConfig
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, precision, batch_invariant)
         sizes = hopper_launch.buffer_sizes(inputs, precision, config)
     else:
         variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs, precision)
-        sizes = fused_portable.buffer_sizes(inputs, precision, config)
+        sizes = portable_launch.buffer_sizes(inputs, precision, config)
     handover = sizes.sync > 0
     settings = asdict(config)
     reason = settings.pop("reason")
@@ -212,10 +218,10 @@ def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: boo
     return found or HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
-def _portable_config(inputs: SSDInputs, precision: Precision) -> FusedConfig:
+def _portable_config(inputs: SSDInputs, precision: Precision) -> PortableConfig:
     # the interpreter has no registers to fit into: it takes what Hopper takes
     chosen_for = capability(inputs.x) if inputs.x.is_cuda else (9, 0)
-    return tuned.portable(inputs, precision) or FusedConfig.choose(inputs, chosen_for)
+    return tuned.portable(inputs, precision) or PortableConfig.choose(inputs, chosen_for)
 
 
 def refuse_dstate(dstate: int) -> None:

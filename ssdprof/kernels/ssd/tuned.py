@@ -1,10 +1,10 @@
-"""Configurations found faster on this GPU than those of `config_table.py`, for the calls that they were found for.
+"""Configurations that were found faster on this GPU than those of `config_table.py`, for the calls of the search.
 
-Empty unless a program fills it with `use`.  The library reads no file for it and asks nobody else: without
-`use`, the committed rules alone decide.  The `ssdprof` command fills it with what `ssdprof tune ssd` has saved.
+Empty until a program fills it with `use`: the library reads no file, and without `use` the committed rules alone
+decide.  The `ssdprof` command fills it with what `ssdprof tune ssd` has saved.
 
-A find may depend on what the committed rule for its kernel depends on, and on nothing else, so that it keeps the
-kernel's promises:
+A find may depend on the same sizes as the committed rule for its kernel and on nothing else, so that the kernel's
+promises hold:
 
     hopper    the number of chunks and of sequences.  A batch-invariant call takes what was found for one sequence.
               Packed sequences keep the committed configuration: one rule for all.
@@ -13,18 +13,18 @@ kernel's promises:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.fused_config import FusedConfig
-from ssdprof.kernels.ssd.hopper_config import HopperConfig
-from ssdprof.kernels.ssd.hopper_segments import ceil_div
-from ssdprof.kernels.ssd.hopper_shared import CHUNK
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.rings import CHUNK
+from ssdprof.kernels.ssd.hopper.segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +71,18 @@ class PortableFind:
 
     gpu: str
     layer: Layer
-    config: FusedConfig
+    config: PortableConfig
 
 
 Find = HopperFind | PortableFind
 
 _hopper: dict[tuple[str, Layer, int, int], HopperConfig] = {}
-_portable: dict[tuple[str, Layer], FusedConfig] = {}
+_portable: dict[tuple[str, Layer], PortableConfig] = {}
+_listeners: list[Callable[[], None]] = []
 
 
 def use(finds: Iterable[Find]) -> None:
-    """Take these from now on, in this process, and no others.  Of two for the same calls, the later one."""
+    """From now on, in this process, take these and no others.  If two are for the same calls, the later one counts."""
     _hopper.clear()
     _portable.clear()
     for find in finds:
@@ -89,12 +90,18 @@ def use(finds: Iterable[Find]) -> None:
             _hopper[find.gpu, find.layer, find.sequences, find.nchunks] = find.config
         else:
             _portable[find.gpu, find.layer] = find.config
-    _forget_launches()
+    for listener in _listeners:
+        listener()
 
 
 def none() -> None:
     """Take the committed configurations, as at the start."""
     use(())
+
+
+def when_changed(listener: Callable[[], None]) -> None:
+    """Call `listener` after every `use`: for a caller that keeps what it has chosen from the finds."""
+    _listeners.append(listener)
 
 
 def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) -> HopperConfig | None:
@@ -105,7 +112,7 @@ def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) ->
     return _hopper.get((_gpu.name(inputs.x), Layer.of(inputs, precision), sequences, nchunks(inputs)))
 
 
-def portable(inputs: SSDInputs, precision: Precision) -> FusedConfig | None:
+def portable(inputs: SSDInputs, precision: Precision) -> PortableConfig | None:
     """What was found for this layer in the portable kernel, if anything was."""
     if not _portable:
         return None
@@ -116,9 +123,3 @@ def portable(inputs: SSDInputs, precision: Precision) -> FusedConfig | None:
 def nchunks(inputs: SSDInputs) -> int:
     """Chunks of the Hopper kernel in one sequence."""
     return ceil_div(inputs.x.shape[1], CHUNK.value)
-
-
-def _forget_launches() -> None:
-    from ssdprof.kernels.ssd import fused  # which asks this module
-
-    fused.forget_launches()

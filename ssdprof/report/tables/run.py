@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import CaseResult, Clocks, Environment, Launch, Precision, Prompt, RunReport, SSDDims
+from ssdprof.schema import CaseResult, Clocks, Environment, Launch, Precision, Prompt, RunReport
 
 _MOST_ROWS = 40  # a run that fails everywhere fails alike
 _LONGEST_REASON = 300  # characters
@@ -62,14 +62,6 @@ def failures(report: RunReport) -> Table | None:
 def remarks(report: RunReport) -> Table | None:
     """Every case that passed and has something to be said about it."""
     return _cases(report, "Remarks on cases that passed", lambda case: case.status == "passed" and bool(case.reason))
-
-
-def shape(dims: SSDDims) -> str:
-    """A layer's dimensions in words."""
-    return (
-        f"{dims.nheads} heads x {dims.headdim}, state {dims.dstate}, {fmt.plural(dims.ngroups, 'group')}, "
-        f"chunk {dims.chunk_size}, {dims.dtype}"
-    )
 
 
 def gpu(environment: Environment) -> Iterator[tuple[str, str]]:
@@ -165,7 +157,7 @@ def _layers(report: RunReport) -> str:
 def _shapes(report: RunReport) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for case in report.cases:
-        found.setdefault(shape(case.dims), []).append(case.layer.index)
+        found.setdefault(str(case.dims), []).append(case.layer.index)
     return found
 
 

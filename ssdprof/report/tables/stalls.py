@@ -80,7 +80,7 @@ def by_stage(design: Design) -> Table | None:
         rows.append((name, *_cells(design, share, shown)))
         if len(parts) > 1 or name not in parts:
             for part, found in parts.items():
-                title = words.part(part) if part != name else "other"
+                title = design.part(part) if part != name else "other"
                 rows.append((f"– {title}", *_cells(design, found, shown)))
     rows.append(("all", *_cells(design, design.all(), shown)))
     return Table(
@@ -244,7 +244,7 @@ def _pair(found: Sequence[Design], shares: Iterable[Share | None]) -> tuple[str,
 def _idle(design: Design) -> str:
     if not design.idle:
         return ""
-    parts = (f"{words.part(name)} {pct:.1f}%" for name, pct in design.idle.items())
+    parts = (f"{design.part(name)} {pct:.1f}%" for name, pct in design.idle.items())
     return f"Not a cost and not in the table, of all samples: {fmt.words(parts)}."
 
 

@@ -1,0 +1,28 @@
+"""Memory that is still free, on a GPU and on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of main memory available to this process: Linux's estimate, or less where a control group limits it."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or its limit is "max"
+        return available
+    return min(available, limit - used)

@@ -1,0 +1,233 @@
+# mypy: ignore-errors
+"""Which positions of which units are a program's: a segment of a sequence, or a share of all sequences.
+
+With fewer pairs of units than the GPU has SMs, sequences are cut into segments (`segments.py`), one program
+each.  With more, a program for each SM stays for an equal share of all chunks: so many pairs whole, and, as these do
+not come out even, the end of a sequence of which another program has the beginning, and the beginning of another one.
+The beginning comes first, and its state is left for the next program, which has the rest last: a sequence later, so
+that it does not wait.  Seven pairs of eight chunks for four programs, 14 chunks each, the pairs 0 to 3 whole:
+
+    program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
+    program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
+    program 2   4 4 . 1 1 1 1 1 1 1 1 . 5 5 5 5
+    program 3   0 0 0 0 0 0 0 0 . 4 4 4 4 4 4
+
+Programs that are about as far in their sequences have pairs side by side, which have B and C in common: what one of
+them has loaded is in L2 when the next one needs it.  So pairs are given away by programs' ranks.
+
+Source: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix products.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, add
+
+SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
+
+STAGES = {
+    "segments": "ticket",
+    "segment_at": "ticket",
+    "chunks": "ticket",
+    "extent_of": "ticket",
+    "segment_of": "ticket",
+    "find_segment": "ticket",
+    "packed_segment_of": "ticket",
+    "share_of": "ticket",
+}
+
+
+@aggregate
+class Segment:
+    """A part of a sequence, and the work of a program that has one."""
+
+    sequence: gl.tensor
+    index: gl.tensor  # of the segment in its sequence; in a share 1 if it takes over a state
+    length: gl.tensor  # of the sequence
+    dt_begin: gl.tensor  # where its dt begins
+    tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
+    row: gl.tensor  # and by the third; past the sequence's end are zeros
+    first_chunk: gl.tensor
+    nchunks: gl.tensor
+    unit: gl.tensor  # the first, if there are two
+    last: gl.tensor  # the sequence ends with this segment
+    goes_back: gl.tensor | gl.constexpr  # there is a first pass; False if the kernel has none
+    back_first: gl.tensor  # chunk at which it ends, for it goes backwards
+    back_most: gl.tensor  # chunks that it has at most
+    slot: gl.tensor  # where it leaves a state, or what it adds to one, for the segments after it
+    slot_step: gl.tensor  # from the slot of the segment before
+
+    @gluon.constexpr_function
+    def __init__(
+        self, sequence, index, length, dt_begin, tile, row, first_chunk, nchunks, unit, last, goes_back, back_first,
+        back_most, slot, slot_step,
+    ):  # fmt: skip
+        self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
+        self.tile, self.row = tile, row
+        self.first_chunk, self.nchunks, self.unit, self.last = first_chunk, nchunks, unit, last
+        self.goes_back = gl.constexpr(False) if goes_back is False else goes_back
+        self.back_first, self.back_most = back_first, back_most
+        self.slot, self.slot_step = slot, slot_step
+
+    @gluon.jit
+    def segments(self):
+        return 1
+
+    @gluon.jit
+    def segment_at(self, i):  # noqa: ARG002
+        return self, 0
+
+    @gluon.jit
+    def chunks(self):
+        return self.nchunks
+
+
+@aggregate
+class Share:
+    """The work of a program that stays."""
+
+    program: gl.tensor
+    programs: gl.tensor
+    rank: gl.tensor  # of the program, by the chunks of its lead
+    length: gl.tensor  # of a sequence
+    nchunks: gl.tensor  # of a sequence
+    dt_step: gl.tensor  # from one sequence's dt to the next one's
+    wholes: gl.tensor  # pairs that it has whole
+    leads: gl.tensor  # pair whose beginning it has
+    led: gl.tensor  # chunks of that, or 0
+    takes: gl.tensor  # pair that it takes over
+    rest: gl.tensor  # chunks of that, or 0
+    PAIRS: gl.constexpr  # pairs of a sequence
+    UNITS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, program, programs, rank, length, nchunks, dt_step, wholes, leads, led, takes, rest, PAIRS, UNITS
+    ):  # fmt: skip
+        self.program, self.programs, self.rank = program, programs, rank
+        self.length, self.nchunks, self.dt_step = length, nchunks, dt_step
+        self.wholes, self.leads, self.led, self.takes, self.rest = wholes, leads, led, takes, rest
+        self.PAIRS, self.UNITS = gl.constexpr(PAIRS), gl.constexpr(UNITS)
+
+    @gluon.jit
+    def segments(self):
+        return gl.minimum(self.led, 1) + self.wholes + gl.minimum(self.rest, 1)
+
+    @gluon.jit
+    def segment_at(self, i):
+        """Its i-th segment, and the program's chunks before it."""
+        k = i - gl.minimum(self.led, 1)
+        begins, ends = k < 0, k == self.wholes
+        pair = gl.where(begins, self.leads, gl.where(ends, self.takes, k * self.programs + self.rank))
+        sequence = pair // self.PAIRS
+        first = gl.where(ends, self.nchunks - self.rest, 0)
+        nchunks = gl.where(begins, self.led, self.nchunks - first)
+        segment = Segment(
+            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
+            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
+            self.program, gl.to_tensor(1),
+        )  # fmt: skip
+        return segment, gl.where(begins, 0, self.led + k * self.nchunks)
+
+    @gluon.jit
+    def chunks(self):
+        return self.led + self.wholes * self.nchunks + self.rest
+
+
+@gluon.jit
+def extent_of(index, first, most, length, PASSING: gl.constexpr):
+    """A segment's chunks, whether it is its sequence's last, and of its first pass: whether there is one, the chunk at
+    which it ends, and how many it has at most."""
+    nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
+    last = (first + nchunks) * CHUNK >= length
+    if PASSING == "recompute":
+        return nchunks, last, index > 0, gl.to_tensor(0), first
+    elif PASSING == "look back":
+        return nchunks, last, not last, first, nchunks
+    else:
+        return nchunks, last, False, first, nchunks
+
+
+@gluon.jit
+def segment_of(
+    ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING: gl.constexpr,
+    PAIRS: gl.constexpr, UNITS: gl.constexpr,
+):  # fmt: skip
+    """Units fastest, then sequences, segments."""
+    rank = ticket // PAIRS
+    sequence, index = rank % sequences, rank // sequences
+    is_long = index < LONG_COUNT
+    first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
+    most = gl.where(is_long, K_LONG, K)
+    nchunks, last, goes_back, back_first, back_most = extent_of(index, first, most, seqlen, PASSING)
+    return Segment(
+        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
+        ticket % PAIRS * UNITS, last, goes_back, back_first, back_most, rank, gl.to_tensor(sequences),
+    )  # fmt: skip
+
+
+@gluon.jit
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
+    """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    sequence = 0  # how many end before the segment
+    segments_before = 0  # of those
+    counted = 0  # segments of all sequences that were looked at
+    for block in range(0, sequences, SEQUENCE_BLOCK):
+        o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
+        # past the last sequence as if empty ones followed: none of them ends before a segment that exists
+        o_start, o_stop = gl.minimum(o_s, sequences).to(gl.int64), gl.minimum(o_s + 1, sequences).to(gl.int64)
+        start = gl.load(cu_seqlens_ptr + o_start * cu_seqlens_stride).to(gl.int32)
+        stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
+        # an empty sequence has one segment of no chunks, which makes its initial state its final one
+        segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
+        ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
+        sequence += gl.sum(ends_before.to(gl.int32), 0)
+        segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
+        counted += gl.sum(segments, 0)
+    exists = sequence < sequences
+    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
+    begin = gl.load(p).to(gl.int32)
+    return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
+
+
+@gluon.jit
+def packed_segment_of(
+    ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, PASSING: gl.constexpr,
+    PAIRS: gl.constexpr, UNITS: gl.constexpr,
+):  # fmt: skip
+    """Units fastest, then segments, sequences; and whether there is one."""
+    rank = ticket // PAIRS
+    sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
+    first = index * K
+    nchunks, last, goes_back, back_first, back_most = extent_of(index, first, K, length, PASSING)
+    segment = Segment(
+        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
+        ticket % PAIRS * UNITS, last, goes_back, back_first, back_most,
+        rank - sequence, gl.to_tensor(1),  # the last segment of each sequence needs no slot
+    )  # fmt: skip
+    return segment, exists
+
+
+@gluon.jit
+def share_of(program, seqlen, sequences, dt_strides, PAIRS: gl.constexpr, UNITS: gl.constexpr):
+    """Of the pairs of all sequences, units fastest, of which there are at least as many as programs.
+
+    With `extra` more pairs than whole ones for all, program p gives away its lead after a part of a sequence that is
+    (p + 1) * extra / programs, without its integer part, and so all shares are equal.
+    """
+    programs, pairs, nchunks = gl.num_programs(0), sequences * PAIRS, gl.cdiv(seqlen, CHUNK)
+    extra = pairs % programs
+    led, taken = (program + 1) * extra % programs, program * extra % programs  # in parts of 1 / programs
+    divisor, left = programs, extra
+    while left > 0:
+        divisor, left = left, divisor % left
+    same = program * divisor // programs  # of `divisor` programs with equal leads, how many come before it
+    wholes = pairs // programs - 1 + (led <= extra).to(gl.int32)
+    rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
+    split = pairs - programs
+    return Share(
+        program, programs, led + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
+        split + led + same, nchunks * led // programs, split + taken + same, rest, PAIRS, UNITS,
+    )  # fmt: skip

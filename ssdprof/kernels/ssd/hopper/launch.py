@@ -1,0 +1,224 @@
+"""Launching the Hopper kernel: what it is called with, what a call allocates, and how many programs it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.buffers import BufferSizes
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, row_stride, unit_count
+from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
+from ssdprof.kernels.ssd.hopper.segments import ceil_div
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+Strides = tuple[int, int, int]
+GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
+    """Segments of all sequences; an upper bound if they are packed, for their lengths are on the device."""
+    seqlen = inputs.x.shape[1]
+    if inputs.cu_seqlens is None:
+        return inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
+    return int(inputs.sequences + seqlen // (config.segment * CHUNK.value))
+
+
+def share_count(inputs: SSDInputs, config: HopperConfig) -> int:
+    """Programs that stay, or 0 if there is one for each segment."""
+    whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
+    pairs = inputs.sequences * program_count(inputs)
+    return config.shares if whole and config.shares < pairs else 0
+
+
+def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
+    """Segments that leave something for others: all but the last of each sequence.  An upper bound if packed."""
+    seqlen = inputs.x.shape[1]
+    if config.recompute:
+        return 0
+    if inputs.cu_seqlens is not None:
+        return int(seqlen // (config.segment * CHUNK.value))
+    return inputs.sequences * (config.count(ceil_div(seqlen, CHUNK.value)) - 1)
+
+
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
+    dstate = inputs.B.shape[3]
+    halves, shares = half_count(dstate), share_count(inputs, config)
+    lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * halves
+    sizes = BufferSizes.of(
+        inputs, precision, states=lanes * SLICE.value * dstate // halves,
+        sync=FLAGS.value + lanes * FLAG_STRIDE.value if lanes else 0,
+    )  # fmt: skip
+    # a state goes from share to share as it is: results are those of sequences that nobody has divided
+    return replace(sizes, state_dtype=torch.float32) if shares else sizes
+
+
+class HopperLaunch:
+    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
+
+    def __init__(self, inputs: SSDInputs, precision: Precision, config: HopperConfig) -> None:
+        self._sizes = buffer_sizes(inputs, precision, config)
+        self._index = inputs.x.get_device()
+        halves = half_count(inputs.B.shape[3])
+        packed = inputs.cu_seqlens is not None
+        nheads, headdim = inputs.x.shape[2:]
+        own = CHUNK.value // halves  # positions of a chunk whose output one role finishes
+        self._x = _units(inputs.x, _steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
+        row = nheads * headdim
+        self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
+        self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
+        shares = share_count(inputs, config)
+        self._programs = shares or segment_count(inputs, config) * program_count(inputs)
+        self._launcher = Launcher(
+            _fused_hopper_kernel,
+            _scalars(inputs, config),
+            _options(inputs, precision, config, _passing(config, shares, self._sizes)),
+        )
+
+    def __call__(self, inputs: SSDInputs) -> SSDOutput:
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            out, final_states, states, sync, _ = self._sizes.allocate(inputs.x)
+            self._launcher(
+                self._programs, self._x.of(inputs.x), self._B.of(inputs.B), self._C.of(inputs.C),
+                self._out.of(out), inputs.dt, inputs.A, inputs.dt_bias, inputs.D, inputs.initial_states,
+                inputs.cu_seqlens, final_states, final_states if states is None else states,
+                final_states if sync is None else sync,
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
+
+
+def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperConfig) -> SSDOutput:
+    """Output as x, final states in fp32.  Call it only where `hopper_config.unsupported` is empty."""
+    return HopperLaunch(inputs, precision, config)(inputs)
+
+
+def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
+    """Strides (dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
+    D = inputs.D
+    return (
+        (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)), inputs.A.stride(),
+        (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
+        (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
+        (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
+        (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride(),
+        *map(float, inputs.dt_limit), inputs.x.shape[1], inputs.sequences,
+        config.segment, config.long_count, config.long_segment,
+    )  # fmt: skip
+
+
+def _passing(config: HopperConfig, shares: int, sizes: BufferSizes) -> str:
+    """How a segment comes by the state that enters it; `look_back.py`.  With the last two there is no first pass.
+
+    "recompute": by its first pass, over all that is before it.  "look back": it sums what those before it have added,
+    each in its first pass.  "hand on": from the share that began the sequence.  "none": every segment begins one.
+    """
+    if shares:
+        return "hand on"
+    if config.recompute:
+        return "recompute"
+    return "look back" if sizes.sync else "none"
+
+
+def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, passing: str) -> dict[str, Any]:
+    _, _, nheads, headdim = inputs.x.shape
+    return {
+        "HEADS": nheads,
+        "HEADS_PER_GROUP": inputs.heads_per_group,
+        "HEADDIM": headdim,
+        "DSTATE": inputs.B.shape[3],
+        "DT_SOFTPLUS": inputs.dt_softplus,
+        "RELAXED": not precision.exact,
+        "PASSING": passing,
+        "RING": config.ring,
+        "SCORE_RING": config.score_ring,
+        "UNIT_REGISTERS": config.unit_registers,
+        "OTHER_REGISTERS": config.other_registers,
+        "num_warps": 8,
+    }
+
+
+def _steps(tensor: torch.Tensor, step: int) -> Strides:
+    """From one sequence to the next, of which there may be one, from one position to the next, and `step`."""
+    row = row_stride(tensor)
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
+
+
+class _Base:
+    """What a descriptor is over: a tensor, taken to begin `ahead` bytes before it does."""
+
+    def __init__(self, tensor: torch.Tensor, ahead: int) -> None:
+        self.tensor, self.ahead, self.dtype = tensor, ahead, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.ahead
+
+
+class _Tiles:
+    """By what the copy engine reads and writes tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
+
+    Past a sequence's end it reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).  If
+    sequences are packed, at (row after the sequence's last, k, l - length + position, column), so that the third
+    coordinate of an end is always l.  With the first it counts l rows too many, and so the descriptor begins l rows
+    before the tensor; at an address before the tensor's own nothing is read.
+
+    like: of the tensor's dtype, batch and length; itself over no tensor yet
+    strides: of b, l and k, in elements
+    sizes: of k and columns
+    block: a tile's k, positions and columns
+    """
+
+    def __init__(
+        self, like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int],
+        packed: bool,
+    ) -> None:  # fmt: skip
+        batch, seqlen = like.shape[:2]
+        sequence, row, step = strides
+        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
+        self._ahead = seqlen * row * like.element_size() if packed else 0
+        self._descriptor = TensorDescriptor(
+            _nothing(like.dtype),
+            [sequences, sizes[0], seqlen, sizes[1]],
+            [of_sequence, step, row, 1],
+            [1, *block],
+            _shared_layout((1, *block), like.dtype),
+        )
+
+    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """Without another check of shape and strides."""
+        copy = object.__new__(TensorDescriptor)
+        copy.__dict__.update(self._descriptor.__dict__, base=_Base(tensor, self._ahead))
+        return copy
+
+
+def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> _Tiles:
+    """Tiles of (one head, positions, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
+    nheads, headdim = x.shape[2:]
+    return _Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
+
+
+def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> _Tiles:
+    """Tiles of one group's N, or half of it: in blocks of 64 columns, as they lie in shared memory."""
+    ngroups, dstate = tensor.shape[2:]
+    blocks = dstate // COLUMNS.value
+    return _Tiles(
+        tensor, _steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
+        block=(blocks // halves, CHUNK.value, COLUMNS.value), packed=packed,
+    )  # fmt: skip
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+@lru_cache(maxsize=64)
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory.  Kept: finding it out takes longer than all else that prepares a launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GL_DTYPE[dtype])

@@ -1,0 +1,278 @@
+# mypy: ignore-errors
+"""The role that makes a chunk's gates, dt and the decays; in the first pass `scores` does.  What roles share:
+`rings.py`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ssdprof.kernels.ssd.hopper.rings import (
+    CHUNK,
+    ENTERING,
+    KEY,
+    ROW,
+    WEIGHT,
+    add,
+    phase,
+    place_in,
+    reinterpret,
+)
+from ssdprof.kernels.ssd.hopper.weights import two_parts
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
+# (q, column) in the first pass: a warp for each lane of each of two chunks
+by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
+
+STAGES = {
+    "exp2_approx": "caller",
+    "log2_approx": "chunk_cumsum",
+    "softplus": "chunk_cumsum",
+    "load_bits": "chunk_cumsum",
+    "number_of": "chunk_cumsum",
+    "chunk_cumsum": "chunk_cumsum",
+    "decay_exp2": "chunk_cumsum",
+    "put": "chunk_cumsum",
+    "rates_of": "chunk_cumsum",
+    "tell": "chunk_cumsum",
+    "wait_for_place": "chunk_cumsum",
+    "hand_over": "chunk_cumsum",
+    "pairs_of": "caller",
+    "of_each_lane": "chunk_cumsum",
+    "hand_over_two": "chunk_cumsum",
+    "first_pass_gates": "chunk_cumsum",
+    "put_gates": "chunk_cumsum",
+    "segment_gates": "chunk_cumsum",
+    "gates": "chunk_cumsum",
+}
+# What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
+WAITS = {"full": "waiting.chunk", "told": "waiting.gates", "empty": "ahead"}
+
+
+@gluon.jit
+def exp2_approx(v):
+    """The instruction that `gl.exp2` becomes once Triton has linked CUDA's library of functions, which takes long."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def log2_approx(v):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def softplus(v):
+    """log(1 + e^v) with a relative error below 3e-6: by its series where e^v is small and 1 + e^v would round."""
+    e = exp2_approx(v * LOG2_E)
+    series = e * (1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667)))))
+    return gl.where(v > 20.0, v, gl.where(e < 0.0625, series, log2_approx(1.0 + e) * LN_2))
+
+
+@gluon.jit
+def load_bits(p, inside):
+    """What p points to, in 32 bits; zero where not `inside`.
+
+    A loop that loads 16-bit numbers for its next turn packs two of them into one register at its end, and so waits for
+    them a turn too early.  Numbers of 32 bits it leaves alone.
+    """
+    code: gl.constexpr = """{
+        .reg .pred inside;
+        setp.ne.b32 inside, $2, 0;
+        mov.b32 $0, 0;
+        @inside ld.global.BITS $0, [$1];
+    }"""
+    load: gl.constexpr = code.replace("BITS", "b32" if p.dtype.element_ty == gl.float32 else "b16")
+    return gl.inline_asm_elementwise(load, "=r,l,r", [p, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def number_of(bits, dtype: gl.constexpr):
+    """In fp32, the number of `dtype` that has these bits."""
+    if dtype != gl.float32:
+        bits = bits.to(gl.int16)
+    return gl.cast(bits, dtype, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
+    """dt (q, lane), a (q, lane) and a_end (lane).  NaN stays NaN."""
+    v = raw + dt_bias[None, :]
+    if DT_SOFTPLUS:
+        v = softplus(v)
+    dt = gl.where(v == v, gl.minimum(gl.maximum(v, low), high), v)
+    dt = gl.where(valid, dt, 0.0)
+    dA = dt * A[None, :]
+    # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+    dA = gl.where(dA == dA, gl.maximum(gl.minimum(dA, 0.0), FORGOTTEN), dA)
+    return dt, gl.associative_scan(dA, 0, add), gl.reduce(dA, 0, add)
+
+
+@gluon.jit
+def decay_exp2(log2_decay):
+    """2^log2_decay, at most 1: rounding of a difference of sums cannot push it past.  NaN stays NaN."""
+    return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
+
+
+@gluon.jit
+def put(vector, v):
+    """v (q, column) into a vector of a ring."""
+    vector.store(gl.permute(v, (1, 0)).reshape([v.shape[0] * v.shape[1]]))
+
+
+@gluon.jit
+def rates_of(shared, segment, rates, SLICES: gl.constexpr, CHUNKS: gl.constexpr, layout: gl.constexpr):
+    """A log2(e) and dt_bias (column), dt's row at the sequence's begin, and offsets of CHUNKS chunks in it (q, column).
+
+    Columns are lanes: first both of a chunk, then those of the chunk before.
+    """
+    dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
+    o_c = gl.arange(0, 2 * CHUNKS, gl.SliceLayout(0, layout))
+    o_h = (segment.unit + o_c % 2 // shared.HALVES) // SLICES
+    A = gl.load(A_ptr + o_h.to(gl.int64) * A_strides[0]).to(gl.float32) * LOG2_E
+    dt_bias = gl.full([2 * CHUNKS], 0.0, gl.float32, gl.SliceLayout(0, layout))
+    if dt_bias_ptr is not None:
+        dt_bias = gl.load(dt_bias_ptr + o_h.to(gl.int64) * dt_bias_strides[0]).to(gl.float32)
+    o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None] - (o_c // 2 * CHUNK)[None, :]
+    tile = (o_t * dt_strides[1] + (o_h * dt_strides[2])[None, :]).to(gl.int32)
+    return A, dt_bias, dt_ptr + segment.dt_begin, tile, dt_strides[1]
+
+
+@gluon.jit
+def tell(first, seen, go):
+    """Whether another turn of the first pass follows the one after `seen` chunks."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    word = place_in(seen // first.TURN, first.WORDS)
+    first.goes_on.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+    mbarrier.arrive(first.told.index(word), count=1)
+
+
+@gluon.jit
+def wait_for_place(first, chunk):
+    mbarrier.wait(first.empty.index(place_in(chunk, first.RING)), phase(chunk, first.RING) ^ 1)
+
+
+@gluon.jit
+def hand_over(first, chunk):
+    """The turn that begins with `chunk`, whose weights and decay are there."""
+    mbarrier.arrive(first.full.index(place_in(chunk, first.RING)), count=1)
+
+
+@gluon.jit
+def pairs_of(vectors):
+    """A ring of vectors, two by two."""
+    pairs: gl.constexpr = [vectors.shape[0] // 2, 2 * vectors.shape[1]]
+    return reinterpret(vectors, vectors.dtype, pairs, vectors.layout)
+
+
+@gluon.jit
+def of_each_lane(v):
+    """v (chunk, lane), a column each, as four numbers: those of lane 0, then those of lane 1."""
+    four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    two: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    lane_0, lane_1 = gl.split(gl.convert_layout(v, four).reshape([2, 2]))
+    return gl.split(gl.convert_layout(lane_0, two)), gl.split(gl.convert_layout(lane_1, two))
+
+
+@gluon.jit
+def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
+    """Weights of chunk c of the first pass and of the one before, from dt and a (q, column), and a_end (column).
+
+    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns those with these two, how many chunks
+    were seen then, and whether there are more to see.
+    """
+    first = shared.first
+    o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
+    ends_0, ends_1 = of_each_lane(a_end)
+    once_0, once_1 = decay_0 + ends_0[0], decay_1 + ends_1[0]
+    decay = gl.where(o_c < 2, gl.where(o_c == 0, decay_0, decay_1), gl.where(o_c == 2, once_0, once_1))
+    weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
+    decay_0, decay_1 = once_0 + ends_0[1], once_1 + ends_1[1]
+    more = (c > 0) & (gl.maximum(once_0, once_1) > FORGOTTEN)
+    go = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
+    tell(first, seen, more if first.TURN == 1 else go)
+    wait_for_place(first, seen + first.TURN - 1)
+    pair = place_in(seen // 2, first.weights.shape[0] // 2)
+    put(pairs_of(first.weights).index(pair), two_parts(weight, shared.x.dtype))
+    pairs_of(first.decay).index(pair).store(exp2_approx(decay + a_end))
+    hand_over(first, seen)
+    if first.TURN == 1:
+        if more:
+            tell(first, seen + 1, go)
+            # at once: whoever has made a place for `seen` has been given the chunk behind that one
+            hand_over(first, seen + 1)
+        seen += 1 + more.to(gl.int32)
+    else:
+        seen += 2
+    # no further ahead of the copies: with more of them on their way all are slower
+    before = gl.maximum(seen - 2, 0)
+    mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
+    return decay_0, decay_1, seen, go
+
+
+@gluon.jit
+def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many these are.
+
+    Two chunks at once, by different warps: what takes long is each one's chain of dependent instructions.  If turns are
+    of two chunks, the last one's second may be before the segment: all zeros.
+    """
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 2, by_column)
+    dtype: gl.constexpr = dt_ptr.dtype.element_ty
+    # the chunk of a position, counted from c backwards
+    back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
+    c = segment.back_most - 1
+    step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
+    p = dt_ptr + (segment.back_first + c) * step
+    bits = load_bits(p + tile, back <= c)
+    decay_0, decay_1 = 0.0, 0.0
+    seen = 0
+    go = True
+    while go:
+        p -= 2 * step
+        raw = number_of(bits, dtype)
+        bits = load_bits(p + tile, back <= c - 2)
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, back <= c, DT_SOFTPLUS)
+        decay_0, decay_1, seen, go = hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end)
+        c -= 2
+    return seen
+
+
+@gluon.jit
+def put_gates(shared, n, dt, a, a_end):
+    """All that is made of dt of the program's n-th chunk, a (q, lane) and a_end (lane)."""
+    slot = place_in(n, shared.RING)
+    mbarrier.wait(shared.empty.index(slot), phase(n, shared.RING) ^ 1)
+    # each is made when it is stored: with N = 256, gates that take more registers make the heads' loops longer, too
+    put(shared.gates.index(slot * 4 + ROW), a)
+    put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
+    put(shared.gates.index(slot * 4 + KEY), a - log2_approx(dt))
+    weight = decay_exp2(a_end[None, :] - a) * dt
+    put(shared.gates.index(slot * 4 + WEIGHT), two_parts(weight, shared.x.dtype))
+    shared.decay.index(slot).store(exp2_approx(a_end))
+    mbarrier.arrive(shared.full.index(slot), count=1)
+
+
+@gluon.jit
+def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Those of a segment's second pass, after n chunks of others."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 1, layout)
+    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    dtype: gl.constexpr = dt_ptr.dtype.element_ty
+    t = segment.first_chunk * CHUNK
+    bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+    for i in range(segment.nchunks):
+        raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
+        t += CHUNK
+        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
+        put_gates(shared, n + i, dt, a, a_end)
+
+
+@gluon.jit
+def gates(shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+    """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
+        segment_gates(shared, segment, n, rates, low, high, SLICES, DT_SOFTPLUS)

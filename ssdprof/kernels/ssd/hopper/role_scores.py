@@ -1,0 +1,104 @@
+# mypy: ignore-errors
+"""The role that makes a chunk's scores, C B^T times decays; in the first pass it makes the gates.  What the roles
+share: `rings.py`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssdprof.kernels.ssd.hopper.rings import (
+    CHUNK,
+    KEY,
+    ROW,
+    lane_of,
+    phase,
+    place_in,
+    places_of,
+    product_layout,
+    rows_of,
+)
+from ssdprof.kernels.ssd.hopper.role_gates import exp2_approx, first_pass_gates
+
+STAGES = {
+    "masked": "caller",
+    "decayed": "chunk_scan.current",
+    "bmm_chunk": "bmm_chunk",
+    "decayed_scores": "bmm_chunk",
+    "scores": "bmm_chunk",
+}
+# The stage of a wait at a barrier, here or in another role.  Who waits for a free place is ahead of the others.
+WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead", "unscored": "ahead"}
+
+
+@gluon.jit
+def masked(v, bits):
+    """v where all of `bits` are set, 0 where none is; two at a time."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
+    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0; `causal` has all bits set there, and none elsewhere."""
+    decay = exp2_approx(row[:, None] - key[None, :])
+    scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
+    return masked(scores, causal)  # after all that may overflow above the diagonal
+
+
+@gluon.jit
+def bmm_chunk(shared, seen, n):
+    """C B^T of the n-th chunk, begun."""
+    B, C, _ = places_of(shared, seen, n)
+    CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
+    for k in gl.static_range(shared.HALVES):
+        B_t = rows_of(shared, B, k).permute((1, 0))
+        CB = warpgroup_mma(rows_of(shared, C, k), B_t, CB, use_acc=k > 0, is_async=True)
+    return CB
+
+
+@gluon.jit
+def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
+    """Both units' scores of the n-th chunk.  Vectors of gates are loaded while the product runs."""
+    layout: gl.constexpr = product_layout(CHUNK, 4)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    col: gl.constexpr = gl.SliceLayout(0, layout)
+    dtype: gl.constexpr = shared.scores.dtype
+    slot, stage = place_in(n, shared.RING), place_in(n, shared.SCORE_RING)
+    mbarrier.wait(shared.full.index(slot), phase(n, shared.RING))
+    CB_begun = bmm_chunk(shared, seen, n)
+    row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
+    key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
+    if shared.UNITS == 2:
+        row_1 = lane_of(shared.gates, slot * 4 + ROW, 1).load(row)
+    CB = warpgroup_mma_wait(0, deps=[CB_begun])
+    # stage chunk_scan.current: the decayed scores
+    m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
+    if shared.UNITS == 2:
+        key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
+    mbarrier.wait(shared.unscored.index(stage), phase(n, shared.SCORE_RING) ^ 1)
+    if shared.UNITS == 2:
+        shared.scores.index(stage * 2).store(m)
+        m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
+    mbarrier.arrive(shared.empty.index(slot), count=1)
+    shared.scores.index(stage * shared.UNITS + shared.UNITS - 1).store(m)
+    fence_async_shared()
+    mbarrier.arrive(shared.scored.index(stage), count=1)
+
+
+@gluon.jit
+def scores(
+    shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = product_layout(CHUNK, 4)
+    segment, _ = work.segment_at(0)
+    seen = 0
+    if segment.goes_back:
+        seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
+    o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
+    for n in range(work.chunks()):
+        decayed_scores(shared, seen, n, causal, RELAXED)

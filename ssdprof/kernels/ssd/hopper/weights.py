@@ -1,0 +1,85 @@
+# mypy: ignore-errors
+"""Weights of positions as two 16-bit numbers, and x times them.  The gates make them, the states take them.
+
+In fp16 the second one is times 2^11, or it would be lost where a weight is below 2^-14: 0x45000000 in fp32, and what
+takes it is times 0x10001000, 2^-11 twice.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ssdprof.kernels.ssd.hopper.rings import for_dtype
+
+STAGES = {"two_parts": "caller", "weighted": "caller", "rounded_off": "caller"}
+
+
+@gluon.jit
+def two_parts(v, dtype: gl.constexpr):
+    """v as a sum of two numbers of `dtype`, in the low and the high half of a word: the nearest, and the rest."""
+    code: gl.constexpr = for_dtype(
+        """{
+            .reg .b16 near, rest;
+            .reg .f32 wide, scale;
+            cvt.rn.DTYPE.f32 near, $1;
+            cvt.f32.DTYPE wide, near;
+            sub.rn.f32 wide, $1, wide;
+     f16:   mov.b32 scale, 0x45000000;
+     f16:   mul.rn.f32 wide, wide, scale;
+            cvt.rn.DTYPE.f32 rest, wide;
+            mov.b32 $0, {near, rest};
+        }""",
+        dtype,
+    )
+    return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def weighted(x, weight, WHOLE: gl.constexpr):
+    """x^T (lane p, q) times a weight per position, as an operand: times the first part of the weight, or the WHOLE."""
+    if WHOLE:
+        code: gl.constexpr = for_dtype(
+            """{
+                .reg .b32 near, rest, scale;
+                prmt.b32 near, $2, $3, 0x5410;
+                prmt.b32 rest, $2, $3, 0x7632;
+                mul.rn.DTYPEx2 rest, $1, rest;
+         f16:   mov.b32 scale, 0x10001000;
+         f16:   mul.rn.f16x2 rest, rest, scale;
+                fma.rn.DTYPEx2 $0, $1, near, rest;
+            }""",
+            x.dtype,
+        )
+    else:
+        code: gl.constexpr = for_dtype(
+            """{
+                .reg .b32 near;
+                prmt.b32 near, $2, $3, 0x5410;
+                mul.rn.DTYPEx2 $0, $1, near;
+            }""",
+            x.dtype,
+        )
+    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight[None, :]], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def rounded_off(x, weight, product):
+    """x * weight - product, where the product is of x and the first part: what that lost.
+
+    x * near - product has no more digits than x, so that only the sum with x * rest is rounded.
+    """
+    code: gl.constexpr = for_dtype(
+        """{
+            .reg .b32 near, rest, lost, scale;
+            prmt.b32 near, $2, $3, 0x5410;
+            prmt.b32 rest, $2, $3, 0x7632;
+            neg.DTYPEx2 lost, $4;
+            fma.rn.DTYPEx2 lost, $1, near, lost;
+     bf16:  fma.rn.bf16x2 $0, $1, rest, lost;
+     f16:   mul.rn.f16x2 rest, $1, rest;
+     f16:   mov.b32 scale, 0x10001000;
+     f16:   fma.rn.f16x2 $0, rest, scale, lost;
+        }""",
+        x.dtype,
+    )
+    args = [x, weight[None, :], product]
+    return gl.inline_asm_elementwise(code, "=r,r,f,f,r", args, dtype=x.dtype, is_pure=True, pack=2)

@@ -1,0 +1,184 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the interpreter.
+
+    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum
+    h     = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T                   chunk_state, state_passing
+    out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s        bmm_chunk, chunk_scan
+
+A sequence is cut into segments, a segment into chunks.  One program owns one segment of one slice of one head's P, and
+keeps the state in registers.  It goes over its segment twice: first backwards, for the state that the segment adds to a
+zero state; then, once the segment before has handed over its state, forwards, for the output.  The last segment of a
+sequence needs no first pass.  The chunk here is a matter of speed: it changes no result beyond rounding and has nothing
+to do with `SSDInputs.chunk_size`.
+
+The first pass stops where the decay to the segment's end has underflowed: what lies before would be multiplied by a
+zero.  (A NaN or Inf there reaches later segments in the recurrence, and does not here.)
+
+In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
+      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
+Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
+Work: gates (h * p-slices, 2, b * l) fp32 and a chunk more: dt and a, written and read by one program
+      states (sequences, h, p, n) state_dtype: the one that is being handed over; final_states itself if fp32
+      sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of segments handed over
+Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound if packed.
+      The ticket and not the program's number says which segment: a program waits only for lower tickets, which have
+      started, so that progress needs no two programs at once.
+Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.ssd.portable.stages import (
+    Gates,
+    Rows,
+    Steps,
+    chunk_cumsum,
+    chunk_products,
+    chunk_state,
+    find_segment,
+    hand_over_state,
+    scan_current,
+    scan_residual,
+    segment_chunks,
+    segment_state,
+    store_state,
+    take_state,
+    take_ticket,
+    wait_for_state,
+    zero_state,
+)
+
+FLAGS = tl.constexpr(32)  # where the flags begin in sync
+FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector each
+
+STAGES = {"_fused_kernel": "setup"}
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    x, B, final_states, z = (args[f"{name}_ptr"] for name in ("x", "B", "final_states", "z"))
+    batch, seqlen, nheads, headdim = x.shape
+    dstate, chunk = B.shape[3], args["CHUNK"]
+    tensors = (x, x, args["dt_ptr"], B, B, z, args["initial_states_ptr"], final_states)  # x and out, B and C
+    return {
+        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
+        "flops": 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate),
+        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
+    }
+
+
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+def _fused_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr,
+    out_ptr, final_states_ptr, gates_ptr, states_ptr, sync_ptr,
+    x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
+    initial_states_strides, cu_seqlens_strides, out_strides,
+    seqlen, sequences, dt_low, dt_high,
+    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, P_ROWS: tl.constexpr,
+    RULE: tl.constexpr, HANDOVER: tl.constexpr, DT_SOFTPLUS: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    ALIGNED: tl.constexpr, OFFSET: tl.constexpr, STATE_STAGES: tl.constexpr, SCAN_STAGES: tl.constexpr,
+):  # fmt: skip
+    # stage ticket: which segment of which slice is mine
+    SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    BLOCKS: tl.constexpr = DSTATE // BLOCK_N
+    ticket = take_ticket(sync_ptr, HANDOVER)
+    unit, rank = ticket % (HEADS * SLICES), ticket // (HEADS * SLICES)
+    i_h, first_p = unit // SLICES, (unit % SLICES) * BLOCK_P
+    if cu_seqlens_ptr is None:
+        sequence, segment, begin, length = rank % sequences, rank // sequences, tl.zeros((), tl.int64), seqlen
+        i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
+    else:
+        sequence, segment, begin, length = find_segment(
+            rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, CHUNK, RULE
+        )
+        if sequence < 0:
+            return
+        i_b, position = 0, begin
+    nchunks = tl.cdiv(length, CHUNK)
+    per_segment = segment_chunks(nchunks, RULE)
+    first = segment * per_segment
+    count = tl.minimum(per_segment, nchunks - first)
+    last = first + count >= nchunks
+
+    # stage setup: where its tensors lie
+    i_g = i_h // HEADS_PER_GROUP
+    o_q = tl.arange(0, CHUNK)
+    rows, o_p, o_n = o_q.to(OFFSET)[:, None], tl.arange(0, BLOCK_P).to(OFFSET), tl.arange(0, BLOCK_N).to(OFFSET)
+    m_p = (o_p < HEADDIM - first_p) | (HEADDIM % BLOCK_P == 0)
+    x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
+    B_tile = rows * B_strides[1] + o_n[None, :] * B_strides[3]
+    C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
+    B_step, C_step = ptr_offset((BLOCK_N,), B_strides[3:]), ptr_offset((BLOCK_N,), C_strides[3:])
+    out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
+    x_rows = Rows(x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1])
+    B_rows = Rows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
+    C_rows = Rows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
+    out_rows = Rows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
+    positions = tl.cast(seqlen, tl.int64)  # of all sequences
+    if cu_seqlens_ptr is None:
+        positions *= sequences
+    gates = Gates(gates_ptr + (2 * positions * unit + position), positions)
+    state_offset = ((tl.cast(sequence, tl.int64) * HEADS + i_h) * HEADDIM + first_p) * DSTATE
+    if P_ROWS:
+        state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
+    else:
+        state_p, state_n, m_state = o_p[None, :], o_n[:, None], m_p[None, :]
+    state_tile = state_p * DSTATE + state_n
+
+    # stage chunk_cumsum
+    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
+    dt_bias = 0.0
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+    steps = Steps(dt_ptr + ptr_offset((i_b, begin, i_h), dt_strides), dt_strides[1], A, dt_bias, dt_low, dt_high)
+    felt = chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS, CHUNK)
+
+    # stage state_passing: the state that enters the segment
+    state = zero_state(state_tile, BLOCKS)
+    if HANDOVER:
+        added, decay_log2 = state, 0.0
+        if not last:
+            added, decay_log2 = segment_state(
+                state, x_rows, m_p[None, :], B_rows, gates, first, count, felt, length,
+                P_ROWS, INTERMEDIATE, STATE_STAGES,
+            )  # fmt: skip
+        flag_ptr = sync_ptr + FLAGS + (sequence * (HEADS * SLICES) + unit) * FLAG_STRIDE
+        if segment > 0:
+            wait_for_state(flag_ptr, segment)
+            state = take_state(states_ptr + state_offset, state_tile, BLOCK_N, m_state, BLOCKS)
+    if initial_states_ptr is not None and segment == 0:
+        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, first_p, 0), initial_states_strides)
+        initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
+        initial_step = ptr_offset((BLOCK_N,), initial_states_strides[3:])
+        state = take_state(initial_ptr, initial_tile, initial_step, m_state, BLOCKS)
+    if HANDOVER and not last:
+        hand_over_state(
+            states_ptr + state_offset, state_tile, BLOCK_N, m_state, flag_ptr, state, added, decay_log2
+        )  # fmt: skip
+
+    # stage chunk_scan: the output, chunk after chunk
+    D, z_rows = None, None
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            D_row = tl.load(D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0)
+            D = D_row.to(tl.float32)[None, :]
+        else:
+            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+    if z_ptr is not None:
+        z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
+        z_rows = Rows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
+    for i_c in tl.range(first, first + count, num_stages=SCAN_STAGES):
+        t = i_c * CHUNK
+        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS, ALIGNED)
+        out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, INTERMEDIATE, ALIGNED)
+        state = chunk_state(state, x, B_rows, gates, t, length, None, P_ROWS, INTERMEDIATE, ALIGNED)
+        scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, ALIGNED)
+    # stage state_passing.store
+    if last:
+        store_state(final_states_ptr + state_offset, state_tile, BLOCK_N, m_state, state)

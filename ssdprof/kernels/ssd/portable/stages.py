@@ -1,0 +1,337 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
+"""The stages of `portable_kernel.py`, one function each, in the order of the algorithm.
+
+A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
+
+Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
+N is cut into blocks, `step` elements apart in memory; the state is a tuple of them.  A sum over N is made of theirs:
+tensor cores round towards zero whenever they add products, and sums of blocks are rounded to nearest.  Where there are
+several, a stage reads its own: all of them would not fit into registers until the next stage.
+A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
+registers where its strides are compile-time constants.  Rows at or past `length` are another sequence's: never read,
+never written.  ALIGNED says that no chunk has any.  Only gates are read past `length`, because a mask per vector would
+be one instruction in eight; they may be anything there, and reach neither the state nor a row that is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
+GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
+SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
+
+
+class Rows(NamedTuple):
+    """Rows, one for each position, of a tensor of one sequence, head or group.
+
+    ptr: position 0    tile: offsets of a chunk's rows and columns    stride: from a position to the next
+    step: from a block of N to the next
+    """
+
+    ptr: Any
+    tile: Any
+    stride: Any
+    step: Any = 0
+
+
+class Gates(NamedTuple):
+    """dt at ptr, and a at ptr + plane, of position 0."""
+
+    ptr: Any
+    plane: Any
+
+
+class Steps(NamedTuple):
+    """What dt is made of: raw values from ptr on, `stride` apart, a bias and limits; and A, by which it decays."""
+
+    ptr: Any
+    stride: Any
+    A: Any
+    bias: Any
+    low: Any
+    high: Any
+
+
+STAGES = {
+    "take_ticket": "ticket",
+    "segment_chunks": "ticket",
+    "find_segment": "ticket",
+    "load_block": "caller",
+    "zero_state": "caller",
+    "softplus": "chunk_cumsum",
+    "chunk_cumsum": "chunk_cumsum",
+    "chunk_state": "chunk_state",
+    "add_outer_products": "chunk_state",
+    "segment_state": "chunk_state",
+    "wait_for_state": "state_passing.wait",
+    "take_state": "state_passing.load",
+    "store_state": "caller",
+    "hand_over_state": "state_passing.store",
+    "chunk_products": "bmm_chunk",
+    "scan_current": "chunk_scan.current",
+    "scan_residual": "chunk_scan.residual",
+}
+
+
+@triton.jit
+def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
+    """Lower tickets belong to programs that run or have ended.  Where nobody waits, the program's number will do."""
+    if HANDOVER:
+        return tl.atomic_add(sync_ptr, 1, sem="relaxed")
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
+def segment_chunks(nchunks, RULE: tl.constexpr):
+    """Chunks per segment of a sequence of `nchunks`: `PortableConfig.segment_chunks`."""
+    return tl.minimum(tl.maximum(tl.cdiv(nchunks, RULE[0]), RULE[1]), RULE[2])
+
+
+@triton.jit
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.constexpr, RULE: tl.constexpr):
+    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences; sequence -1 if there
+    are not so many."""
+    sequence, segment, before = -1, 0, 0
+    begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for block in range(0, sequences, SEQUENCE_BLOCK):
+        o_s = block + tl.arange(0, SEQUENCE_BLOCK)
+        m_s = o_s < sequences
+        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
+        start = tl.load(p, mask=m_s, other=0).to(tl.int64)
+        stop = tl.load(p + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
+        nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
+        # an empty sequence has one segment of no chunks, which makes its initial state its final one
+        segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE)), 1)
+        segments = tl.where(m_s, segments, 0)
+        after = before + tl.cumsum(segments, axis=0)
+        mine = (after - segments <= rank) & (rank < after)
+        sequence += tl.sum(tl.where(mine, o_s + 1, 0), axis=0)
+        segment += tl.sum(tl.where(mine, rank - (after - segments), 0), axis=0)
+        begin += tl.sum(tl.where(mine, start, 0), axis=0)
+        length += tl.sum(tl.where(mine, stop - start, 0), axis=0)
+        before += tl.sum(segments, axis=0)
+    return sequence, segment, begin, length.to(tl.int32)
+
+
+@triton.jit
+def load_block(rows, t, k: tl.constexpr, m, AGAIN: tl.constexpr):
+    """Block k of B or C of the chunk at t.  AGAIN: read it, even if the compiler could still have it."""
+    p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
+    return tl.load(p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else "")
+
+
+@triton.jit
+def zero_state(tile, BLOCKS: tl.constexpr):
+    blocks = ()
+    for _ in tl.static_range(BLOCKS):
+        blocks = blocks + (tl.zeros(tile.shape, tl.float32),)
+    return blocks
+
+
+@triton.jit
+def softplus(v):
+    """log(1 + exp(v)), without overflow and with all digits where exp(v) is small."""
+    e = tl.exp2(-tl.abs(v) * LOG2_E)
+    u = 1.0 + e
+    # log(u) belongs to the rounded u; e / (u - 1) takes the rounding back
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
+
+
+@triton.jit
+def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr):
+    """Stage 1 for the chunks first .. first + count - 1, many at once: dt and a, to memory.
+
+    To memory, because the other stages want them in several layouts: a load in the right layout is cheaper than an
+    exchange between threads in every chunk.  Returns how many chunks are still felt at the segment's end.
+    """
+    o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, CHUNK)
+    felt = 0
+    tail = 0.0  # log2 of the decay from a block of chunks to the segment's end
+    for block in range(0, tl.cdiv(count, GATE_ROWS)):
+        row = count - (block + 1) * GATE_ROWS + o_r
+        t = (first + row)[:, None] * CHUNK + o_q[None, :]
+        m = (row >= 0)[:, None] & (t < length)
+        dt = tl.load(steps.ptr + t.to(tl.int64) * steps.stride, mask=m, other=0.0).to(tl.float32) + steps.bias
+        if DT_SOFTPLUS:
+            dt = softplus(dt)
+        dt = tl.where(m, tl.clamp(dt, steps.low, steps.high, propagate_nan=tl.PropagateNan.ALL), 0.0)
+        # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+        dA = tl.maximum(dt * (steps.A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
+        a = tl.cumsum(dA, axis=1)
+        tl.store(gates.ptr + t, dt, mask=m)
+        tl.store(gates.ptr + gates.plane + t, a, mask=m)
+        end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
+        later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
+        felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
+        tail += tl.sum(end, axis=0)
+    tl.debug_barrier()  # every thread's gates are written before another thread reads them
+    return felt
+
+
+@triton.jit
+def chunk_state(
+    state, x, B_rows, gates, t, length, tail,
+    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
+
+    With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, what the chunk adds to a state 2^tail later.
+    Its weighted x is rounded, which only later segments see.
+    """
+    CHUNK: tl.constexpr = x.shape[0]
+    AGAIN: tl.constexpr = tail is None and len(state) > 1
+    o_q = tl.arange(0, CHUNK)
+    m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
+    dt = tl.load(gates.ptr + t + o_q)
+    a = tl.load(gates.ptr + gates.plane + t + o_q)
+    end = tl.load(gates.ptr + gates.plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
+    exponent = end - a if tail is None else end - a + tail
+    weight = decay_exp2(exponent) * dt
+    weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
+    weighted = x.to(INTERMEDIATE) * weight.to(INTERMEDIATE)[:, None]
+    rounded = weighted.to(x.dtype)
+    lost = (weighted - rounded.to(INTERMEDIATE)).to(x.dtype)
+    decay = decay_exp2(end)
+    after = ()
+    for k in tl.static_range(len(state)):
+        block = state[k]
+        B = load_block(B_rows, t, k, m_q, AGAIN)
+        if tail is None:
+            # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the
+            # output, as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing waits
+            block *= decay
+            if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
+                block = add_outer_products(block, lost, B, P_ROWS)
+        after = after + (add_outer_products(block, rounded, B, P_ROWS),)
+    return after
+
+
+@triton.jit
+def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
+    """block + sum_t x_t B_t^T, of one block of N."""
+    if P_ROWS:
+        return tl.dot(tl.trans(x), B, block, input_precision=DOT_PRECISION)
+    else:
+        return tl.dot(tl.trans(B), x, block, input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def segment_state(
+    state, x_rows, m_p, B_rows, gates, first, count, felt, length,
+    P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
+
+    Reads only the last `felt` chunks.  If those are not all, the decay is past FORGOTTEN already, that is, zero.
+    Another segment follows, so that every chunk is whole.
+    """
+    CHUNK: tl.constexpr = x_rows.tile.shape[0]
+    tail = 0.0
+    for i in tl.range(0, felt, num_stages=STAGES):
+        t = (first + count - 1 - i) * CHUNK
+        x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0)
+        state = chunk_state(state, x, B_rows, gates, t, length, tail, P_ROWS, INTERMEDIATE, True)
+        tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
+    return state, tail
+
+
+@triton.jit
+def wait_for_state(flag_ptr, segment):
+    """Stage 3, until the segment before has handed over."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") < segment:
+        pass
+
+
+@triton.jit
+def take_state(ptr, tile, step, m_state, BLOCKS: tl.constexpr):
+    """Stage 3: a state in fp32, from L2: a line of it in L1 may be older."""
+    state = ()
+    for k in tl.static_range(BLOCKS):
+        block = tl.load(ptr + k * step + tile, mask=m_state, other=0.0, cache_modifier=".cg")
+        state = state + (block.to(tl.float32),)
+    return state
+
+
+@triton.jit
+def store_state(ptr, tile, step, m_state, state):
+    """Stage 3, or a sequence's end."""
+    for k in tl.static_range(len(state)):
+        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m_state)
+
+
+@triton.jit
+def hand_over_state(states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2):
+    """Stage 3: the state leaving the segment, into the place of the one that entered it."""
+    decay = decay_exp2(decay_log2)
+    leaving = ()
+    for k in tl.static_range(len(entering)):
+        leaving = leaving + (entering[k] * decay + added[k],)
+    tl.debug_barrier()  # every thread has read what entered
+    store_state(states_ptr, tile, step, m_state, leaving)
+    tl.debug_barrier()  # every thread has written what leaves
+    tl.atomic_add(flag_ptr, 1, sem="release")
+
+
+@triton.jit
+def chunk_products(state, C_rows, B_rows, gates, t, length, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Stage 4, C B^T, and of stage 5 what entered the chunk, 2^(a_t) h C_t: block by block, so that C is read once."""
+    CHUNK: tl.constexpr = C_rows.tile.shape[0]
+    BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
+    m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
+    CB = tl.zeros((CHUNK, CHUNK), tl.float32)
+    out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
+    for k in tl.static_range(len(state)):
+        C = load_block(C_rows, t, k, m_q, False)
+        B = load_block(B_rows, t, k, m_q, False)
+        CB = tl.dot(C, tl.trans(B), CB, input_precision=DOT_PRECISION)
+        # stage chunk_scan.previous
+        block = tl.trans(state[k]) if P_ROWS else state[k]
+        out = tl.dot(C, block.to(C.dtype), out, input_precision=DOT_PRECISION)
+        # stage bmm_chunk
+    # stage chunk_scan.previous
+    a = tl.load(gates.ptr + gates.plane + t + tl.arange(0, CHUNK))
+    decay = decay_exp2(a)
+    return CB, out * decay[:, None]
+
+
+@triton.jit
+def scan_current(
+    out, CB, x_rows, m_p, gates, t, length, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Stage 5: (out + what the chunk's own positions leave, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s; x)."""
+    o_q = tl.arange(0, CB.shape[0])
+    m_q = (o_q < length - t) | ALIGNED
+    x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_q[:, None] & m_p, other=0.0)
+    dt = tl.load(gates.ptr + t + o_q)
+    a = tl.load(gates.ptr + gates.plane + t + o_q)
+    # `decay_exp2`, written out: as a call it takes 16 bytes more of stack, packed with N = 256 (Triton 3.6, sm_90)
+    decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
+    scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
+    scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
+    return tl.dot(scores.to(x.dtype), x, out, input_precision=DOT_PRECISION), x
+
+
+@triton.jit
+def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.constexpr):
+    """Stage 5: skip, gate and store."""
+    m = ((tl.arange(0, out.shape[0]) < length - t) | ALIGNED)[:, None] & m_p
+    if D is not None:
+        out += D * x.to(tl.float32)
+    if z_rows is not None:
+        z = tl.load(z_rows.ptr + tl.cast(t, tl.int64) * z_rows.stride + z_rows.tile, mask=m, other=0.0).to(tl.float32)
+        root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2_E))
+        out *= z * (root * root)  # z sigmoid(z): a division would be six instructions more
+    p = out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile
+    tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)

@@ -1,0 +1,131 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""SSD stage 1 of 5: the step of every position, and how far the decay has come in its chunk.
+
+    dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
+    dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
+
+In logarithms to base 2, because the later stages take exp2 of its differences many times per element.
+
+In:   dt_raw (b, l, h) | A (h) | dt_bias (h) or None
+Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
+Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
+Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import launch
+from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_span
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+STAGES = {"_softplus": "chunk_cumsum", "_chunk_cumsum_kernel": "chunk_cumsum"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCumsumConfig:
+    """block_h: heads per program.  dt_raw has heads innermost: 16 of them in 16 bit fill a 32-byte sector."""
+
+    block_h: int = 16
+    num_warps: int = 4
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    batch, seqlen, nheads = args["dt_raw_ptr"].shape
+    elements = batch * seqlen * nheads
+    return {
+        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads}",
+        "flops": 2 * elements,
+        "bytes": elements * (args["dt_raw_ptr"].element_size() + 8),
+    }
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)); x itself above 20, where they agree in fp32."""
+    e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
+    u = 1.0 + e
+    # log(u) belongs to the rounded u; e / (u - 1) takes the rounding back, which matters for small e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit(launch_metadata=_metadata)
+def _chunk_cumsum_kernel(
+    dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr,
+    dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides,
+    seqlen, nheads, nchunks, dt_low, dt_high,
+    DT_SOFTPLUS: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    # --- which heads and chunk are mine
+    h_blocks = tl.cdiv(nheads, BLOCK_H)
+    i_bc = tl.program_id(0) // h_blocks
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)
+    if length <= 0:
+        return
+    o_h = (tl.program_id(0) % h_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_q = tl.arange(0, CHUNK_SIZE)
+    m_h = o_h < nheads
+    m = m_h[:, None] & (o_q < length)[None, :]
+
+    # --- the step
+    dt_raw_offset = ptr_offset((i_b, start + o_q[None, :], o_h[:, None]), dt_raw_strides)
+    b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]
+    if dt_bias_ptr is not None:
+        b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(tl.float32)
+        b_dt += b_bias[:, None]
+    if DT_SOFTPLUS:
+        b_dt = _softplus(b_dt)
+    b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
+    b_dt = tl.where(m, b_dt, 0.0)
+
+    # --- the decay so far
+    # later stages subtract these sums: their rounding becomes a relative error of the decay.  fp32 inputs show it, so
+    # they are summed in fp64 and rounded once; 16-bit inputs do not
+    SUM_DTYPE: tl.constexpr = tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
+    b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
+    b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
+
+    index = (i_b, o_h[:, None], i_c, o_q[None, :])
+    tl.store(dt_ptr + ptr_offset(index, dt_strides), b_dt, mask=m_h[:, None])
+    tl.store(dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides), b_dA_cumsum_log2, mask=m_h[:, None])
+
+
+def chunk_cumsum(
+    dt_raw: torch.Tensor,
+    A: torch.Tensor,
+    chunks: Chunks,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    config: ChunkCumsumConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dt, dA_cumsum_log2).  Shapes are in the module docstring; `SSDInputs` has checked them."""
+    config = config or ChunkCumsumConfig()
+    batch, seqlen, nheads = dt_raw.shape
+    shape = (batch, nheads, chunks.count, chunks.size)
+    dt = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
+    dA_cumsum_log2 = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
+    launch(
+        _chunk_cumsum_kernel,
+        batch * chunks.count * triton.cdiv(nheads, config.block_h),
+        (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
+        (
+            dt_raw.stride(), A.stride(), () if dt_bias is None else dt_bias.stride(), dt.stride(),
+            dA_cumsum_log2.stride(), seqlen, nheads, chunks.count, *map(float, dt_limit),
+        ),
+        DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, BLOCK_H=config.block_h,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return dt, dA_cumsum_log2

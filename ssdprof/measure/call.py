@@ -1,0 +1,62 @@
+"""One call that is verified and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssdprof import schema
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.operator import Output
+
+Run = Callable[[], Output]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A run of an operator on its inputs, equal to itself alone.
+
+    implementation, label: shown, and no keys; the label says the precision too.
+    precision: the one that the run claims.
+    widens: final states come in another dtype than the operator's, as other libraries give them; they are judged in
+        fp32.
+    """
+
+    implementation: str
+    label: str
+    inputs: Any
+    precision: Precision
+    run: Run
+    plan: Callable[[], Plan]
+    widens: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return tensors.device(self.inputs)
+
+    def judged_output(self, output: Output) -> Output:
+        """The output as it is compared with the oracle."""
+        out, final_states = output
+        return (out, final_states.to(torch.float32)) if self.widens else output
+
+
+def call_of(
+    implementation: Implementation, inputs: Any, precision: schema.Precision, *, label: str = "", widens: bool = False
+) -> Call:
+    """The call of a registered implementation."""
+    wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
+    return Call(
+        implementation=implementation.name,
+        label=label or f"{implementation.name} {precision}",
+        inputs=inputs,
+        precision=wanted,
+        run=lambda: implementation.run(inputs, wanted),
+        plan=lambda: implementation.plan(inputs, wanted),
+        widens=widens,
+    )

@@ -1,0 +1,183 @@
+"""Verify, then time: the one way from calls to numbers, for replay, bench and tuning.
+
+    attempt (attempt.py) -> verify -> time_verified, or device_times for a first look
+
+Calls are the keys everywhere.  No call is timed that was not found right, and each is looked at again afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from ssdprof.measure.accuracy import Candidate, Comparison, compare
+from ssdprof.measure.attempt import Attempt
+from ssdprof.measure.call import Call
+from ssdprof.measure.faults import blaming, refuse_if_lost
+from ssdprof.measure.fingerprint import fingerprint
+from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.statistics import Samples
+from ssdprof.measure.timing import Bench, Recording, Sampled, time_in_turns
+from ssdprof.operators.operator import Output
+
+K = TypeVar("K")
+Objection = Callable[[Comparison], str]
+
+
+def objection(comparison: Comparison) -> str:
+    """Why an output may not be timed; empty if it passed."""
+    return "" if comparison.status == "passed" else comparison.reason or comparison.status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A call that was attempted and, if it had an output, compared with the oracle.
+
+    attempt: without its output.  comparison, bits (the output's fingerprint): None if there was no output.
+    """
+
+    call: Call
+    attempt: Attempt
+    comparison: Comparison | None = None
+    bits: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What came out of timing a call.
+
+    sampled: None if it was not timed, and then `untimed` says why: the output is as good as it was.
+    changed: what is wrong with an output after the timed loop; there is no time then.
+    wavered: the bits of some output were others than at first, and still right.
+    """
+
+    sampled: Sampled | None = None
+    untimed: str = ""
+    changed: str = ""
+    wavered: bool = False
+
+
+def verify(
+    attempts: Mapping[Call, Attempt],
+    inputs: Any,
+    *,
+    baselines: Mapping[Call, Call] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[Call, Verified]:
+    """Compare every output with the oracle on `inputs`, in one pass, and those with a baseline also with its output.
+
+    inputs: those of the calls, which may differ in their chunk size.
+    """
+    outputs = {call: tried.output for call, tried in attempts.items() if tried.output is not None}
+    candidates = {
+        call: Candidate(
+            output=output,
+            precision=call.precision,
+            baseline=baseline if (baseline := (baselines or {}).get(call)) in outputs else None,
+            name=call.label,
+        )
+        for call, output in outputs.items()
+    }
+    comparisons = compare(inputs, candidates, on_progress=on_progress) if candidates else {}
+    return {
+        call: Verified(
+            call=call,
+            attempt=replace(tried, output=None),
+            comparison=comparisons.get(call),
+            bits=fingerprint(*outputs[call]) if call in outputs else None,
+        )
+        for call, tried in attempts.items()
+    }
+
+
+def time_verified(
+    verified: Sequence[Verified],
+    bench: Bench,
+    plan: SamplingPlan,
+    *,
+    objections: Mapping[Call, Objection] | None = None,
+) -> dict[Call, Timed]:
+    """Time the calls against each other; all of them passed.
+
+    objections: why an output of a call may not be timed, asked of outputs whose bits have changed; `objection` decides
+        where there is none.
+    Raises MissingCapabilityError if a fault in a call has taken the GPU from this process.
+    """
+    named = _named(verified)
+    wavered: set[Call] = set()
+
+    def check(name: str, output: Output) -> str:
+        known = named[name]
+        output = known.call.judged_output(output)
+        if fingerprint(*output) == known.bits:
+            return ""
+        candidate = Candidate[str](output=output, precision=known.call.precision)
+        why = (objections or {}).get(known.call, objection)(compare(known.call.inputs, {name: candidate})[name])
+        if not why:
+            wavered.add(known.call)
+        return why
+
+    session = time_in_turns({name: one.call.run for name, one in named.items()}, bench, plan, check=check)
+    return {
+        one.call: Timed(
+            sampled=session.sampled.get(name),
+            untimed=session.untimed.get(name, ""),
+            changed=session.changed.get(name, ""),
+            wavered=one.call in wavered,
+        )
+        for name, one in named.items()
+    }
+
+
+def device_times(
+    calls: Mapping[K, Sequence[Call]],
+    bench: Bench,
+    plan: SamplingPlan,
+    *,
+    on_untimed: Callable[[K, Exception], object] = lambda _key, _error: None,
+) -> dict[K, Samples]:
+    """Device times of a few rounds in turns, in microseconds; for each key the geometric mean over its calls.
+
+    Keys with a call that cannot be recorded are left out, and `on_untimed` hears of them.
+    """
+    recordings: dict[K, list[Recording]] = {}
+    for key, own in calls.items():
+        try:
+            recordings[key] = [blaming(bench.device, call.label, partial(_recorded, call, bench)) for call in own]
+        except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
+            refuse_if_lost(bench.device, own[0].label, error)
+            on_untimed(key, error)
+    samplers: dict[str, Sampler] = {
+        str(number): partial(blaming, bench.device, calls[key][0].label, partial(_mean_us, bench, kept))
+        for number, (key, kept) in enumerate(recordings.items())
+    }
+    samples = sample_in_turns(samplers, plan) if samplers else {}
+    return dict(zip(recordings, samples.values(), strict=True))
+
+
+def _recorded(call: Call, bench: Bench) -> Recording:
+    """The call as a recording that keeps no output: its memory serves the next recording."""
+
+    def run() -> Output:
+        out, final_states = call.run()
+        return out.new_empty(0), final_states.new_empty(0)
+
+    return bench.record(run)
+
+
+def _mean_us(bench: Bench, recordings: Sequence[Recording]) -> float:
+    return math.exp(sum(math.log(bench.device_us(recording)) for recording in recordings) / len(recordings))
+
+
+def _named(verified: Sequence[Verified]) -> dict[str, Verified]:
+    """By label, which messages show; where two calls have one label, by its number too."""
+    named: dict[str, Verified] = {}
+    for one in verified:
+        label, number = one.call.label, 2
+        while label in named:
+            label, number = f"{one.call.label} ({number})", number + 1
+        named[label] = one
+    return named

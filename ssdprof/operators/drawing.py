@@ -1,0 +1,116 @@
+"""What `ssdprof bench` asks of an operator: shapes of models, inputs drawn for them, and other libraries' kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from ssdprof.kernels.registry import Implementation
+from ssdprof.schema import Precision
+
+I = TypeVar("I")
+InputDType = Literal["bf16", "fp16", "fp32"]
+Layout = Literal["contiguous", "views"]
+
+
+class Shape(Protocol):
+    """The sizes of a layer; hashable.  str() gives them in words: "80x64, N 128, G 1"."""
+
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Sequences of one length side by side, or `packed` ones of drawn lengths up to `seqlen` behind each other.
+
+    shortest: of packed sequences.
+    """
+
+    sequences: int
+    seqlen: int
+    shortest: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.shortest is not None
+
+    @property
+    def at_most(self) -> int:
+        """Tokens in all; packed ones may be fewer."""
+        return self.sequences * self.seqlen
+
+    def __str__(self) -> str:
+        if self.shortest is not None:
+            return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
+        return f"{self.sequences} x {self.seqlen:,}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One thing to measure.  layout: contiguous tensors, or views of a wide projection, as a model passes them."""
+
+    shape: Shape
+    dtype: InputDType
+    layout: Layout
+    tokens: Tokens
+
+    def __str__(self) -> str:
+        return f"{self.shape.name}, {self.tokens}, {self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another library.  precisions: those that it has for inputs of a dtype, at the library's own defaults."""
+
+    implementation: Implementation
+    version: str
+    precisions: Callable[[InputDType], tuple[Precision, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSource:
+    """Where a peer comes from.
+
+    load: of a checkout, None where it is installed.  Raises ImportError.
+    from_checkout: whether it is in no package; `where` then says what to check out.
+    hint: what to do when it cannot be imported.
+    """
+
+    load: Callable[[Path | None], Peer]
+    hint: str
+    from_checkout: bool = False
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing(Generic[I]):
+    """shapes: of models, by the name of a model that has them.
+
+    parse: sizes as a user writes them -> Shape, None if they cannot be read.  Raises BadInputError for what cannot be.
+    grammar: how they are written: "heads x P x N x groups, such as 80x64x128x1".
+    draw: inputs distributed as those of a trained layer, the same at every call.
+    chunk_sizes: of implementations that take theirs from the inputs; empty if the operator has none.
+    with_chunk_size: the same inputs with another chunk size.
+    chunks_itself: names of implementations that chunk as they like.
+    peers: other libraries by name.
+    """
+
+    shapes: Mapping[str, Shape]
+    parse: Callable[[str], Shape | None]
+    grammar: str
+    draw: Callable[[Cell, torch.device], I]
+    chunk_sizes: tuple[int, ...] = ()
+    with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
+    chunks_itself: frozenset[str] = frozenset({"fused"})
+    peers: Mapping[str, PeerSource] = field(default_factory=dict)
+
+
+def _brief(length: int) -> str:
+    """As a user writes it: "4k"."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)

@@ -1,0 +1,86 @@
+"""How a model calls the gated delta rule: transformers' `torch_chunk_gated_delta_rule`, bound to `GDNInputs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_chunked
+from ssdprof.operators.operator import BoundCall, Door, Output
+
+
+def bind(
+    mixer: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    **dropped: Any,  # noqa: ARG001
+) -> BoundCall:
+    """What `mixer` asks of the operator; arguments of its forward that mean nothing to the operator are dropped."""
+    copies = _head_copies(mixer, q, k, v)
+    inputs = GDNInputs(
+        q=q[:, :, ::copies],
+        k=k[:, :, ::copies],
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        chunk_size=chunk_size,
+    )
+    return BoundCall(inputs, output_final_state)
+
+
+def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """How often each q and k head was repeated before the call.
+
+    Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.  The strides of
+    such a capture are those of every n-th head.
+    """
+    own_heads = getattr(mixer, "num_k_heads", q.shape[2])
+    if q.shape[2] == own_heads or q.shape[2] != v.shape[2] or v.shape[2] % own_heads:
+        return 1
+    copies = v.shape[2] // own_heads
+    for tensor in (q, k):
+        per_head = tensor.view(*tensor.shape[:2], own_heads, copies, tensor.shape[3])
+        if not all(torch.equal(per_head[:, :, :, 0], per_head[:, :, :, i]) for i in range(1, copies)):
+            raise ValueError(f"q and k have {q.shape[2]} heads that are not copies of {own_heads}")
+    return copies
+
+
+def stand_in(inputs: GDNInputs) -> Output:
+    """The chunked form in fp32."""
+    o, final_state = gdn_chunked(inputs, dtype=torch.float32)
+    return o.to(inputs.v.dtype), final_state
+
+
+DOOR = Door(
+    function="torch_chunk_gated_delta_rule",
+    bind=bind,
+    refused=(
+        "cu_seqlens",
+        "cp_context",
+        "head_first",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "transpose_state_layout",
+        "state_v_first",
+    ),
+    always_a_pair=True,
+    views=("q", "k", "v"),
+    per_position=("g", "beta"),
+    gate_bytes=lambda item: item + 4,  # beta, and g in fp32
+    stand_in=stand_in,
+)

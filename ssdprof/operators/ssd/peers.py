@@ -1,0 +1,43 @@
+"""Other libraries' SSD kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ssdprof.kernels.ssd.adapters import mamba_ssm, published
+from ssdprof.operators.drawing import InputDType, Peer, PeerSource
+from ssdprof.schema import Precision
+
+
+def _mamba_ssm(_checkout: Path | None) -> Peer:
+    return Peer(
+        implementation=mamba_ssm.load(),
+        version=mamba_ssm.version(),
+        precisions=lambda dtype: (Precision(intermediates="exact", state_dtype=dtype),),
+    )
+
+
+def _published(checkout: Path | None) -> Peer:
+    assert checkout is not None
+    return Peer(
+        implementation=published.load(checkout),
+        version=published.version(checkout),
+        precisions=_published_precisions,
+    )
+
+
+def _published_precisions(dtype: InputDType) -> tuple[Precision, ...]:
+    high = Precision(intermediates="exact", state_dtype="fp32")
+    medium = Precision(intermediates="relaxed", state_dtype="fp16")
+    return (high, medium) if dtype == "fp16" else (high,)
+
+
+PEERS = {
+    "mamba_ssm": PeerSource(load=_mamba_ssm, hint="pip install mamba-ssm, or leave it out of --against."),
+    "published": PeerSource(
+        load=_published,
+        hint="--published wants a checkout of github.com/RishiAstra/mamba.",
+        from_checkout=True,
+        where="github.com/RishiAstra/mamba",
+    ),
+}

@@ -1,0 +1,63 @@
+"""The fused kernels' configurations as they are stored, checked when they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.operators.tuning import Settings
+from ssdprof.schema import Record
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class HopperSettings(Record):
+    """See `HopperConfig` and `Segments`."""
+
+    segment: Positive
+    long_count: NotNegative
+    long_segment: NotNegative
+    recompute: bool
+    shares: NotNegative
+    ring: Positive
+    score_ring: Positive
+    unit_registers: Positive
+    other_registers: Positive
+
+    @model_validator(mode="after")
+    def _long_segments_have_chunks(self) -> HopperSettings:
+        if self.long_count and not self.long_segment:
+            raise ValueError("a long segment without chunks never ends a sequence")
+        return self
+
+
+class PortableSettings(Record):
+    """See `PortableConfig`."""
+
+    chunk: Positive
+    max_segments: Positive
+    min_chunks: Positive
+    max_chunks: Positive
+    block_p: Positive
+    block_n: Positive
+    p_rows: bool
+    num_warps: Positive
+    state_stages: Positive
+    scan_stages: Positive
+
+
+def settings_of(config: HopperConfig | PortableConfig) -> Settings:
+    """What is stored of a configuration."""
+    kernel, kind = ("hopper", HopperSettings) if isinstance(config, HopperConfig) else ("portable", PortableSettings)
+    return Settings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
+
+
+def config_of(settings: Settings, reason: str) -> HopperConfig | PortableConfig:
+    """The inverse; pydantic's ValidationError for values that no kernel takes."""
+    if settings.kernel == "hopper":
+        return HopperConfig(**HopperSettings.model_validate(settings.values).model_dump(), reason=reason)
+    return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

@@ -1,0 +1,120 @@
+"""The fused SSD kernels as `ssdprof tune` sees them: see `operators.tuning.Tuning`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ssdprof.kernels import _gpu
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.tuned import nchunks
+from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.ssd.tuning.candidates import Axis, Config, axes
+from ssdprof.operators.ssd.tuning.settings import config_of, settings_of
+from ssdprof.operators.tuning import Calls, Settings, Use, Value
+from ssdprof.schema import Intermediates
+
+CHECKED_CHUNKS = 16  # of 64 positions: a candidate is first judged on so many
+
+
+class SSDTuning:
+    """Two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer."""
+
+    def kernel(self, inputs: SSDInputs) -> str:
+        return "portable" if hopper_config.unsupported(inputs) else "hopper"
+
+    def shares_find(self, kernel: str) -> bool:
+        return kernel == "portable"
+
+    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> Calls:
+        layer = tuned.Layer.of(inputs, Precision(intermediates=intermediates))
+        sizes: dict[str, Value] = {
+            "nheads": layer.nheads,
+            "headdim": layer.headdim,
+            "dstate": layer.dstate,
+            "ngroups": layer.ngroups,
+            "dtype": dtype_name(layer.dtype),
+            "gate": layer.gate,
+        }
+        if kernel == "hopper":
+            sizes |= {"sequences": inputs.sequences, "nchunks": nchunks(inputs)}
+        return Calls(operator="ssd", kernel=kernel, intermediates=intermediates, sizes=sizes)
+
+    def committed(self, inputs: SSDInputs, kernel: str) -> Config:
+        if kernel == "hopper":
+            return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
+        return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+
+    def axes(self, config: Config) -> tuple[Axis, ...]:
+        return axes(config)
+
+    def run(self, inputs: SSDInputs, precision: Precision, config: Config) -> SSDOutput:
+        if isinstance(config, HopperConfig):
+            return ssd_fused_hopper(inputs, precision, config=config)
+        return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
+
+    def settings(self, config: Config) -> Settings:
+        return settings_of(config)
+
+    def short(self, inputs: SSDInputs) -> SSDInputs:
+        """The beginning of each sequence; whole chunks if theirs are."""
+        length = inputs.x.shape[1]
+        short = min(length, 64 * CHECKED_CHUNKS + length % 64)
+        cut = {name: getattr(inputs, name)[:, :short] for name in ("x", "dt", "B", "C")}
+        return replace(inputs, **cut, z=None if inputs.z is None else inputs.z[:, :short])
+
+    def for_short(self, config: Config, inputs: SSDInputs) -> Config:
+        """Cut into segments if the whole sequence is."""
+        if not isinstance(config, HopperConfig):
+            return config
+        if config.count(nchunks(inputs)) == 1:
+            return replace(config, segment=nchunks(self.short(inputs)), long_count=0, long_segment=0)
+        half = CHECKED_CHUNKS // 2
+        return replace(
+            config,
+            segment=min(config.segment, 5),
+            long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
+        )
+
+    def also_judged(self, config: Config, inputs: SSDInputs) -> Sequence[SSDInputs]:
+        """A find for the portable kernel serves packed sequences too, and is judged on a few."""
+        return () if isinstance(config, HopperConfig) else (self._packed(inputs),)
+
+    def _packed(self, inputs: SSDInputs) -> SSDInputs:
+        """The beginning of the first sequence as three packed ones."""
+        short = self.short(inputs)
+        length = short.x.shape[1]
+        alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
+        boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
+        z = None if short.z is None else short.z[:1]
+        return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
+
+    def use(self, finds: Iterable[Use]) -> None:
+        tuned.use(_find(find) for find in finds)
+
+
+def _find(find: Use) -> tuned.Find:
+    sizes: dict[str, Any] = dict(find.calls.sizes)
+    layer = tuned.Layer(
+        **{name: sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups", "gate")},
+        dtype=dtype_named(sizes["dtype"]),
+        exact=find.calls.intermediates == "exact",
+    )
+    config = config_of(find.settings, find.reason)
+    if isinstance(config, PortableConfig):
+        return tuned.PortableFind(gpu=find.gpu, layer=layer, config=config)
+    sequences, nchunks = sizes["sequences"], sizes["nchunks"]
+    return tuned.HopperFind(gpu=find.gpu, layer=layer, sequences=sequences, nchunks=nchunks, config=config)
+
+
+TUNING = SSDTuning()

@@ -1,0 +1,31 @@
+"""What an operator's inputs hold, whatever the operator: they are a frozen dataclass of tensors and scalars."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+
+def tensors(inputs: Any) -> dict[str, torch.Tensor]:
+    """The tensors by argument name, without those that are None."""
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def device(inputs: Any) -> torch.device:
+    """Where the inputs are; all tensors are on one device."""
+    return next(iter(tensors(inputs).values())).device
+
+
+def scalars(inputs: Any) -> dict[str, Any]:
+    """The arguments that are no tensors, without those that are None."""
+    given = tensors(inputs)
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in given}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def nbytes(inputs: Any) -> int:
+    """Every tensor once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(inputs).values())
