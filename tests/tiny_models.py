@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from ssdprof.schema import CheckpointRef, LayerRef, Operator
+from ssdprof.schema import CheckpointRef, LayerRef
 
 VOCAB = 128
 CHUNK = 32
@@ -229,7 +229,7 @@ def prompt(seqlen: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
 
 def layer_refs(name: str) -> tuple[LayerRef, ...]:
     """The operator layers as the checkpoint stage would list them."""
-    operator: Operator = "ssd" if name in SSD else "gdn"
+    operator: str = "ssd" if name in SSD else "gdn"
     return tuple(LayerRef(index=i, name=f"model.layers.{i}.mixer", operator=operator) for i in OPERATOR_LAYERS[name])
 
 

@@ -125,6 +125,7 @@ class CaptureWriter:
                 )
                 for name, tensor in stored.items()
             },
+            remark=captured.remark,
             scalars=operators.of(captured.inputs).door.scalars(captured.inputs),
         )
         _replace(self.folder / file, lambda temporary: save_file(stored, temporary))
@@ -231,7 +232,9 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
     buffer = PromptBuffer(inputs, capture.seqlen, device)
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
-    return CapturedLayer(layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides)
+    return CapturedLayer(
+        layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides, remark=capture.remark
+    )
 
 
 def _sha256(tensor: torch.Tensor) -> str:

@@ -117,7 +117,7 @@ def _replaying(
         )
 
         def replay(captured: CapturedLayer) -> None:
-            recorder.captured(captured.layer)
+            recorder.captured(captured.layer, captured.remark)
             replay_layer(captured.layer, captured.inputs, options)
             if gpu:
                 recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))

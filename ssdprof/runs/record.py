@@ -52,10 +52,12 @@ class Recorder:
         self.report = self.report.model_copy(update=fields)
         self.folder.write(self.report)
 
-    def captured(self, layer: LayerRef) -> None:
-        """A layer's inputs have been taken."""
+    def captured(self, layer: LayerRef, remark: str = "") -> None:
+        """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
         if layer not in self.report.captured_layers:
             self.update(captured_layers=(*self.report.captured_layers, layer))
+        if remark and remark not in self.report.notes:
+            self.update(notes=(*self.report.notes, remark))
 
     def finished(self, case: CaseResult) -> None:
         """A case is done."""

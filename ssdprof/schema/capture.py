@@ -18,6 +18,7 @@ class LayerCapture(Record):
     seqlen: int
     file: str  # safetensors file beside the manifest
     tensors: dict[str, TensorRecord]
+    remark: str = ""  # what was undone of the model's call
     scalars: dict[str, int | float | bool | str | None]  # chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
 
 
