@@ -196,7 +196,7 @@ def test_the_system_of_a_chunk() -> None:
 
 
 def test_the_inverse_by_rows_and_by_blocks() -> None:
-    """(12) and (13)."""
+    """(12), (13) and (13a)."""
     head, _ = drawn(length=CHUNK, collinear=0.9)
     L = scaled_dot_kkt(head, gate_cumsum(head))
     identity = torch.eye(CHUNK, dtype=torch.float64)
@@ -205,6 +205,12 @@ def test_the_inverse_by_rows_and_by_blocks() -> None:
     half = CHUNK // 2
     top, bottom = solve_tril(L[:half, :half]), solve_tril(L[half:, half:])
     torch.testing.assert_close(inverse[half:, :half], -bottom @ L[half:, :half] @ top, **TOLERANCE)
+    doubled, i = identity, torch.arange(CHUNK)
+    for rows in (1, 2, 4, 8):
+        of_pair, half_of_pair = i // (2 * rows), i // rows
+        between = (of_pair[:, None] == of_pair[None]) & (half_of_pair[:, None] > half_of_pair[None])
+        doubled = doubled - doubled @ (L * between) @ doubled
+    torch.testing.assert_close(doubled, inverse, **TOLERANCE)
 
 
 @pytest.mark.parametrize("form", [stages, two_products])
