@@ -167,8 +167,8 @@ def _heading(cell: BenchCell) -> str:
 
 
 def _sizes(cell: BenchCell) -> str:
-    dims = cell.dims
-    return f"{dims.nheads} x {dims.headdim}, {dims.dstate}, {dims.ngroups}"
+    nheads, headdim, dstate, ngroups = cell.dims.sizes.values()
+    return f"{nheads} x {headdim}, {dstate}, {ngroups}"
 
 
 def _speedup(cell: BenchCell, baseline: str) -> str:

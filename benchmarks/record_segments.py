@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import triton
 
-from ssdprof.bench.grid import Cell, Tokens
-from ssdprof.bench.inputs import draw
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count
@@ -29,6 +27,8 @@ from ssdprof.kernels.ssd.hopper.rings import CHUNK
 from ssdprof.kernels.ssd.hopper.segments import Segments, candidates, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import CudaBench
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.drawing import DRAWING, draw
 
 SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b,10x64x128x1,4x64x128x1"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
@@ -48,10 +48,12 @@ def main(file: Path) -> None:
     bench = CudaBench(device)
     sm_count = properties.multi_processor_count
     cells = []
-    for shape in parse_shapes(SHAPES):
+    for shape in parse_shapes(DRAWING, SHAPES):
         for seqlen in LENGTHS:
             tokens = Tokens(sequences=1, seqlen=seqlen)
-            inputs = draw(Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), device, chunk_size=256)
+            inputs = replace(
+                draw(Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), device), chunk_size=256
+            )
             nchunks, pairs = ceil_div(seqlen, CHUNK.value), program_count(inputs)
             cuts = {(*s.lengths(nchunks), s.recompute): s for s in candidates(nchunks, sm_count / pairs)}
             cells.append(

@@ -40,7 +40,7 @@ FLUSHED = torch.finfo(torch.float32).tiny
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Generic[K]):
     """An output to be judged.  baseline: the key of the candidate that it is also compared with.
-    name: of the candidate, where it is somebody's baseline.
+    name: shown where it is somebody's baseline; empty: its key.
     """
 
     output: Output
@@ -129,7 +129,9 @@ class _TensorSums(Generic[K]):
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
         self._from_baseline = {
-            key: deviation(candidates[c.baseline].name) for key, c in candidates.items() if c.baseline is not None
+            key: deviation(candidates[c.baseline].name or str(c.baseline))
+            for key, c in candidates.items()
+            if c.baseline is not None
         }
         self._low = {c.precision: HeadNorms(heads, first.device) for c in candidates.values()}
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}

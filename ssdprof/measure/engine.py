@@ -169,7 +169,7 @@ def _recorded(call: Call, bench: Bench) -> Recording:
 
 
 def _mean_us(bench: Bench, recordings: Sequence[Recording]) -> float:
-    return math.exp(sum(math.log(bench.device_us(recording)) for recording in recordings) / len(recordings))
+    return math.prod(bench.device_us(recording) for recording in recordings) ** (1 / len(recordings))
 
 
 def _named(verified: Sequence[Verified]) -> dict[str, Verified]:

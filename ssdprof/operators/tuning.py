@@ -67,6 +67,9 @@ class Tuning(Protocol[I]):
     def settings(self, config: Config) -> Settings:
         """As it is stored."""
 
+    def check(self, settings: Settings) -> None:
+        """Raises ValueError for settings that the kernel does not take."""
+
     def short(self, inputs: Any) -> Any:
         """The beginning of the inputs, on which a candidate is judged first; what is compiled is the same."""
 

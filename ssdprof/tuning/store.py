@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssdprof import __version__, files
+from ssdprof import __version__, files, operators
 from ssdprof.environment.machine import installed_version, kernels_hash
 from ssdprof.schema import Environment, Gpu, migrate
 from ssdprof.tuning.records import Finds, Outcome
@@ -34,6 +34,8 @@ def load(gpu: Gpu) -> tuple[Finds | None, str]:
         if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
             return None, f"an older ssdprof kept them ({document.get('ssdprof_version')}, now {__version__})"
         finds = Finds.model_validate(document)
+        for find in finds.finds:
+            operators.get(find.calls.operator).tunable.check(find.settings)
     except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
     why = _why_stale(finds, gpu)

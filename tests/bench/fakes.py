@@ -10,52 +10,53 @@ import torch
 
 from ssdprof import schema
 from ssdprof.bench.cell import Stopwatch, time_cell
-from ssdprof.bench.contenders import Contender, Entry
-from ssdprof.bench.grid import Cell, Tokens
-from ssdprof.bench.inputs import draw
+from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import judge
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
-from ssdprof.bench.shapes import Shape
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.call import Run
 from ssdprof.measure.occupancy import Limits
-from ssdprof.measure.roofline import dims_of
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CaptureError, Recording, Run
+from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.drawing import draw
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.operators.ssd.shapes import SSDShape
 
-SHAPE = Shape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
+SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 EXACT = schema.Precision(intermediates="exact", state_dtype="fp32")
 CEILINGS = schema.Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
+RAN: list[tuple[str, float]] = []  # every implementation that ran, and what it costs
 HOPPER = Limits(warps=64, blocks=32, shared_bytes=233_472)
 
 
 @dataclass
 class FakeBench:
-    """Device time: what the run says of its entry.  A call costs 10 us more."""
+    """Device time: the cost of the implementation that ran.  A call costs 10 us more."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     uncapturable: frozenset[str] = frozenset()
     recorded: list[str] = field(default_factory=list)
+    costs: dict[Run, float] = field(default_factory=dict)
 
     def record(self, run: Run) -> Recording:
-        entry: Entry = run.__self__  # type: ignore[attr-defined]
-        if entry.contender.name in self.uncapturable:
+        output = run()
+        name, cost = RAN[-1]
+        if name in self.uncapturable:
             raise CaptureError("it synchronises")
-        self.recorded.append(entry.label)
-        return Recording(graph=entry, output=run())
+        self.recorded.append(name)
+        self.costs[run] = cost
+        return Recording(graph=cost, output=output)
 
     def device_us(self, recording: Recording) -> float:
-        return self._cost(recording.graph)
+        return float(recording.graph)
 
     def call_us(self, run: Run) -> float:
-        return self._cost(run.__self__) + 10  # type: ignore[attr-defined]
-
-    def _cost(self, entry: Entry) -> float:
-        costs: Any = entry.plan().config["cost"]
-        return float(costs)
+        return self.costs[run] + 10
 
 
 def contender(
@@ -71,12 +72,13 @@ def contender(
     """One that computes the right thing, spoilt by `spoil`, and takes `cost(chunk_size)` microseconds."""
 
     def run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+        RAN.append((name, cost(inputs.chunk_size if chunk_sizes else None)))
         exact = ssd_chunked(inputs, torch.float64)
         out = exact.out * 2 if inputs.chunk_size == wrong_chunk else exact.out
         return spoil(SSDOutput(out.to(inputs.x.dtype), exact.final_states.float()))
 
-    def plan(inputs: SSDInputs, _precision: Precision) -> Plan:
-        return Plan(variant=name, launches=1, config={"cost": str(cost(inputs.chunk_size if chunk_sizes else None))})
+    def plan(_inputs: SSDInputs, _precision: Precision) -> Plan:
+        return Plan(variant=name, launches=1)
 
     implementation = Implementation(operator="ssd", name=name, run=run, plan=plan)
     return Contender(implementation=implementation, precision=precision, chunk_sizes=chunk_sizes, ours=ours)
@@ -84,8 +86,8 @@ def contender(
 
 def measured(*contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL) -> tuple[BenchCase, ...]:
     """The cases of a cell, judged by the real comparator and timed by a fake stopwatch."""
-    inputs = draw(cell, torch.device("cpu"), chunk_size=128)
-    judged = judge([entry for one in contenders for entry in one.entries(inputs)])
+    inputs = draw(cell, torch.device("cpu"))
+    judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)])
     plan = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5)
     watch = Stopwatch(bench=bench or FakeBench(), sampling=plan, ceilings=CEILINGS, limits=HOPPER)
     return time_cell(inputs, contenders, judged, watch)
@@ -95,7 +97,8 @@ def report(*cases: BenchCase, **fields: Any) -> BenchReport:
     """A report of one cell."""
     cell = BenchCell(
         shape="tiny",
-        dims=dims_of(draw(CELL, torch.device("cpu"), chunk_size=128)),
+        sizes=str(SHAPE),
+        dims=SSD.costed.dims(draw(CELL, torch.device("cpu"))),
         sequences=1,
         layout="contiguous",
         packed=False,
@@ -103,6 +106,7 @@ def report(*cases: BenchCase, **fields: Any) -> BenchReport:
         cases=cases,
     )
     made: dict[str, Any] = {
+        "operator": "ssd",
         "ssdprof_version": "0.1.0",
         "created": "2026-01-01T00:00:00+00:00",
         "command": ("ssdprof", "bench", "ssd"),

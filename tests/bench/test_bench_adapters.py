@@ -19,6 +19,8 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.adapters import mamba_ssm, offsets, published
 from ssdprof.kernels.ssd.adapters.tuning import Tunings
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.ssd.drawing import CHUNK_SIZES
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
 
@@ -50,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
 
 
 def test_mamba_ssm_is_called_as_its_users_call_it(calls: list[Any]) -> None:
-    (peer,) = load_peers(["mamba_ssm"], None)
+    (peer,) = load_peers(SSD, ["mamba_ssm"], None)
     assert (peer.implementation.name, peer.version) == ("mamba_ssm", "9.9")
     own = {"D": torch.ones(2), "z": None, "dt_bias": torch.ones(2), "initial_states": None}
     own |= {"dt_softplus": True, "dt_limit": (0.0, 1.0)}
@@ -273,25 +275,25 @@ def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
-        load_peers(["mamba_ssm"], None)
+        load_peers(SSD, ["mamba_ssm"], None)
     with pytest.raises(MissingCapabilityError, match=r"there is no mamba_ssm/ops/triton/softplus\.py"):
-        load_peers(["published"], tmp_path)
+        load_peers(SSD, ["published"], tmp_path)
 
 
 def test_names_of_libraries(tmp_path: Path) -> None:
-    assert peer_names("", None) == ()
-    assert peer_names("mamba_ssm", tmp_path) == ("mamba_ssm", "published")
+    assert peer_names(SSD, "", None) == ()
+    assert peer_names(SSD, "mamba_ssm", tmp_path) == ("mamba_ssm", "published")
     for words, complaint in (("vllm", "does not know 'vllm'"), ("published", "in no package")):
         with pytest.raises(BadInputError, match=complaint):
-            peer_names(words, None)
+            peer_names(SSD, words, None)
 
 
 def test_peers_line_up_before_ours(checkout: Path) -> None:
-    peers = load_peers(["published"], checkout)
-    contenders = line_up("fp16", (), peers)
+    peers = load_peers(SSD, ["published"], checkout)
+    contenders = line_up(SSD, "fp16", (), peers, CHUNK_SIZES)
     assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
         ("published", "exact, fp32 states", False),
         ("published", "relaxed, fp16 states", False),
     ]
     assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 2
-    assert len(line_up("bf16", (), peers)) == 1
+    assert len(line_up(SSD, "bf16", (), peers, CHUNK_SIZES)) == 1

@@ -16,6 +16,7 @@ from ssdprof import schema
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump, load
 from ssdprof.bench.shapes import parse_shapes
+from ssdprof.operators.ssd.drawing import DRAWING
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "check_bars.py"
 bars = runpy.run_path(str(SCRIPT))
@@ -164,7 +165,9 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
 def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
     tokens, _ = parse_tokens("1k,...,256k", "1", "32x1k,8x4k", "64x1k-4k", max_tokens=1 << 18)
     for bar in tomllib.loads(bars["BARS"].read_text())["bar"]:
-        cells = expand(parse_shapes(",".join(bar["shapes"])), (bar.get("dtype", "bf16"),), tokens, "contiguous")
+        cells = expand(
+            parse_shapes(DRAWING, ",".join(bar["shapes"])), (bar.get("dtype", "bf16"),), tokens, "contiguous"
+        )
         assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= {
             (shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]
         }

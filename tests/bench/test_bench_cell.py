@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from fakes import CELL, EXACT, FakeBench, contender, measured
 
 from ssdprof import schema
-from ssdprof.bench.contenders import CHUNK_SIZES, line_up, precisions_for
-from ssdprof.bench.grid import Cell, Tokens
-from ssdprof.bench.inputs import draw
+from ssdprof.bench.contenders import line_up, precisions_for
 from ssdprof.bench.judge import Verdict, judge, run_unjudged
 from ssdprof.bench.run import sampling_seconds
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
 
 SLOW = contender("slow", lambda _: 300.0, ours=False)
 FAST = contender("fast", lambda _: 100.0)
@@ -93,8 +95,8 @@ def test_states_of_a_peer_are_widened_to_be_judged_and_not_to_be_timed() -> None
     )
     (case,) = measured(half)
     assert case.status == "passed"
-    inputs = draw(CELL, torch.device("cpu"), chunk_size=128)
-    assert half.entries(inputs)[0].run().final_states.dtype == torch.bfloat16
+    inputs = draw(CELL, torch.device("cpu"))
+    assert half.entries(SSD, inputs)[0].call.run()[1].dtype == torch.bfloat16
 
 
 def test_what_cannot_be_captured_is_not_timed_and_says_so() -> None:
@@ -131,26 +133,26 @@ def test_a_peer_is_judged_by_its_second_call_because_it_tunes_itself_in_the_firs
 
 def test_a_verdict_from_shorter_inputs_does_not_cover_what_is_not_finite() -> None:
     bad = contender("bad", lambda _: 1.0, spoil=lambda output: SSDOutput(output.out / 0, output.final_states))
-    inputs = draw(CELL, torch.device("cpu"), chunk_size=128)
-    entries = [*FAST.entries(inputs), *bad.entries(inputs)]
-    judged = run_unjudged(entries, {entry.label: Verdict(status="passed") for entry in entries})
+    inputs = draw(CELL, torch.device("cpu"))
+    entries = [*FAST.entries(SSD, inputs), *bad.entries(SSD, inputs)]
+    judged = run_unjudged(entries, {entry.key: Verdict(status="passed") for entry in entries})
     assert [one.verdict.status for one in judged] == ["passed", "nonfinite"]
 
 
 def test_the_bundled_kernels_line_up_and_pass() -> None:
     """Through the interpreter, with packed sequences: what a GPU adds is speed."""
     cell = Cell(shape=CELL.shape, dtype="bf16", layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
-    contenders = line_up("bf16", precisions_for("bf16", "all", None), (), (16,))
+    contenders = line_up(SSD, "bf16", precisions_for("bf16", "all", None), (), (16,))
     assert [(one.name, str(one.precision), one.chunk_sizes) for one in contenders] == [
         ("unfused", "exact, fp32 states", (16,)),
         ("unfused", "exact, bf16 states", (16,)),
         ("fused", "exact, fp32 states", ()),
         ("fused", "relaxed, bf16 states", ()),
     ]
-    inputs = draw(cell, torch.device("cpu"), chunk_size=16)
-    judged = judge([entry for one in contenders for entry in one.entries(inputs)])
+    inputs = replace(draw(cell, torch.device("cpu")), chunk_size=16)
+    judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)])
     assert [one.verdict.status for one in judged] == ["passed"] * 4, [one.verdict.reason for one in judged]
-    assert judged[2].variant == "interpreter"
+    assert judged[2].verified.attempt.variant == "interpreter"
 
 
 def test_precisions_follow_the_inputs_dtype() -> None:

@@ -11,10 +11,11 @@ import triton
 from fakes import CELL, contender, measured
 
 from ssdprof.bench.first_call import Patience, TimeIsUp, first_call, slower
-from ssdprof.bench.inputs import draw
 from ssdprof.bench.judge import BudgetSpent, judge
 from ssdprof.bench.schema import FirstCall
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.operators.ssd.drawing import draw
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
 
 CPU = torch.device("cpu")
 
@@ -63,7 +64,7 @@ def test_a_first_call_that_takes_too_long_is_broken_off() -> None:
 
 def test_its_cell_goes_on_without_it() -> None:
     slow, fast = contender("slow", lambda _: 1.0, ours=False, spoil=sleepy), contender("fast", lambda _: 1.0)
-    entries = [entry for one in (slow, fast) for entry in one.entries(draw(CELL, CPU, chunk_size=128))]
+    entries = [entry for one in (slow, fast) for entry in one.entries(SSD, draw(CELL, CPU))]
     broken, done = judge(entries, patience=Patience(most=0.5))
     assert (broken.verdict.status, broken.verdict.reason) == ("failed", "its first call was broken off after 0.5 s")
     assert broken.first_call is None
@@ -74,7 +75,7 @@ def test_its_cell_goes_on_without_it() -> None:
 def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
     slow = contender("slow", lambda _: 1.0, ours=False, spoil=sleepy)
     with pytest.raises(BudgetSpent, match="in the first call of slow exact, fp32 states"):
-        judge(slow.entries(draw(CELL, CPU, chunk_size=128)), patience=Patience(until=time.monotonic() + 0.05))
+        judge(slow.entries(SSD, draw(CELL, CPU)), patience=Patience(until=time.monotonic() + 0.05))
 
 
 def test_a_case_says_what_its_first_call_took() -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from ssdprof.bench.grid import Cell, Tokens, expand, lengths, parse_dtypes, parse_tokens
-from ssdprof.bench.inputs import draw
-from ssdprof.bench.shapes import MODELS, Shape, parse_shapes
+from ssdprof.bench.shapes import parse_shapes
 from ssdprof.errors import BadInputError
+from ssdprof.operators.ssd.drawing import DRAWING, draw
+from ssdprof.operators.ssd.shapes import SHAPES, SSDShape
 
 
 @pytest.mark.parametrize(
@@ -56,16 +57,16 @@ def test_packs_that_are_none(words: str) -> None:
 
 
 def test_shapes_by_model_and_by_sizes() -> None:
-    mamba, free = parse_shapes("mamba2-2.7b, 24x32x64x2")
+    mamba, free = parse_shapes(DRAWING, "mamba2-2.7b, 24x32x64x2")
     assert (mamba.nheads, mamba.headdim, mamba.dstate, mamba.ngroups) == (80, 64, 128, 1)
     assert (free.nheads, free.headdim, free.dstate, free.ngroups) == (24, 32, 64, 2)
-    assert [shape.name for shape in parse_shapes("all")] == list(MODELS)
+    assert [shape.name for shape in parse_shapes(DRAWING, "all")] == list(SHAPES)
 
 
 @pytest.mark.parametrize("words", ["mamba3", "80x64x128", "80x64x128x3", "0x64x128x1", ""])
 def test_shapes_that_are_none(words: str) -> None:
     with pytest.raises(BadInputError):
-        parse_shapes(words)
+        parse_shapes(DRAWING, words)
 
 
 def test_dtypes() -> None:
@@ -75,19 +76,19 @@ def test_dtypes() -> None:
 
 
 def test_the_grid_is_the_product() -> None:
-    shapes = parse_shapes("mamba2-2.7b,nemotron-3-nano")
+    shapes = parse_shapes(DRAWING, "mamba2-2.7b,nemotron-3-nano")
     tokens, _ = parse_tokens("1k,2k", "1", "", "", max_tokens=1 << 20)
     cells = expand(shapes, ("bf16", "fp16"), tokens, "contiguous")
     assert len(cells) == len(set(cells)) == 8
     assert [cell.shape.name for cell in cells[:4]] == ["mamba2-2.7b"] * 4
 
 
-TINY = Shape(name="tiny", nheads=4, headdim=16, dstate=32, ngroups=2)
+TINY = SSDShape(name="tiny", nheads=4, headdim=16, dstate=32, ngroups=2)
 
 
 def drawn(layout: str, tokens: Tokens):  # type: ignore[no-untyped-def]
     cell = Cell(shape=TINY, dtype="fp16", layout=layout, tokens=tokens)  # type: ignore[arg-type]
-    return draw(cell, torch.device("cpu"), chunk_size=128)
+    return draw(cell, torch.device("cpu"))
 
 
 def test_inputs_are_distributed_as_a_layer_is_initialised() -> None:

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from ssdprof.bench import gate, render, tables
-from ssdprof.bench.contenders import CHUNK_SIZES
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 from ssdprof.schema import Gpu, Launch, Precision
 
 ROOT = Path(__file__).parents[2]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fakes import CEILINGS, HOPPER, FakeBench
+from fakes import CEILINGS, HOPPER, RAN, FakeBench
 from typer.testing import CliRunner
 
+from ssdprof import kernels
 from ssdprof.bench import run
-from ssdprof.bench.contenders import Entry
-from ssdprof.bench.grid import Cell
 from ssdprof.bench.schema import BenchReport, load
 from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
+from ssdprof.kernels import registry
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.drawing import Cell
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 
@@ -27,8 +32,16 @@ class Stopwatch(FakeBench):
     def __init__(self, _device: torch.device) -> None:
         super().__init__()
 
-    def _cost(self, entry: Entry) -> float:
-        return {"unfused": 300.0, "fused": 100.0}[entry.contender.name]
+
+def noting(name: str, cost: float) -> Implementation:
+    """The implementation, which tells the stopwatch that it ran."""
+    plain = kernels.get("ssd", name)
+
+    def run(inputs: Any, precision: Precision) -> Any:
+        RAN.append((name, cost))
+        return plain.run(inputs, precision)
+
+    return replace(plain, run=run)
 
 
 class Unread:
@@ -47,7 +60,10 @@ def no_clocks() -> Iterator[Unread]:
 
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "require_gpu", lambda *_: torch.device("cpu"))
+    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
+        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+    monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(run, "measure_ceilings", lambda _: CEILINGS)
     monkeypatch.setattr(run, "CudaBench", Stopwatch)
     monkeypatch.setattr(run, "ClockWatch", no_clocks)
@@ -100,7 +116,7 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch) -> N
     judge = run.judge
 
     def counting(entries, **rest):  # type: ignore[no-untyped-def]
-        compared.append(entries[0].inputs.x.shape[:2])
+        compared.append(entries[0].call.inputs.x.shape[:2])
         return judge(entries, **rest)
 
     monkeypatch.setattr(run, "judge", counting)
@@ -142,12 +158,12 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_cell_whose_first_call_eats_the_budget_is_left_out_and_says_whose(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiling(self: Entry) -> object:
-        if self.contender.name == "unfused":
-            time.sleep(5)
+    def compiling(*_: object) -> object:
+        time.sleep(5)
         raise AssertionError("the bench was over")
 
-    monkeypatch.setattr(Entry, "run", compiling)
+    plain = kernels.get("ssd", "unfused")
+    monkeypatch.setitem(registry._implementations, ("ssd", "unfused"), replace(plain, run=compiling))
     code, out, _ = bench("--seq", "20", "--budget", "1", "--json")
     assert code == 0
     (one,) = load(out).left_out
@@ -155,14 +171,12 @@ def test_a_cell_whose_first_call_eats_the_budget_is_left_out_and_says_whose(monk
 
 
 def test_a_first_call_that_takes_too_long_is_a_failure_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = Entry.run
+    def compiling(*_: object) -> object:
+        time.sleep(5)
+        raise AssertionError("the call was broken off")
 
-    def compiling(self: Entry) -> object:
-        if self.contender.name == "fused":
-            time.sleep(5)
-        return called(self)
-
-    monkeypatch.setattr(Entry, "run", compiling)
+    plain = kernels.get("ssd", "fused")
+    monkeypatch.setitem(registry._implementations, ("ssd", "fused"), replace(plain, run=compiling))
     code, out, err = bench("--seq", "20", "--first-call", "1", "--json")
     assert code == 1
     unfused, fused = load(out).cells[0].cases

@@ -13,8 +13,8 @@ from ssdprof.capture import choose_segment_length
 from ssdprof.capture.footprint import Footprint, capture_bytes_per_token, decoder_layer_bytes, footprint
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.layout import tensors
-from ssdprof.capture.memory import host_memory
 from ssdprof.capture.sites import find_sites
+from ssdprof.environment.memory import host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
 
 GIB = 2**30

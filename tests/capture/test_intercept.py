@@ -7,7 +7,6 @@ import tiny_models
 import torch
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.operator import run_operator
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -54,7 +53,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
     model = tiny_models.shared(name)
-    with intercept(find_sites(model), lambda call: run_operator(call.inputs)) as count:
+    with intercept(find_sites(model), lambda call: call.stand_in()) as count:
         ours = logits(model)
     assert count.calls == len(tiny_models.OPERATOR_LAYERS[name])
     assert difference(ours, logits(model)) < FP32_ROUNDING
@@ -68,7 +67,7 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 
     def handler(call: OperatorCall) -> Result:
         assert call.wants_final_state
-        out, final_state = run_operator(call.inputs)
+        out, final_state = call.stand_in()
         returned.append(final_state)
         return out, final_state
 
@@ -86,7 +85,7 @@ def test_a_single_token_with_a_cache_is_left_to_the_model(name: str) -> None:
     with torch.no_grad():
         cached = model(ids[:, :-1], use_cache=True)
         key = "cache_params" if "cache_params" in cached else "past_key_values"
-        with intercept(find_sites(model), lambda call: run_operator(call.inputs)) as count:
+        with intercept(find_sites(model), lambda call: call.stand_in()) as count:
             model(ids[:, -1:], use_cache=True, **{key: cached[key]})
     assert count.calls == 0
 
@@ -104,7 +103,7 @@ def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
     fallback, kernel = site.namespace[site.function], HubKernel()
     site.namespace[site.function] = kernel
     try:
-        with intercept(find_sites(model), lambda call: run_operator(call.inputs)):
+        with intercept(find_sites(model), lambda call: call.stand_in()):
             ours = logits(model)
         assert site.namespace[site.function] is kernel
     finally:
@@ -116,7 +115,7 @@ def test_a_call_from_an_unknown_mixer_is_an_error() -> None:
     model = tiny_models.shared("mamba2")
     with (
         pytest.raises(BadInputError, match="mamba2_chunk_scan was called outside the mixers"),
-        intercept(find_sites(model)[:1], lambda call: run_operator(call.inputs)),
+        intercept(find_sites(model)[:1], lambda call: call.stand_in()),
     ):
         logits(model)
 
@@ -130,7 +129,7 @@ def test_everything_is_restored_after_an_error(error: type[BaseException]) -> No
     def fail(call: OperatorCall) -> Result:
         if call.site is sites[2]:
             raise error("stop")
-        return run_operator(call.inputs)
+        return call.stand_in()
 
     with pytest.raises(error, match="stop"), intercept(sites, fail):
         logits(model)

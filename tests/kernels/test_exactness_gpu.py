@@ -14,7 +14,6 @@ from ssd_cases import EXACT
 from typer.testing import CliRunner
 
 from ssdprof.bench.grid import Cell, Tokens
-from ssdprof.bench.inputs import draw
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture import store
 from ssdprof.cli import app
@@ -24,6 +23,7 @@ from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
+from ssdprof.operators.ssd.drawing import draw
 
 pytestmark = pytest.mark.gpu
 
@@ -69,7 +69,7 @@ def assert_no_head_is_less_exact(kernel: Kernel, inputs: SSDInputs) -> None:
 def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str, dtype: str) -> None:
     (shape,) = parse_shapes(model)
     cell = Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN))
-    assert_no_head_is_less_exact(kernel, draw(cell, torch.device("cuda"), chunk_size=CHUNK_SIZES[model]))
+    assert_no_head_is_less_exact(kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model]))
 
 
 @ON_HOPPER
@@ -81,7 +81,7 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape
     seqlen, batch_invariant = WAYS[way]
     (sizes,) = parse_shapes(shape)
     cell = Cell(shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen))
-    inputs = draw(cell, torch.device("cuda"), chunk_size=256)
+    inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
     assert unsupported(inputs) == ""
     config = HopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
     assert passing(inputs, config) == way

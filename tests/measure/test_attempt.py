@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure import attempt, faults
+from ssdprof.measure.call import Call
 
 
 def inputs() -> SSDInputs:
@@ -19,7 +21,15 @@ def faulty() -> SSDOutput:
 
 
 def attempted() -> attempt.Attempt:
-    return attempt.attempt_call("scan", lambda: Plan(variant="portable", launches=1, config={}), faulty, inputs())
+    call = Call(
+        implementation="scan",
+        label="scan exact",
+        inputs=inputs(),
+        precision=Precision(),
+        run=faulty,
+        plan=lambda: Plan(variant="portable", launches=1, config={}),
+    )
+    return attempt.attempt(call)
 
 
 def test_an_error_becomes_a_status_and_a_reason() -> None:

@@ -12,7 +12,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
-from ssdprof.measure.rounding import Gate, RoundedSSD, Span
+from ssdprof.operators.operator import Span
+from ssdprof.operators.ssd.rounding import RoundedSSD, SSDGate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = [
@@ -80,7 +81,7 @@ def right_answer(inputs: SSDInputs) -> SSDOutput:
 
 def rounded_answer(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     span = Span(sequence=0, batch=0, start=0, stop=inputs.x.shape[1])
-    out, state = RoundedSSD(inputs, precision).advance(span, Gate.of(inputs, span))
+    out, state = RoundedSSD(inputs, precision).advance(span, SSDGate.of(inputs, span))
     return SSDOutput(out[None], state[None])
 
 
@@ -223,7 +224,7 @@ def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monke
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1
     whole = judge(output, inputs)
-    monkeypatch.setattr(accuracy, "_block_length", lambda inputs: inputs.chunk_size)
+    monkeypatch.setattr(accuracy, "_block_length", lambda _judgement, inputs, _device: inputs.chunk_size)
     pieces = judge(output, inputs)
     for one, other in zip(whole.tensors, pieces.tensors, strict=True):
         assert one.vs_oracle.matches == other.vs_oracle.matches
@@ -233,7 +234,7 @@ def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monke
 
 
 def test_progress_adds_up_to_all_positions(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "_block_length", lambda inputs: inputs.chunk_size)
+    monkeypatch.setattr(accuracy, "_block_length", lambda _judgement, inputs, _device: inputs.chunk_size)
     inputs = make_inputs(batch=2)
     steps: list[int] = []
     compare(inputs, {"ours": Candidate(output=right_answer(inputs), precision=EXACT)}, on_progress=steps.append)

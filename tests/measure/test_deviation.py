@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ssdprof import schema
-from ssdprof.measure.deviation import Place, RunningDeviation, rms_ratio, unravel
+from ssdprof.measure.deviation import Region, RunningDeviation, rms_ratio, unravel
 
 SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
 
@@ -15,7 +15,7 @@ def deviation_of(ours: torch.Tensor, other: torch.Tensor, block: int = 2) -> sch
     running = RunningDeviation("other", SHAPE, SHAPE[2], ours.device)
     for row in range(SHAPE[0]):
         for start in range(0, SHAPE[1], block):
-            place = Place(shape=SHAPE, row=row, positions=(start, min(start + block, SHAPE[1])))
+            place = Region(shape=SHAPE, row=row, positions=(start, min(start + block, SHAPE[1])))
             running.add(place.cut(ours), place.cut(other), place)
     return running.result()
 
@@ -78,7 +78,7 @@ def test_states_are_placed_by_sequence_and_head() -> None:
     ours, other = torch.zeros(shape), torch.ones(shape)
     ours[2, 1, 3, 4] = 7
     for sequence in range(3):
-        place = Place(shape=shape, row=sequence, positions=None)
+        place = Region(shape=shape, row=sequence, positions=None)
         running.add(place.cut(ours), place.cut(other), place)
     assert (running.result().worst_head, running.result().worst_position) == (1, (2, 1, 3, 4))
 

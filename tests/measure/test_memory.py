@@ -17,7 +17,7 @@ def test_outputs_fill_half_of_the_free_memory(
 ) -> None:
     inputs = make_inputs(batch=2)
     output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
-    monkeypatch.setattr(memory, "_free_bytes", lambda _device: 10 * output_bytes)
+    monkeypatch.setattr(memory, "free_memory", lambda _device: 10 * output_bytes)
     assert outputs_that_fit(inputs) == 5
 
 

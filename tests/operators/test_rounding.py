@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ssdprof.measure.rounding import Gate, RoundedSSD, Span
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.operators.operator import Span
+from ssdprof.operators.ssd.rounding import RoundedSSD, SSDGate
 
 MakeInputs = Callable[..., SSDInputs]
 
@@ -19,7 +20,7 @@ def rounded(inputs: SSDInputs, precision: Precision, *, block: int = 10**6) -> S
         ssd, pieces = RoundedSSD(inputs, precision), []
         for start in range(0, inputs.x.shape[1], block):
             span = Span(sequence=batch, batch=batch, start=start, stop=min(start + block, inputs.x.shape[1]))
-            out, state = ssd.advance(span, Gate.of(inputs, span))
+            out, state = ssd.advance(span, SSDGate.of(inputs, span))
             pieces.append(out)
         outs.append(torch.cat(pieces))
         states.append(state)
@@ -62,7 +63,7 @@ def test_every_sequence_begins_with_its_own_state(make_inputs: MakeInputs) -> No
     apart, together = rounded(inputs, Precision()), RoundedSSD(inputs, Precision())
     for batch in range(2):
         span = Span(sequence=batch, batch=batch, start=0, stop=inputs.x.shape[1])
-        out, state = together.advance(span, Gate.of(inputs, span))
+        out, state = together.advance(span, SSDGate.of(inputs, span))
         assert torch.equal(out, apart.out[batch])
         assert torch.equal(state, apart.final_states[batch])
 

@@ -159,15 +159,14 @@ def make_case(index: int, seqlen: int, implementation: str, precision: Precision
     }
     return CaseResult(
         layer=layer(index),
-        dims=schema.SSDDims(
+        dims=schema.Dims(
+            operator="ssd",
             batch=1,
             seqlen=seqlen,
-            nheads=HEADS,
-            headdim=HEADDIM,
-            dstate=DSTATE,
-            ngroups=1,
             chunk_size=256,
             dtype="bf16",
+            sizes={"nheads": HEADS, "headdim": HEADDIM, "dstate": DSTATE, "ngroups": 1},
+            words=f"{HEADS} heads x {HEADDIM}, state {DSTATE}, 1 group",
         ),
         implementation=implementation,
         variant=("portable" if unfused else "hopper") if gpu else "interpreter",

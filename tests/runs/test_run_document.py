@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -11,6 +12,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.runs import document as run_document
 from ssdprof.schema import SCHEMA_VERSION
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {
     "gpu": lambda: make_report(),
     "cpu": lambda: make_report(gpu=False),
@@ -51,7 +53,7 @@ def test_the_published_schema_is_the_generated_one():
     assert run_document.SCHEMA_FILE.name == f"report-v{SCHEMA_VERSION}.json"
 
 
-@pytest.mark.parametrize("change", [{"schema_version": 2}, {"state": "done"}, {"surprise": 1}, {"cases": [{}]}])
+@pytest.mark.parametrize("change", [{"schema_version": 3}, {"state": "done"}, {"surprise": 1}, {"cases": [{}]}])
 def test_the_schema_refuses_another_document(change):
     document = {**json.loads(run_document.dump(make_report(layers=(0,)))), **change}
     with pytest.raises(jsonschema.ValidationError):
@@ -64,8 +66,11 @@ def test_the_schema_refuses_another_document(change):
         ('{"schema_version": 1, "cases": [', "not JSON"),
         ("[]", "no schema_version"),
         ("{}", "no schema_version"),
-        ('{"schema_version": 2}', "schema version 2; this ssdprof reads version 1"),
+        ('{"schema_version": 3}', "schema version 3; this ssdprof reads versions 1 and 2"),
         ('{"schema_version": 1}', "damaged at ssdprof_version"),
+        ('{"schema_version": 1, "cases": 7}', "damaged at"),
+        ('{"schema_version": 1, "cases": [{"dims": {}}]}', "damaged at"),
+        ('{"schema_version": 2}', "damaged at ssdprof_version"),
     ],
 )
 def test_what_is_no_report_is_refused(text, message):
@@ -80,3 +85,16 @@ def test_a_timing_on_a_failed_case_is_refused():
     document["cases"][0]["status"] = "inaccurate"
     with pytest.raises(BadInputError, match=r"damaged at cases\.0.*a timing belongs only to a case that passed"):
         run_document.load(json.dumps(document))
+
+
+def test_a_report_of_version_1_is_read_as_one_of_version_2():
+    """A committed one, measured before operators had records: its sizes get their operator's name and words."""
+    text = (RESULTS / "h200-mamba2-2.7b-128k" / "report.json").read_text(encoding="utf-8")
+    old, report = json.loads(text), run_document.load(text)
+    assert old["schema_version"] == 1
+    assert report.schema_version == SCHEMA_VERSION
+    assert len(report.cases) == len(old["cases"])
+    dims, before = report.cases[0].dims, old["cases"][0]["dims"]
+    assert (dims.operator, dims.sizes["dstate"], dims.seqlen) == ("ssd", before["dstate"], before["seqlen"])
+    assert str(dims) == "80 heads x 64, state 128, 1 group, chunk 256, bf16"
+    assert report.cases[0].timing.device_median_us == old["cases"][0]["timing"]["device_median_us"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from stalls import synthetic
 
-from ssdprof.schema import Launch, LayerRef, Precision, SSDDims
+from ssdprof.schema import Dims, Launch, LayerRef, Precision
 from ssdprof.schema.stalls import Launched, Subject
 from ssdprof.stalls import facts
 from ssdprof.stalls.analyse import analyse, stalls_of
@@ -16,7 +16,7 @@ def subject(*kernels: str, launch_count: int = 1) -> Subject:
     launches = tuple(Launch(kernel=name, config={}) for name in kernels)
     return Subject(
         layer=LayerRef(index=0, name="layers.0", operator="ssd"),
-        dims=SSDDims(batch=1, seqlen=64, nheads=1, headdim=64, dstate=64, ngroups=1, chunk_size=64, dtype="bf16"),
+        dims=Dims(operator="ssd", batch=1, seqlen=64, chunk_size=64, dtype="bf16", sizes={}, words="1 head x 64"),
         precision=Precision(intermediates="exact", state_dtype="fp32"),
         launched=(Launched(implementation="fused", variant="v", launch_count=launch_count, launches=launches),),
     )

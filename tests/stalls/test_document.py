@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from stalls import synthetic
 
+from ssdprof.operators.ssd.stages import STAGES
 from ssdprof.pipeline import stall_files
 from ssdprof.report import markdown, stall_document, terminal
 from ssdprof.report import stall_words as words
@@ -19,7 +20,7 @@ from ssdprof.stalls import plots
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.hints import _ADVICE
 from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.stages import IDLE, ORDER
+from ssdprof.stalls.stages import IDLE_WARPS
 
 FLOPS = {
     "dram__bytes_read.sum": 1e6,
@@ -77,7 +78,7 @@ def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> Non
 def test_idle_warps_are_kept_apart() -> None:
     (design,) = designs(analyse([synthetic.report(synthetic.kernel())]))
     assert design.idle == {"ahead": 11.0, "idle warps": 25.0}
-    assert not set(design.stages) & IDLE
+    assert not set(design.stages) & {IDLE_WARPS, *STAGES.ahead}
     assert design.all().pct == pytest.approx(100.0)
     table = tables.by_stage(design)
     assert table is not None
@@ -171,7 +172,7 @@ def test_a_missing_profile_shows_what_triton_knows() -> None:
 
 
 def test_every_stage_part_and_reason_has_words() -> None:
-    assert {stage for stage in ORDER if "." in stage} <= set(words.PARTS)
+    assert {stage for stage in STAGES.order if "." in stage} <= set(STAGES.words)
     assert set(_ADVICE) <= set(words.REASONS)
 
 

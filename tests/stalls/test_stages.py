@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import ssdprof
-from ssdprof.stalls.analyse import BUNDLED
-from ssdprof.stalls.stages import ORDER, UNKNOWN, Place, Sources, parse
+from ssdprof.operators.ssd.stages import STAGES
+from ssdprof.stalls.stages import UNKNOWN, Place, Sources, parse
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 FILES = sorted(file for file in KERNELS.rglob("*.py") if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
@@ -155,8 +155,8 @@ def test_every_jit_function_has_a_stage_that_exists(file: Path) -> None:
     for function in parsed.functions:
         assert function.stage != UNKNOWN, f"{file.name}: STAGES lacks {function.name}"
         for stage in (function.stage, *(stage for _, stage in function.starts)):
-            assert stage is None or stage in ORDER, f"{file.name}: {function.name}: {stage} is no stage"
-    assert set(parsed.waits.values()) <= set(ORDER)
+            assert stage is None or stage in STAGES.order, f"{file.name}: {function.name}: {stage} is no stage"
+    assert set(parsed.waits.values()) <= set(STAGES.order)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -214,4 +214,4 @@ def test_launched_kernels_are_known_by_name() -> None:
         for function in parse(file.read_text()).functions
         if function.name.endswith("_kernel")
     }
-    assert launched == set(BUNDLED)
+    assert launched == set(STAGES.kernels)

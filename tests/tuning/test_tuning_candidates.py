@@ -8,8 +8,9 @@ from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.hopper.segments import LONGEST_RECOMPUTED, as_exact_as_unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.tuning.candidates import Config, axes, difference
-from ssdprof.tuning.search import Problem, _for_check
+from ssdprof.operators.ssd.tuning import TUNING
+from ssdprof.operators.ssd.tuning.candidates import Config, axes
+from ssdprof.tuning.search import Problem, difference
 
 
 def tried(problem: Problem) -> list[Config]:
@@ -36,7 +37,7 @@ def test_every_cut_is_of_the_whole_sequence() -> None:
     for config in configs:
         assert sum(config.lengths(20)) == 20
         assert min(config.lengths(20)) > 0
-        short = _for_check(config, problem.inputs[-1])
+        short = TUNING.for_short(config, problem.inputs[-1])
         assert isinstance(short, HopperConfig)
         assert (short.count(16) > 1) == (config.count(20) > 1)
         assert (short.recompute, bool(short.long_count)) == (config.recompute, bool(config.long_count))

@@ -72,7 +72,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpr
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 warps are twice as fast, says the stopwatch, and everything is right that the interpreter computes."""
     fake = Fake(lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0))
-    monkeypatch.setattr(run, "require_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
     gpu = GPU.model_copy(update={"name": "cpu"})  # what the kernels call the device of their tensors
     monkeypatch.setattr(run.environment, "collect", lambda: environment(gpu))
@@ -91,7 +91,7 @@ def test_from_words_to_a_file() -> None:
     (found,) = report.outcomes
     assert found.tokens == "1 x 40, bf16; 1 x 100, bf16"
     assert found.find is not None
-    assert found.find.settings.num_warps == 8  # type: ignore[union-attr]
+    assert found.find.settings.values["num_warps"] == 8
     assert "1 of 1 searches found something" in err
 
     said: list[str] = []

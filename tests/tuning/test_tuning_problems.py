@@ -9,23 +9,25 @@ import tiny_models
 import torch
 from tuning_fakes import inputs_of
 
-from ssdprof.bench.grid import Cell, Tokens
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture import CapturedLayer
-from ssdprof.capture.layout import tensors
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
+from ssdprof.kernels import _gpu
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.operators.tensors import tensors
 from ssdprof.schema import LayerRef, Prompt
 from ssdprof.tuning import problems
-from ssdprof.tuning.problems import Source, captured, drawn
+from ssdprof.tuning.problems import Workload, captured, drawn
 
 CPU = torch.device("cpu")
 CELLS = tuple(
     Cell(
-        shape=parse_shapes("2x16x16x1")[0],
+        shape=parse_shapes(SSD.drawing, "2x16x16x1")[0],
         dtype="bf16",
         layout="contiguous",
         tokens=Tokens(sequences=batch, seqlen=seqlen),
@@ -34,30 +36,30 @@ CELLS = tuple(
 )
 
 
-def made(sources: tuple[Source, ...]) -> list[problems.Problem]:
-    return list(problems.problems(sources, "exact"))
+def made(sources: tuple[Workload, ...]) -> list[problems.Problem]:
+    return list(problems.problems(SSD, sources, "exact"))
 
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
-    (problem,) = made(drawn(CELLS, CPU))
+    (problem,) = made(drawn(SSD, CELLS, CPU))
     assert isinstance(problem.committed, PortableConfig)
     assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
-    assert problem.calls.nchunks is None
-    assert problem.calls.nheads == 2
+    assert "nchunks" not in problem.calls.sizes
+    assert problem.calls.sizes["nheads"] == 2
 
 
 def test_the_hopper_kernel_has_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
-    monkeypatch.setattr(problems._gpu, "sm_count", lambda _: 132)
-    found = made(drawn(CELLS, CPU))
-    assert [(one.calls.sequences, one.calls.nchunks) for one in found] == [(1, 2), (2, 1)]
+    monkeypatch.setattr(_gpu, "sm_count", lambda _: 132)
+    found = made(drawn(SSD, CELLS, CPU))
+    assert [(one.calls.sizes["sequences"], one.calls.sizes["nchunks"]) for one in found] == [(1, 2), (2, 1)]
     assert all(isinstance(one.committed, HopperConfig) for one in found)
 
 
 def test_states_are_those_of_a_bench() -> None:
-    (problem,) = problems.problems(drawn(CELLS, CPU), "relaxed")
+    (problem,) = problems.problems(SSD, drawn(SSD, CELLS, CPU), "relaxed")
     assert problem.precision.state_dtype == torch.bfloat16
-    assert made(drawn(CELLS, CPU))[0].precision.state_dtype == torch.float32
+    assert made(drawn(SSD, CELLS, CPU))[0].precision.state_dtype == torch.float32
 
 
 @pytest.fixture
@@ -79,20 +81,20 @@ def captures(tmp_path: Path) -> Path:
 
 
 def test_captures_give_their_middle_layer_at_every_length(captures: Path) -> None:
-    (problem,) = made(captured(str(captures), None, CPU))
+    (problem,) = made(captured(SSD, str(captures), None, CPU))
     assert problem.shape.endswith("layer 1")
     assert problem.tokens == "20 tokens; 40 tokens"
     torch.testing.assert_close(problem.inputs[1].x, inputs_of(40).x)
-    (problem,) = made(captured(str(captures), (40, 80), CPU))
+    (problem,) = made(captured(SSD, str(captures), (40, 80), CPU))
     assert [inputs.x.shape[1] for inputs in problem.inputs] == [40]
 
 
 def test_captures_of_other_lengths_are_refused(captures: Path) -> None:
-    with pytest.raises(BadInputError, match="no SSD layer of these lengths") as refused:
-        captured(str(captures), (80,), CPU)
+    with pytest.raises(BadInputError, match="no Mamba-2 layer of these lengths") as refused:
+        captured(SSD, str(captures), (80,), CPU)
     assert "20, 40" in refused.value.hint
 
 
 def test_what_is_neither_a_run_nor_captures_is_refused() -> None:
     with pytest.raises(BadInputError, match="nowhere is no run"):
-        captured("nowhere", None, CPU)
+        captured(SSD, "nowhere", None, CPU)

@@ -108,7 +108,7 @@ def test_a_find_holds_for_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ignored: they are of NVIDIA Test, this is NVIDIA Other" in said
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"schema_version": 2}'])
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"schema_version": 3}'])
 def test_what_cannot_be_read_is_said(cache: Path, text: str) -> None:
     cache.mkdir(parents=True)
     (cache / "NVIDIA-Test.json").write_text(text)
@@ -123,6 +123,13 @@ def test_settings_that_no_kernel_takes_are_not_read(broken: tuple[str, str]) -> 
     file.write_text(file.read_text().replace(*broken))
     (said,) = used()
     assert "is not what 'ssdprof tune' writes" in said
+
+
+def test_finds_of_an_older_ssdprof_are_not_read(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / "NVIDIA-Test.json").write_text('{"schema_version": 1, "ssdprof_version": "0.0.9"}')
+    (said,) = used()
+    assert "ignored: an older ssdprof kept them (0.0.9, now" in said
 
 
 def test_clear_forgets() -> None:
@@ -145,6 +152,6 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
 
 def test_the_file_names_what_it_holds_for() -> None:
     finds = Finds.model_validate_json(store.keep(environment(), [outcome()]).read_text())
-    assert finds.kernels == store.kernels_hash("ssd")
+    assert finds.kernels == {"ssd": store.kernels_hash("ssd")}
     assert finds.environment.gpu == GPU
     assert finds.environment.packages["triton"]

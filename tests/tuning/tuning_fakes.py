@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from ssdprof import schema
-from ssdprof.bench.grid import Cell, Tokens
-from ssdprof.bench.inputs import draw
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.timing import CaptureError, Recording, Run
-from ssdprof.tuning.candidates import Config
-from ssdprof.tuning.records import Calls, Find, HopperSettings, Outcome
+from ssdprof.measure.call import Run
+from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.drawing import draw
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.operators.tuning import Calls, Config, Settings
+from ssdprof.tuning.records import Find, Outcome
 from ssdprof.tuning.search import Problem
 
 GPU = schema.Gpu(
@@ -31,18 +33,23 @@ COMMITTED_SEGMENT = 10
 
 def inputs_of(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
     cell = Cell(
-        shape=parse_shapes(shape)[0], dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=seqlen)
+        shape=parse_shapes(SSD.drawing, shape)[0],
+        dtype="bf16",
+        layout="contiguous",
+        tokens=Tokens(sequences=1, seqlen=seqlen),
     )
-    return draw(cell, torch.device("cpu"), chunk_size=128)
+    return draw(cell, torch.device("cpu"))
 
 
 def hopper_problem(seqlen: int = 1280) -> Problem:
     """20 chunks, committed to be cut into two segments."""
     inputs = inputs_of(seqlen)
     return Problem(
+        operator=SSD,
         shape="tiny",
+        intermediates="exact",
         tokens=f"1 x {seqlen:,}",
-        calls=Calls.of(inputs, "exact", "hopper"),
+        calls=SSD.tunable.calls(inputs, "exact", "hopper"),
         inputs=(inputs,),
         precision=Precision(),
         committed=HopperConfig(segment=COMMITTED_SEGMENT, reason="the model"),
@@ -52,9 +59,11 @@ def hopper_problem(seqlen: int = 1280) -> Problem:
 def portable_problem(*seqlens: int) -> Problem:
     inputs = tuple(inputs_of(seqlen) for seqlen in seqlens)
     return Problem(
+        operator=SSD,
         shape="tiny",
+        intermediates="exact",
         tokens="some",
-        calls=Calls.of(inputs[-1], "exact", "portable"),
+        calls=SSD.tunable.calls(inputs[-1], "exact", "portable"),
         inputs=inputs,
         precision=Precision(),
         committed=PortableConfig(chunk=32, block_p=16, reason="the table"),
@@ -106,26 +115,33 @@ class Fake:
 def outcome(sequences: int = 1, nchunks: int = 16, segment: int | None = 4, created: str = "2026-11-20") -> Outcome:
     """Of a search for mamba2-2.7b.  segment: what was found, None for nothing."""
     calls = Calls(
-        nheads=80,
-        headdim=64,
-        dstate=128,
-        ngroups=1,
-        dtype="bf16",
+        operator="ssd",
+        kernel="hopper",
         intermediates="exact",
-        gate=False,
-        sequences=sequences,
-        nchunks=nchunks,
+        sizes={
+            "nheads": 80,
+            "headdim": 64,
+            "dstate": 128,
+            "ngroups": 1,
+            "dtype": "bf16",
+            "gate": False,
+            "sequences": sequences,
+            "nchunks": nchunks,
+        },
     )
-    settings = HopperSettings(
-        segment=segment or 1,
-        long_count=0,
-        long_segment=0,
-        recompute=False,
-        shares=0,
-        ring=3,
-        score_ring=2,
-        unit_registers=192,
-        other_registers=24,
+    settings = Settings(
+        kernel="hopper",
+        values={
+            "segment": segment or 1,
+            "long_count": 0,
+            "long_segment": 0,
+            "recompute": False,
+            "shares": 0,
+            "ring": 3,
+            "score_ring": 2,
+            "unit_registers": 192,
+            "other_registers": 24,
+        },
     )
     find = Find(
         calls=calls,

@@ -66,6 +66,9 @@ class SSDTuning:
     def settings(self, config: Config) -> Settings:
         return settings_of(config)
 
+    def check(self, settings: Settings) -> None:
+        config_of(settings, "")
+
     def short(self, inputs: SSDInputs) -> SSDInputs:
         """The beginning of each sequence; whole chunks if theirs are."""
         length = inputs.x.shape[1]

@@ -1,0 +1,173 @@
+"""A new operator, registered from one file, goes through every stage: the package does not know it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import CEILINGS, HOPPER, RAN, FakeBench
+from operators import toy
+from typer.testing import CliRunner
+
+from ssdprof import kernels, operators, runs
+from ssdprof.bench import run as bench_run
+from ssdprof.bench.schema import load
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import load as load_captures
+from ssdprof.cli import app
+from ssdprof.errors import BadInputError
+from ssdprof.kernels import registry
+from ssdprof.kernels.precision import Precision
+from ssdprof.measure.accuracy import assert_passes
+from ssdprof.schema import CheckpointRef, LayerRef, Prompt
+
+SEQLEN = 40
+LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i in (0, 3))
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernels.names("ssd")  # the bundled ones stay registered when the test is over
+    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
+    monkeypatch.setattr(operators, "_registered", {})
+    operators.register(toy.OPERATOR)
+    toy.register_implementations()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def drawn(seqlen: int = SEQLEN) -> toy.ToyInputs:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, seqlen, 2, 8, generator=generator).bfloat16()
+    return toy.ToyInputs(x=x, a=-torch.rand(2, seqlen, 2, generator=generator))
+
+
+@pytest.fixture
+def captures() -> Path:
+    checkpoint = CheckpointRef(
+        requested="toy", source="local", repo_id="a/toy", revision=None, model_type="toy", layers=LAYERS, layer_count=4
+    )
+    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=SEQLEN, batch=2, token_sha256="0" * 64)
+    inputs = drawn()
+    strides = {name: tensor.stride() for name, tensor in vars(inputs).items()}
+    with CaptureWriter(Path("captures"), checkpoint=checkpoint, prompts=[prompt], segment_length=SEQLEN) as writer:
+        for layer in LAYERS:
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
+    return Path("captures")
+
+
+def ssdprof(*words: str) -> str:
+    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_from_stored_captures_to_reports(captures: Path) -> None:
+    read = load_captures(captures)[1](load_captures(captures)[0].layers[0]).inputs
+    assert torch.equal(read.x, drawn().x)
+    assert torch.equal(read.a, drawn().a)
+
+    shown = ssdprof("run", str(captures), "--out", "run")
+    assert "toy" in shown
+    _, report = runs.read("run")
+    assert report.passed
+    assert len(report.cases) == len(LAYERS) * 2 * 6
+    assert {case.status for case in report.cases} == {"passed"}
+    case = report.cases[0]
+    assert [tensor.tensor for tensor in case.accuracy] == ["out", "final_states"]
+    assert str(case.dims) == "2 heads x 8, bf16"
+    assert case.accuracy[1].vs_oracle.elements == 2 * 2 * 8
+
+    shown = ssdprof("accuracy", "run")
+    assert "out" in shown
+    assert "states" in shown
+    assert json.loads(ssdprof("export", "run", "--format", "json"))["cases"][0]["dims"]["operator"] == "toy"
+    assert "2 heads x 8" in ssdprof("export", "run")
+
+
+def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(inputs: toy.ToyInputs, precision: Precision) -> toy.Output:
+        out, state = toy.running_sum(inputs, precision)
+        out[1, 20, 1, 3] += 1
+        return out, state
+
+    right = registry.get("toy", "fused")
+    monkeypatch.setitem(registry._implementations, ("toy", "fused"), replace(right, run=wrong))
+    result = CliRunner().invoke(app, ["run", str(captures), "--out", "run"], prog_name="ssdprof")
+    assert result.exit_code == 1
+    _, report = runs.read("run")
+    (out, states) = next(case for case in report.cases if case.implementation == "fused").accuracy
+    assert not out.passed
+    assert out.vs_oracle.worst_position == (1, 20, 1, 3)
+    assert states.passed
+
+
+class Stopwatch(FakeBench):
+    def __init__(self, _device: torch.device) -> None:
+        super().__init__()
+
+
+class Unread:
+    clocks = None
+
+    def poll(self) -> None:
+        pass
+
+
+@contextmanager
+def no_clocks() -> Iterator[Unread]:
+    yield Unread()
+
+
+def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
+
+        def noted(inputs: toy.ToyInputs, precision: Precision, name: str = name, cost: float = cost) -> toy.Output:
+            RAN.append((name, cost))
+            return toy.running_sum(inputs, precision)
+
+        plain = registry.get("toy", name)
+        monkeypatch.setitem(registry._implementations, ("toy", name), replace(plain, run=noted))
+    for module in (bench_run, "ssdprof.environment.present"):
+        target = f"{module}.require_gpu" if isinstance(module, str) else None
+        if target:
+            monkeypatch.setattr(target, lambda *_: torch.device("cpu"))
+        else:
+            monkeypatch.setattr(module, "require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: CEILINGS)
+    monkeypatch.setattr(bench_run, "CudaBench", Stopwatch)
+    monkeypatch.setattr(bench_run, "ClockWatch", no_clocks)
+    monkeypatch.setattr(bench_run.Limits, "of", lambda _: HOPPER)
+    report = load(ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--json"))
+    assert report.operator == "toy"
+    assert [(cell.shape, cell.sizes) for cell in report.cells] == [("toy-1b", "2x8"), ("3x16", "3x16")]
+    for cell in report.cells:
+        unfused, fused = cell.cases
+        assert unfused.status == fused.status == "passed"
+        over = fused.over("unfused")
+        assert over is not None
+        assert over.device_ratio == pytest.approx(3.0)
+
+
+def test_the_comparator_knows_it_by_its_inputs() -> None:
+    output = toy.running_sum(drawn(), Precision(state_dtype=torch.float16))
+    assert_passes(output, drawn(), Precision(state_dtype=torch.float16))
+    with pytest.raises(AssertionError, match="final_states"):
+        assert_passes((output[0], output[1] * 1.01), drawn(), Precision())
+
+
+def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
+    result = CliRunner().invoke(app, ["run", str(captures)], prog_name="ssdprof")
+    assert result.exit_code == 2
+    assert "no 'unfused' implementation of toy" in " ".join(result.stderr.split())
+    with pytest.raises(BadInputError, match="knows no operator 'tay'"):
+        operators.get("tay")
+    with pytest.raises(ValueError, match="registered already"):
+        operators.register(toy.OPERATOR)
