@@ -54,7 +54,8 @@ class Door(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: the global of a modeling file that a mixer calls for a prompt.
-    step: the global that it calls instead for one token with a cached state.  Such calls are left to the model.
+    step: the global that it calls instead for one token with a cached state; such calls are left to the model.  Empty:
+        there is none.
     bind: (mixer, *args, **kwargs) of that call -> BoundCall, without a copy.  Raises ValueError or TypeError for a call
         that the inputs cannot express.
     refused: arguments of production kernels that change the result and that the inputs cannot express.
@@ -67,7 +68,7 @@ class Door(Generic[I]):
     """
 
     function: str
-    step: str
+    step: str = ""
     bind: Callable[..., BoundCall]
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
