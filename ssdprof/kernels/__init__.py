@@ -12,7 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.gdn import GDNInputs as GDNInputs
+    from ssdprof.kernels.gdn.inputs import GDNInputs as GDNInputs
+    from ssdprof.kernels.gdn.inputs import GDNOutput as GDNOutput
+    from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
+    from ssdprof.kernels.gdn.unfused.six_launches import gdn_unfused as gdn_unfused
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
@@ -24,16 +27,22 @@ if TYPE_CHECKING:
 
 _HOME = {
     "GDNInputs": "gdn.inputs",
+    "GDNOutput": "gdn.inputs",
     "Precision": "precision",
     "SSDInputs": "ssd.inputs",
     "SSDOutput": "ssd.inputs",
     "UnsupportedError": "registry",
+    "gdn_reference": "gdn.reference",
+    "gdn_unfused": "gdn.unfused.six_launches",
     "ssd_fused": "ssd.fused",
     "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused.five_launches",
 }
-# name -> the module that registers it, in the order in which they are listed
-_IMPLEMENTATIONS = {"ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused"}}
+# operator -> name -> the module that registers it, in the order in which they are listed
+_IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused"},
+    "gdn": {"reference": "reference", "unfused": "unfused.six_launches"},
+}
 
 __all__ = ["get", "names", *_HOME]
 

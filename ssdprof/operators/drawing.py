@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -109,6 +110,16 @@ class Drawing(Generic[I]):
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
     chunks_itself: frozenset[str] = frozenset({"fused"})
     peers: Mapping[str, PeerSource] = field(default_factory=dict)
+
+
+def boundaries(tokens: Tokens, seed: int) -> list[int]:
+    """Where sequences begin and end; lengths of packed ones are uniform between the shortest and the longest."""
+    lengths = [tokens.seqlen] * tokens.sequences
+    if tokens.shortest is not None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator)
+        lengths = [int(length) for length in drawn]
+    return [0, *accumulate(lengths)]
 
 
 def _brief(length: int) -> str:

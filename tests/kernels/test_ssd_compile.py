@@ -8,9 +8,9 @@ import torch
 from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
+from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
-from ssdprof.kernels.ssd.unfused.chunks import Chunks
 from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 
 REGISTERS_OF_AN_SM = 65536

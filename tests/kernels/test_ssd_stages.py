@@ -12,13 +12,13 @@ import pytest
 import torch
 from ssd_cases import EXACT, RELAXED, Case
 
+from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.unfused.bmm_chunk import bmm_chunk
 from ssdprof.kernels.ssd.unfused.chunk_cumsum import chunk_cumsum
 from ssdprof.kernels.ssd.unfused.chunk_scan import chunk_scan
 from ssdprof.kernels.ssd.unfused.chunk_state import chunk_state
-from ssdprof.kernels.ssd.unfused.chunks import Chunks
 from ssdprof.kernels.ssd.unfused.state_passing import state_passing
 
 LN_2 = torch.log(torch.tensor(2.0, dtype=torch.float64))

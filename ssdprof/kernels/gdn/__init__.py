@@ -1,4 +1,4 @@
-"""Gated DeltaNet: inputs and oracle."""
+"""Gated DeltaNet: inputs, oracle and kernels."""
 
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 

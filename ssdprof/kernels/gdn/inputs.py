@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ssdprof.kernels.tensor_signature import tensor_signature
+
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 256  # of K and of V
 
 
 class GDNOutput(NamedTuple):
-    """o: as v.  final_state: (B, HV, K, V) fp32."""
+    """out: as v.  final_states: (sequences, HV, K, V) fp32."""
 
-    o: torch.Tensor
-    final_state: torch.Tensor
+    out: torch.Tensor
+    final_states: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +26,20 @@ class GDNInputs:
     """Inputs of one gated-delta-rule call; any strides.
 
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
-        o_t = S_t^T (scale q_t)
+        out_t = S_t^T (scale q_t)
 
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
-    g: (B, T, HV), natural logarithm of the decay, <= 0    beta: (B, T, HV)
-    initial_state: (B, HV, K, V)
+    K and V: 1 to 256, independent of each other
+    g: (B, T, HV), natural logarithm of the decay.  A decay is at most 1: a g above 0 counts as 0, clamped on the
+        device, and -inf forgets everything
+    beta: (B, T, HV), any value; models use 0 to 1, or 0 to 2
+    initial_state: (sequences, HV, K, V), K before V
     scale: K ** -0.5 if None
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
     chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
-    q, k and v share a dtype (fp32, fp16 or bf16).
+    cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence i is
+        q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  Its values are not read on the host.
+    q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError that names the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
@@ -44,19 +53,32 @@ class GDNInputs:
     scale: float | None = None
     use_qk_l2norm: bool = False
     chunk_size: int = 64
+    cu_seqlens: torch.Tensor | None = None
+
+    @classmethod
+    def unchecked(cls, **values: Any) -> GDNInputs:
+        """All fields by name, not checked: for a caller who knows the signature, or who calls `check` later."""
+        inputs = object.__new__(cls)
+        inputs.__dict__.update(values)
+        return inputs
 
     def __post_init__(self) -> None:
-        if self.q.ndim != 4:
-            raise ValueError(f"q must be (B, T, H, K), not {tuple(self.q.shape)}")
-        if self.v.ndim != 4:
-            raise ValueError(f"v must be (B, T, HV, V), not {tuple(self.v.shape)}")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError that names the argument that does not fit the others."""
+        for name, tensor, dims in (("q", self.q, "(B, T, H, K)"), ("v", self.v, "(B, T, HV, V)")):
+            if tensor.ndim != 4:
+                raise ValueError(f"{name} must be {dims}, not {tuple(tensor.shape)}")
+            if tensor.numel() == 0:
+                raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
+            if tensor.shape[3] > MAX_DIM:
+                raise ValueError(f"{name}'s last dimension is at most {MAX_DIM}, not {tensor.shape[3]}")
         batch, length, heads, key_dim = self.q.shape
         value_heads, value_dim = self.v.shape[2:]
         if self.q.dtype not in INPUT_DTYPES:
             raise ValueError(f"q must be float32, float16 or bfloat16, not {self.q.dtype}")
-        if batch == 0 or length == 0:
-            raise ValueError(f"q is empty: {tuple(self.q.shape)}")
-        if heads == 0 or value_heads % heads:
+        if value_heads % heads:
             raise ValueError(f"v's heads ({value_heads}) must be a multiple of q's ({heads})")
         if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
             raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
@@ -64,7 +86,14 @@ class GDNInputs:
         self._check("v", (batch, length, value_heads, value_dim), self.q.dtype)
         self._check("g", (batch, length, value_heads))
         self._check("beta", (batch, length, value_heads))
-        self._check("initial_state", (batch, value_heads, key_dim, value_dim))
+        if self.cu_seqlens is not None:
+            if batch != 1:
+                raise ValueError(f"cu_seqlens needs a batch of 1, not {batch}")
+            if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
+                raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
+            if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
+        self._check("initial_state", self.states_shape)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and value.device != self.q.device:
@@ -75,11 +104,48 @@ class GDNInputs:
         if tensor is None:
             return
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+            swapped = name == "initial_state" and tuple(tensor.mT.shape) == shape
+            hint = ": K comes before V, transpose the last two dimensions" if swapped else ""
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}{hint}")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} as q is, not {tensor.dtype}")
+        if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
+            raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for inputs that differ only in the values of their tensors and in their addresses, up to 16 bytes.
+
+        It decides whether inputs fit together, which kernels take them, and what Triton compiles for them.
+        """
+        return (
+            *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
+            None if self.scale is None else float(self.scale),
+            bool(self.use_qk_l2norm),
+            self.chunk_size,
+        )
+
+    @property
+    def length(self) -> int:
+        """Positions of one row of the batch; of all sequences together if packed."""
+        return self.q.shape[1]
+
+    @property
+    def sequences(self) -> int:
+        """Independent sequences: the batch, or the packed ones."""
+        return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def states_shape(self) -> tuple[int, int, int, int]:
+        """Shape of initial and final states: (sequences, HV, K, V)."""
+        return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
     @property
     def values_per_key(self) -> int:
         """Value heads that share one q and k head."""
         return self.v.shape[2] // self.q.shape[2]
+
+    @property
+    def scale_or_default(self) -> float:
+        """What multiplies q."""
+        return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)

@@ -1,10 +1,11 @@
 """The oracle of the gated delta rule: the recurrence as it is written, and a chunked form for long inputs.
 
-    u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        what the state does not know of v_t yet
-    S_t = exp(g_t) S_{t-1} + k_t u_t^T
-    o_t = S_t^T (scale q_t)
+    u_t   = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        what the state does not yet know of v_t
+    S_t   = exp(g_t) S_{t-1} + k_t u_t^T
+    out_t = S_t^T (scale q_t)
 
-Both are plain torch, run on CPU and GPU, and compute in the dtype that the caller asks for.
+with g_t above 0 taken as 0.  Both are plain torch, run on CPU and GPU, and compute in the dtype that the caller asks
+for.
 
 Chunked form.  With d_ts = exp(g_{s+1} + ... + g_t), d_t the same from the chunk's start, and S the state that enters
 the chunk,
@@ -19,78 +20,107 @@ Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.oracle_blocks import Block, Stretch, sequences
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.segment_sums import segment_sums
 
 _CHUNK = 64  # positions per chunk of the chunked form: any value gives the same answer, this one little work
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
-    """The recurrence, one position after the other: for short inputs.  Output and final state in `dtype`."""
-    o = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
-    state = _initial_state(inputs, dtype)
-    piece = _Piece.load(inputs, 0, inputs.v.shape[1], dtype)
-    for t in range(inputs.v.shape[1]):
-        q, k, v, beta = (tensor[:, :, t, :, None] for tensor in (piece.q, piece.k, piece.v, piece.beta[..., None]))
-        state = state * piece.g[:, :, t, None, None].exp()
-        u = beta * (v - state.mT @ k)
-        state = state + k @ u.mT
-        o[:, t] = (state.mT @ q)[..., 0]
-    return GDNOutput(o, state)
+    """The recurrence, one position after the other: for short inputs.  Output and final states in `dtype`."""
+    out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
+    final_states = _initial_states(inputs, dtype)
+    for stretch in _sequences(inputs):
+        state = final_states[stretch.sequence]
+        piece = _Piece.load(inputs, stretch, dtype)
+        for t in range(stretch.stop - stretch.start):
+            q, k, v, beta = (tensor[:, t, :, None] for tensor in (piece.q, piece.k, piece.v, piece.beta[..., None]))
+            state = state * piece.g[:, t, None, None].exp()
+            u = beta * (v - state.mT @ k)
+            state = state + k @ u.mT
+            out[stretch.batch, stretch.start + t] = (state.mT @ q)[..., 0]
+        final_states[stretch.sequence] = state
+    return GDNOutput(out, final_states)
+
+
+def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[Block]:
+    """The chunked form, streamed: blocks of at most `block` positions, in order, sequence after sequence.
+
+    Every sequence yields at least one block (an empty one if it has no positions), and the last one carries its final
+    state.  Memory is that of a block: about 10 * block * HV * (K + V + _CHUNK) elements of `dtype`.
+    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = T.
+    """
+    initial_states = _initial_states(inputs, dtype)
+    for stretch in _sequences(inputs):
+        state = initial_states[stretch.sequence]
+        for part in stretch.cut(block):
+            out, state = _chunked(_Piece.load(inputs, part, dtype), state)
+            yield Block(
+                sequence=part.sequence,
+                batch=part.batch,
+                start=part.start,
+                stop=part.stop,
+                last=part.stop == stretch.stop,
+                out=out,
+                state=state,
+            )
 
 
 def gdn_chunked(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> GDNOutput:
-    """The chunked form, `block` positions at a time.  Output and final state in `dtype`.
+    """`gdn_blocks`, put together.  Output and final states in `dtype`."""
+    return _collect(inputs, torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device), dtype, block)
 
-    Beyond the output, memory is that of a block: about 10 * B * block * HV * (K + V + _CHUNK) elements of `dtype`.
-    """
-    length = inputs.v.shape[1]
-    o = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
-    state = _initial_state(inputs, dtype)
-    for start in range(0, length, block):
-        stop = min(start + block, length)
-        piece, state = _chunked(_Piece.load(inputs, start, stop, dtype), state)
-        o[:, start:stop] = piece
-    return GDNOutput(o, state)
+
+def _collect(inputs: GDNInputs, out: torch.Tensor, dtype: torch.dtype, block: int = 2048) -> GDNOutput:
+    """Write the blocks, computed in `dtype`, to `out`."""
+    final_states = _initial_states(inputs, dtype)
+    for piece in gdn_blocks(inputs, dtype, block=block):
+        out[piece.batch, piece.start : piece.stop] = piece.out
+        if piece.last:
+            final_states[piece.sequence] = piece.state
+    return GDNOutput(out, final_states)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """Positions start..stop in the dtype of the computation, value heads before positions."""
+    """Positions of one sequence in the dtype of the computation, value heads before positions."""
 
-    q: torch.Tensor  # (B, HV, T, K), normalised if asked for, and scaled
-    k: torch.Tensor  # (B, HV, T, K), normalised if asked for
-    v: torch.Tensor  # (B, HV, T, V)
-    g: torch.Tensor  # (B, HV, T)
-    beta: torch.Tensor  # (B, HV, T)
+    q: torch.Tensor  # (HV, T, K), normalised if asked for, and scaled
+    k: torch.Tensor  # (HV, T, K), normalised if asked for
+    v: torch.Tensor  # (HV, T, V)
+    g: torch.Tensor  # (HV, T), at most 0
+    beta: torch.Tensor  # (HV, T)
 
     @classmethod
-    def load(cls, inputs: GDNInputs, start: int, stop: int, dtype: torch.dtype) -> _Piece:
+    def load(cls, inputs: GDNInputs, stretch: Stretch, dtype: torch.dtype) -> _Piece:
         q, k, v, g, beta = (
-            tensor[:, start:stop].transpose(1, 2).to(dtype)
+            tensor[stretch.batch, stretch.start : stretch.stop].transpose(0, 1).to(dtype)
             for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
         )
         if inputs.use_qk_l2norm:
             q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
-        q = q * (q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale)
-        q, k = (tensor.repeat_interleave(inputs.values_per_key, 1) for tensor in (q, k))
-        return cls(q=q, k=k, v=v, g=g, beta=beta)
+        q, k = (tensor.repeat_interleave(inputs.values_per_key, 0) for tensor in (q * inputs.scale_or_default, k))
+        return cls(q=q, k=k, v=v, g=g.clamp(max=0), beta=beta)
 
 
 def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, T, HV, V) and the state (B, HV, K, V) after the piece."""
-    length = piece.v.shape[2]
+    """Output (T, HV, V) and the state (HV, K, V) after the piece."""
+    length = piece.v.shape[1]
     count = -(-length // _CHUNK)
     pad = count * _CHUNK - length  # positions with g = beta = 0: they neither decay nor add
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
-        """(B, HV, T, ...) -> (B, HV, NT, chunk, ...)"""
-        heads, rest = tensor.shape[:2], tensor.shape[3:]
-        return torch.cat([tensor, tensor.new_zeros(*heads, pad, *rest)], 2).reshape(*heads, count, _CHUNK, *rest)
+        """(HV, T, ...) -> (HV, NT, chunk, ...)"""
+        heads, rest = tensor.shape[0], tensor.shape[2:]
+        return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(heads, count, _CHUNK, *rest)
 
     q, k, v, beta = chunks(piece.q), chunks(piece.k), chunks(piece.v), chunks(piece.beta)[..., None]
     g = chunks(piece.g)
@@ -104,17 +134,40 @@ def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         [v.shape[-1], k.shape[-1]], -1
     )
     scores = (q @ k.mT) * decay
-    o = torch.empty_like(v)
+    out = torch.empty_like(v)
     for i in range(count):
-        u = U0[:, :, i] - W[:, :, i] @ state
-        o[:, :, i] = (q[:, :, i] * since_start[:, :, i]) @ state + scores[:, :, i] @ u
-        state = state * since_start[:, :, i, -1:] + (k[:, :, i] * to_end[:, :, i]).mT @ u
-    return o.flatten(2, 3)[:, :, :length].transpose(1, 2), state
+        u = U0[:, i] - W[:, i] @ state
+        out[:, i] = (q[:, i] * since_start[:, i]) @ state + scores[:, i] @ u
+        state = state * since_start[:, i, -1:] + (k[:, i] * to_end[:, i]).mT @ u
+    return out.flatten(1, 2)[:, :length].transpose(0, 1), state
 
 
-def _initial_state(inputs: GDNInputs, dtype: torch.dtype) -> torch.Tensor:
-    """(B, HV, K, V), a fresh tensor."""
+def _initial_states(inputs: GDNInputs, dtype: torch.dtype) -> torch.Tensor:
+    """(sequences, HV, K, V), a fresh tensor."""
     if inputs.initial_state is not None:
         return inputs.initial_state.to(dtype, copy=True)
-    batch, _, heads, value_dim = inputs.v.shape
-    return torch.zeros(batch, heads, inputs.q.shape[3], value_dim, dtype=dtype, device=inputs.v.device)
+    return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.v.device)
+
+
+def _sequences(inputs: GDNInputs) -> list[Stretch]:
+    """Every sequence of the inputs, in order."""
+    return sequences(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
+
+
+def gdn_reference(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
+    """The oracle as an implementation: computed in fp64 whatever the precision, then rounded once."""
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    out, final_states = _collect(inputs, out, torch.float64)
+    return GDNOutput(out, final_states.float())
+
+
+def _plan(_inputs: GDNInputs, _precision: Precision) -> Plan:
+    return Plan(
+        variant="torch",
+        launches=0,
+        config={"chunk_size": _CHUNK},
+        reason="fp64, rounded once at the end; torch operations, not kernels of ours",
+    )
+
+
+register(Implementation(operator="gdn", name="reference", run=gdn_reference, plan=_plan))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ssdprof.kernels.tensor_signature import tensor_signature
+
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -120,12 +122,17 @@ class SSDInputs:
         Whether inputs fit together, what kernels take them and how, and what Triton compiles for them, follow from it.
         """
         return (
-            *map(_signature, (self.x, self.dt, self.A, self.B, self.C)),
-            *map(_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
+            *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
+            *map(tensor_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
             self.chunk_size,
             bool(self.dt_softplus),
             *map(float, self.dt_limit),
         )
+
+    @property
+    def length(self) -> int:
+        """Positions of one row of the batch; of all sequences together if packed."""
+        return self.x.shape[1]
 
     @property
     def sequences(self) -> int:
@@ -140,9 +147,3 @@ class SSDInputs:
     @property
     def heads_per_group(self) -> int:
         return self.x.shape[2] // self.B.shape[2]
-
-
-def _signature(tensor: torch.Tensor | None) -> Hashable:
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16

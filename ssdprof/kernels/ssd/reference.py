@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
+from ssdprof.kernels.oracle_blocks import Block, Stretch, sequences
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.segment_sums import segment_sums
@@ -26,39 +26,11 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 _CHUNK = 64  # positions per chunk of the chunked form: any value gives the same answer, this one little work
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """A piece of the output, and the state that follows it.
-
-    out:   (stop - start, h, p), the values of x[batch, start:stop]'s output
-    state: (h, p, n) after position stop - 1; the sequence's final state if `last`
-    sequence: row of initial_states and final_states; equals batch unless the inputs are packed
-    """
-
-    sequence: int
-    batch: int
-    start: int
-    stop: int
-    last: bool  # of its sequence
-    out: torch.Tensor
-    state: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Where one sequence lies in x."""
-
-    sequence: int
-    batch: int
-    start: int
-    stop: int
-
-
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
     """The recurrence, one position after the other: for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = _initial_states(inputs, dtype)
-    for span in _spans(inputs):
+    for span in _sequences(inputs):
         state = final_states[span.sequence]
         for t in range(span.start, span.stop):
             piece = _Piece.load(inputs, span.batch, t, t + 1, dtype)
@@ -79,18 +51,17 @@ def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: 
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
     """
     initial_states = _initial_states(inputs, dtype)
-    for span in _spans(inputs):
+    for span in _sequences(inputs):
         state = initial_states[span.sequence]
-        for start in range(span.start, max(span.stop, span.start + 1), block):
-            stop = min(start + block, span.stop)
-            piece = _Piece.load(inputs, span.batch, start, stop, dtype)
+        for part in span.cut(block):
+            piece = _Piece.load(inputs, part.batch, part.start, part.stop, dtype)
             out, state = _chunked(piece, state)
             yield Block(
-                sequence=span.sequence,
-                batch=span.batch,
-                start=start,
-                stop=stop,
-                last=stop == span.stop,
+                sequence=part.sequence,
+                batch=part.batch,
+                start=part.start,
+                stop=part.stop,
+                last=part.stop == span.stop,
                 out=piece.skip_and_gate(out),
                 state=state,
             )
@@ -202,15 +173,9 @@ def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(inputs.sequences, h, p, n, dtype=dtype, device=inputs.x.device)
 
 
-def _spans(inputs: SSDInputs) -> list[_Span]:
+def _sequences(inputs: SSDInputs) -> list[Stretch]:
     """Every sequence of the inputs, in order."""
-    batch, length = inputs.x.shape[:2]
-    if inputs.cu_seqlens is None:
-        return [_Span(row, row, 0, length) for row in range(batch)]
-    bounds: list[int] = inputs.cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to {length}")
-    return [_Span(i, 0, start, stop) for i, (start, stop) in enumerate(pairwise(bounds))]
+    return sequences(inputs.x.shape[0], inputs.x.shape[1], inputs.cu_seqlens)
 
 
 def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008

@@ -1,5 +1,6 @@
 """The gated delta rule of Gated DeltaNet."""
 
+from ssdprof.operators.gdn.stages import STAGES
 from ssdprof.operators.outline import Outline
 
-OUTLINE = Outline(name="gdn", title="GDN (capture only)", layers="Gated-DeltaNet")
+OUTLINE = Outline(name="gdn", title="GDN", layers="Gated-DeltaNet", stages=STAGES)

@@ -70,8 +70,8 @@ def stand_in(inputs: GDNInputs) -> Output:
     """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
     if inputs.v.device.type == "cuda":
         return run_kernels("gdn", inputs, inputs.v.device)
-    o, final_state = gdn_chunked(inputs, dtype=torch.float32)
-    return o.to(inputs.v.dtype), final_state
+    out, final_states = gdn_chunked(inputs, dtype=torch.float32)
+    return out.to(inputs.v.dtype), final_states
 
 
 DOOR = Door(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.operators.drawing import Cell, Drawing, Layout, Tokens
+from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.ssd.peers import PEERS
 from ssdprof.operators.ssd.shapes import SHAPES, SSDShape, parse
@@ -29,8 +28,8 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     shape, dtype = cell.shape, dtype_named(cell.dtype)
     assert isinstance(shape, SSDShape)
     generator = torch.Generator(device).manual_seed(SEED)
-    boundaries = _boundaries(cell.tokens)
-    batch, seqlen = (1, boundaries[-1]) if cell.tokens.packed else (cell.tokens.sequences, cell.tokens.seqlen)
+    bounds = boundaries(cell.tokens, SEED)
+    batch, seqlen = (1, bounds[-1]) if cell.tokens.packed else (cell.tokens.sequences, cell.tokens.seqlen)
 
     def normal(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*sizes, dtype=dtype, device=device, generator=generator)
@@ -55,7 +54,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
         initial_states=normal(cell.tokens.sequences, shape.nheads, shape.headdim, shape.dstate)
         if cell.tokens.packed
         else None,
-        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32, device=device) if cell.tokens.packed else None,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
     )
 
 
@@ -80,16 +79,6 @@ def _sizes(shape: SSDShape) -> tuple[tuple[int, ...], ...]:
     """Of one position of x, B, C and dt."""
     group = (shape.ngroups, shape.dstate)
     return (shape.nheads, shape.headdim), group, group, (shape.nheads,)
-
-
-def _boundaries(tokens: Tokens) -> list[int]:
-    """Where sequences begin and end; those of packed ones are uniform between the shortest and the longest."""
-    lengths = [tokens.seqlen] * tokens.sequences
-    if tokens.shortest is not None:
-        generator = torch.Generator().manual_seed(SEED)
-        drawn = torch.randint(tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator)
-        lengths = [int(length) for length in drawn]
-    return [0, *accumulate(lengths)]
 
 
 DRAWING = Drawing(

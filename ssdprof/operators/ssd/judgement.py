@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from ssdprof.kernels.oracle_blocks import Block
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.reference import Block, ssd_blocks
+from ssdprof.kernels.ssd.reference import ssd_blocks
 from ssdprof.operators.operator import Form, Judgement
 from ssdprof.operators.ssd.rounding import RoundedSSD, SSDGate
 

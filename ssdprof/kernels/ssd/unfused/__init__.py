@@ -1,6 +1,5 @@
 """SSD in five launches, one kernel a file.
 
 five_launches.py   the implementation: `ssd_unfused`
-chunks.py          where the chunks of a call lie
 chunk_cumsum.py -> chunk_state.py -> state_passing.py -> bmm_chunk.py -> chunk_scan.py
 """

@@ -22,9 +22,9 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
+from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config_table import BMM_CHUNK, Call, first_fit
-from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_span
 
 STAGES = {"_bmm_chunk_kernel": "bmm_chunk"}
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import ptr_offset
-from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_span
+from ssdprof.kernels.chunks import Chunks, chunk_span
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

@@ -28,9 +28,9 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
+from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.ssd.config_table import CHUNK_SCAN, Call, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_span
 
 STAGES = {"_chunk_scan_kernel": "chunk_scan"}
 

@@ -20,9 +20,9 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config_table import CHUNK_STATE, Call, first_fit
-from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_span
 
 STAGES = {"_chunk_state_kernel": "chunk_state"}
 

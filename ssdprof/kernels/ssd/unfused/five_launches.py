@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.chunks import Chunks, chunk_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -19,7 +20,6 @@ from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig, bmm_chunk
 from ssdprof.kernels.ssd.unfused.chunk_cumsum import ChunkCumsumConfig, chunk_cumsum
 from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
 from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig, chunk_state
-from ssdprof.kernels.ssd.unfused.chunks import Chunks, chunk_count
 from ssdprof.kernels.ssd.unfused.state_passing import StatePassingConfig, state_passing
 
 MAX_HEADDIM, MAX_DSTATE, MAX_CHUNK_SIZE = 128, 256, 256

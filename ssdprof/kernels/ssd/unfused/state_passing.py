@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import decay_exp2, ptr_offset
-from ssdprof.kernels.ssd.unfused.chunks import Chunks
+from ssdprof.kernels.chunks import Chunks
 
 STAGES = {"_state_passing_kernel": "state_passing"}
 

@@ -11,17 +11,35 @@ of the empty chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+import ssdprof.kernels._triton  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
 from ssdprof.kernels._launch import launch
-from ssdprof.kernels.ssd.inputs import SSDInputs
 
 _BLOCK = 128  # sequences or chunks per loop turn
 
 STAGES = {"chunk_span": "caller", "_chunk_table_kernel": "setup"}
+
+
+class Sequences(Protocol):
+    """The part of an operator's inputs that says where its sequences lie."""
+
+    @property
+    def length(self) -> int:
+        """Positions of one row of the batch."""
+
+    @property
+    def sequences(self) -> int: ...
+
+    @property
+    def chunk_size(self) -> int: ...
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +58,12 @@ class Chunks:
     bounds: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: SSDInputs) -> Chunks:
+    def of(cls, inputs: Sequences) -> Chunks:
         size, count, sequences = inputs.chunk_size, chunk_count(inputs), inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(size=size, count=count, sequences=sequences)
-        spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.x.device)
-        bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.x.device)
+        spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.cu_seqlens.device)
+        bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.cu_seqlens.device)
         launch(
             _chunk_table_kernel,
             sequences,
@@ -57,9 +75,9 @@ class Chunks:
         return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
 
 
-def chunk_count(inputs: SSDInputs) -> int:
+def chunk_count(inputs: Sequences) -> int:
     """Chunks per row of the batch; if packed, at most so many are needed."""
-    whole = triton.cdiv(inputs.x.shape[1], inputs.chunk_size)
+    whole = triton.cdiv(inputs.length, inputs.chunk_size)
     return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
 
 

@@ -1,0 +1,164 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""GDN stage 5 of 6: the state that enters each chunk, what the chunk writes into it, and the state at the end.
+
+    v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
+    S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
+
+with S the state transposed, which enters the chunk and is written to prev_states, and g_end = g_cumsum[C - 1].
+The serial stage: a program keeps a block of rows of S in registers, in fp32, from chunk to chunk.  Rows of S come out
+of one product and go into the other as its first operand, which is read from registers.
+
+In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C) fp32
+      initial_state (sequences, HV, K, V) or None
+Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
+      final_states (sequences, HV, K, V) fp32
+Grid: (sequences * HV * v-blocks).  One program owns a block of one head's state and walks over the sequence's chunks.
+Oracle: `chunk_state` in tests/kernels/gdn_stages.py.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464),
+section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import launch
+from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels.chunks import Chunks
+from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig
+from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
+from ssdprof.kernels.precision import Precision
+
+STAGES = {"_load": "caller", "_gdn_chunk_state_kernel": "chunk_state"}
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    w, u, k, prev_states, v_new = (args[f"{name}_ptr"] for name in ("w", "u", "k", "prev_states", "v_new"))
+    batch, nchunks, heads, _, key_dim = w.shape
+    return {
+        "name": f"{kernel.name} b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}",
+        "flops": 4 * u.numel() * key_dim,
+        "bytes": sum(t.numel() * t.element_size() for t in (w, u, k, prev_states, v_new)),
+    }
+
+
+@triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    """Zeros where the mask is not set; WHOLE: it is set everywhere."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit(launch_metadata=_metadata)
+def _gdn_chunk_state_kernel(
+    k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr,
+    prev_states_ptr, v_new_ptr, final_states_ptr,
+    k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides, prev_states_strides, v_new_strides,
+    final_states_strides,
+    length, heads, nchunks, values_per_key,
+    CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr, STATE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    # --- which rows of which state are mine
+    V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    ALL_K: tl.constexpr = KEY_DIM == BLOCK_K
+    ALL_V: tl.constexpr = VALUE_DIM % BLOCK_V == 0
+    i_sh = tl.program_id(0) // V_BLOCKS
+    i_s, i_h = i_sh // heads, i_sh % heads
+    o_v = (tl.program_id(0) % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    o_k, o_i = tl.arange(0, BLOCK_K), tl.arange(0, CHUNK_SIZE)
+    m_v, m_k = o_v < VALUE_DIM, o_k < KEY_DIM
+    m_vk = m_v[:, None] & m_k[None, :]
+    if bounds_ptr is None:
+        i_b, first, after = i_s, 0, nchunks
+        begin, end = tl.zeros((), tl.int64), tl.cast(length, tl.int64)
+    else:
+        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
+        end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
+
+    # --- addresses of the first chunk; each later one is a stride further
+    p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
+    p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
+    p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
+    p_g = g_cumsum_log2_ptr + ptr_offset((i_b, first, i_h), g_cumsum_log2_strides[:3])
+    p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
+    p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
+
+    # --- chunk after chunk
+    S = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+    if initial_state_ptr is not None:
+        initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
+        S += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
+    for turn in range(after - first):
+        step = tl.cast(turn, tl.int64)
+        S_operand = S.to(OPERAND)
+        if ALL_K and ALL_V:
+            tl.store(p_prev + step * prev_states_strides[1], S_operand)
+        else:
+            tl.store(p_prev + step * prev_states_strides[1], S_operand, mask=m_vk)
+        b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+        b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
+        m_i = o_i < end - begin - step * CHUNK_SIZE
+        b_k = tl.load(
+            p_k + step * CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
+        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
+        b_g = tl.load(p_g_chunk + o_i)
+        g_end = tl.load(p_g_chunk + (CHUNK_SIZE - 1))
+
+        v_new = b_u.to(tl.float32) - tl.dot(S_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        if ALL_V:
+            tl.store(p_new + step * v_new_strides[1], v_new.to(OPERAND))
+        else:
+            tl.store(p_new + step * v_new_strides[1], v_new.to(OPERAND), mask=m_v[:, None])
+        to_end = decay_exp2(g_end - b_g).to(INTERMEDIATE)
+        decayed = (v_new.to(INTERMEDIATE) * to_end[None, :]).to(OPERAND)
+        S = tl.dot(decayed, b_k, S * decay_exp2(g_end), input_precision=DOT_PRECISION)
+        S = S.to(STATE).to(tl.float32)
+    tl.store(final_states_ptr + ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides), S, mask=m_vk)
+
+
+def chunk_state(
+    k: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    g_cumsum_log2: torch.Tensor,
+    chunks: Chunks,
+    *,
+    inputs_dtype: torch.dtype,
+    precision: Precision,
+    initial_state: torch.Tensor | None = None,
+    config: ChunkStateConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(prev_states, v_new, final_states).  Shapes are in the module docstring; `GDNInputs` has checked them."""
+    batch, length, key_heads, key_dim = k.shape
+    heads, value_dim = u.shape[2:4]
+    operand = operand_dtype(inputs_dtype, precision)
+    config = config or ChunkStateConfig.choose(key_dim=key_dim, value_dim=value_dim, operand=operand)
+    prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=k.device, dtype=operand)
+    v_new = torch.empty_like(u)
+    final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)
+    launch(
+        _gdn_chunk_state_kernel,
+        chunks.sequences * heads * triton.cdiv(value_dim, config.block_v),
+        (k, w, u, g_cumsum_log2, initial_state, chunks.spans, chunks.bounds, prev_states, v_new, final_states),
+        (
+            k.stride(), w.stride(), u.stride(), g_cumsum_log2.stride(),
+            () if initial_state is None else initial_state.stride(),
+            prev_states.stride(), v_new.stride(), final_states.stride(),
+            length, heads, chunks.count, heads // key_heads,
+        ),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs_dtype, precision),
+        STATE=TL_DTYPE[precision.state_dtype],
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=config.block_v,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return prev_states, v_new, final_states

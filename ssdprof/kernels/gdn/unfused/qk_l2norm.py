@@ -1,0 +1,67 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Before GDN's stages, where a call asks for it: rows of q or k divided by their length.
+
+    y[t] = x[t] / sqrt(sum_k x[t, k]^2 + 1e-6)
+
+In:   x (B, T, H, K)
+Out:  y (B, T, H, K), contiguous, in the operands' dtype
+Grid: (blocks of B * T * H rows).  One program owns a block of rows.
+Oracle: `qk_l2norm` in tests/kernels/gdn_stages.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import launch
+from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.gdn.unfused.configs import QkL2NormConfig
+
+L2NORM_EPS = tl.constexpr(1e-6)
+
+STAGES = {"_gdn_qk_l2norm_kernel": "qk_l2norm"}
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    x, y = args["x_ptr"], args["y_ptr"]
+    return {
+        "name": f"{kernel.name} {tuple(x.shape)}",
+        "flops": 3 * x.numel(),
+        "bytes": x.numel() * (x.element_size() + y.element_size()),
+    }
+
+
+@triton.jit(launch_metadata=_metadata)
+def _gdn_qk_l2norm_kernel(
+    x_ptr, y_ptr, x_strides, length, heads, rows,
+    KEY_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    o_k = tl.arange(0, BLOCK_K)
+    m = (o_r < rows)[:, None] & (o_k < KEY_DIM)[None, :]
+    i_h, i_bt = o_r % heads, o_r // heads
+    index = ((i_bt // length)[:, None], (i_bt % length)[:, None], i_h[:, None], o_k[None, :])
+    b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
+    tl.store(y_ptr + o_r[:, None] * KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
+
+
+def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | None = None) -> torch.Tensor:
+    """Launch the kernel for q or for k.  dtype: of the result.  `GDNInputs` has checked the shape."""
+    batch, length, heads, key_dim = x.shape
+    config = config or QkL2NormConfig.choose(key_dim=key_dim)
+    y = torch.empty(x.shape, device=x.device, dtype=dtype)
+    rows = batch * length * heads
+    launch(
+        _gdn_qk_l2norm_kernel,
+        triton.cdiv(rows, config.block_rows),
+        (x, y),
+        (x.stride(), length, heads, rows),
+        KEY_DIM=key_dim, BLOCK_ROWS=config.block_rows, BLOCK_K=triton.next_power_of_2(key_dim),
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,78 @@
+"""GDN inputs, distributed as those of a trained layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.gdn.shapes import SHAPES, GDNShape, parse
+
+SEED = 0
+SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
+STEPS = (1e-3, 1e-1)  # softplus(a + dt_bias) at a = 0: log-uniform
+
+
+def draw(cell: Cell, device: torch.device) -> GDNInputs:
+    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its largest.
+
+    "contiguous" tensors, or "views" as a model passes them: q, k and v side by side in one tensor.  Packed sequences
+    have an initial state ~ N(0, 1) too.
+    """
+    shape, dtype = cell.shape, dtype_named(cell.dtype)
+    assert isinstance(shape, GDNShape)
+    generator = torch.Generator(device).manual_seed(SEED)
+    bounds = boundaries(cell.tokens, SEED)
+    batch, length = (1, bounds[-1]) if cell.tokens.packed else (cell.tokens.sequences, cell.tokens.seqlen)
+    heads = shape.value_heads
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, generator=generator)
+
+    def uniform(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(heads, device=device, generator=generator)
+
+    q, k, v = _tensors(shape, cell.layout, batch, length, device, dtype)
+    for tensor in (q, k, v):
+        tensor.normal_(generator=generator)
+    step = uniform(*map(math.log, STEPS)).exp()
+    dt_bias = step + torch.log(-torch.expm1(-step))  # the inverse softplus
+    A = uniform(SLOWEST, FASTEST)
+    states = (cell.tokens.sequences, heads, shape.key_dim, shape.value_dim)
+    return GDNInputs(
+        q=q,
+        k=k,
+        v=v,
+        g=-A * torch.nn.functional.softplus(normal(batch, length, heads) + dt_bias),
+        beta=(shape.largest_beta * normal(batch, length, heads).sigmoid()).to(dtype),
+        use_qk_l2norm=True,
+        initial_state=normal(*states) if cell.tokens.packed else None,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
+    )
+
+
+def _tensors(
+    shape: GDNShape, layout: Layout, batch: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v with nothing in them yet."""
+    key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
+    sizes = (key, key, value)
+    if layout == "contiguous":
+        q, k, v = (torch.empty(batch, length, *size, dtype=dtype, device=device) for size in sizes)
+        return q, k, v
+    widths = [math.prod(size) for size in sizes]
+    convolved = torch.empty(batch, length, sum(widths), dtype=dtype, device=device)
+    parts = torch.split(convolved, widths, -1)
+    q, k, v = (part.view(batch, length, *size) for part, size in zip(parts, sizes, strict=True))
+    return q, k, v
+
+
+DRAWING = Drawing(
+    shapes=SHAPES,
+    parse=parse,
+    grammar="key heads / value heads x K x V, such as 16/32x128x128",
+    draw=draw,
+)

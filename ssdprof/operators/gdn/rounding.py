@@ -1,0 +1,159 @@
+"""What a precision allows an implementation to lose: the gated delta rule, rounded at every place that may round.
+
+This is the `lo` of the comparison (docs/measuring.md).  It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024
+(arXiv:2412.06464), section 3.3, with chunks of 64 positions whatever the call's chunk size, in plain torch.  Everything
+is computed in fp32 and rounded
+
+    where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it:
+                                        q and k (normalised ones too), the inverse, beta times v and beta times decay
+                                        times k, w, u, the state, what a chunk writes, the scores
+    in products between the inverse's 16-row blocks     to tf32; fp32 operands to two tf32 numbers
+    where states pass from chunk to chunk, and at the end     to the state dtype
+    as the output     to the input's dtype
+    if relaxed: decays, q k^T, beta and their products, and what a chunk writes   to 16 bit (the input's dtype;
+                                        bfloat16 for fp32 inputs), and fp32 operands, too
+
+k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No kernel is imitated beyond
+that and nothing here is fitted: an implementation that rounds at fewer places only gets closer to the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.precision import Precision
+from ssdprof.operators.operator import Span
+from ssdprof.operators.rounding import gpu_exp, ieee_matmul, rounded_operand, split_chunks, two_tf32
+
+CHUNK = 64
+_LEAF = 16  # rows of the blocks that are inverted in fp32
+_FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNGate:
+    """What every precision shares: the running sum of g in each chunk, (c, h, CHUNK) in fp32; the padding has g = 0."""
+
+    g_cumsum: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, span: Span) -> GDNGate:
+        g = inputs.g[span.batch, span.start : span.stop].float().clamp(_FORGOTTEN, 0)
+        g = split_chunks(g, CHUNK).transpose(1, 2)
+        running = [g[..., 0]]
+        for i in range(1, CHUNK):
+            running.append(running[-1] + g[..., i])
+        return cls(g_cumsum=torch.stack(running, -1))
+
+    def largest_exponent(self) -> torch.Tensor:
+        """max |g_cumsum| of each head, (h); 0 without positions."""
+        if len(self.g_cumsum) == 0:
+            return self.g_cumsum.new_zeros(self.g_cumsum.shape[1])
+        return self.g_cumsum.abs().amax((0, 2))
+
+
+class RoundedGDN:
+    """Evaluates the operator in one precision, span after span; the state is carried within a sequence."""
+
+    def __init__(self, inputs: GDNInputs, precision: Precision) -> None:
+        self._inputs = inputs
+        self._state_dtype = precision.state_dtype
+        self._intermediate_dtype = precision.intermediate_dtype(inputs.q.dtype)
+        self._operand_dtype = inputs.q.dtype if precision.exact else self._intermediate_dtype
+        self._sequence: int | None = None
+        self._state = torch.empty(0)
+
+    def advance(self, span: Span, gate: GDNGate) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (l, h, V) of the span in v's dtype, and the state (h, K, V) after it in fp32."""
+        if span.sequence != self._sequence:
+            self._sequence, self._state = span.sequence, self._initial_state(span.sequence)
+        if span.start == span.stop:
+            return self._inputs.v[span.batch, span.start : span.stop], self._state
+        with ieee_matmul():
+            out = self._chunks(span, gate)
+        return out, self._state
+
+    def _initial_state(self, sequence: int) -> torch.Tensor:
+        inputs = self._inputs
+        if inputs.initial_state is not None:
+            return self._state_rounded(inputs.initial_state[sequence].float())
+        return inputs.v.new_zeros(inputs.states_shape[1:], dtype=torch.float32)
+
+    def _chunks(self, span: Span, gate: GDNGate) -> torch.Tensor:
+        inputs, operand, intermediate = self._inputs, self._operand_rounded, self._intermediate_rounded
+        positions = slice(span.start, span.stop)
+        q, k = (self._queries_or_keys(tensor[span.batch, positions]) for tensor in (inputs.q, inputs.k))  # (c, h, i, K)
+        v = split_chunks(inputs.v[span.batch, positions].float(), CHUNK).transpose(1, 2)  # (c, h, i, V)
+        beta = split_chunks(inputs.beta[span.batch, positions].float(), CHUNK).transpose(1, 2)[..., None]
+        g = gate.g_cumsum
+
+        decay = gpu_exp((g[..., :, None] - g[..., None, :]).clamp(max=0)).tril()  # (c, h, i, j)
+        inverse = operand(self._inverse(((k @ k.mT) * decay * beta).tril(-1)))
+        beta, since_start = intermediate(beta), intermediate(gpu_exp(g))[..., None]
+        u = operand(inverse @ operand(beta * v))
+        w = operand(inverse @ operand(intermediate(beta * since_start) * k))
+
+        last = g[..., -1:]
+        to_end = intermediate(gpu_exp((last - g).clamp(max=0)))[..., None]
+        chunk_decay = gpu_exp(last)[..., None]
+        scores = operand(intermediate(intermediate(q @ k.mT) * intermediate(decay)))
+        out = torch.empty_like(v)
+        for c in range(len(v)):
+            entering = operand(self._state)
+            written = intermediate(u[c] - w[c] @ entering)
+            out[c] = since_start[c] * (q[c] @ entering) + scores[c] @ operand(written)
+            added = k[c].mT @ operand(written * to_end[c])
+            self._state = self._state_rounded(self._state * chunk_decay[c] + added)
+        out = out * inputs.scale_or_default
+        return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
+
+    def _queries_or_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(l, H, K) as an operand, (c, h, CHUNK, K)."""
+        tensor = tensor.float()
+        if self._inputs.use_qk_l2norm:
+            tensor = tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        tensor = self._operand_rounded(tensor).repeat_interleave(self._inputs.values_per_key, 1)
+        return split_chunks(tensor, CHUNK).transpose(1, 2)
+
+    def _inverse(self, system: torch.Tensor) -> torch.Tensor:
+        """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours."""
+        product = _tf32 if self._operand_dtype != torch.float32 else two_tf32
+        identity = torch.eye(_LEAF, device=system.device)
+        leaves = _blocks_below(system, _LEAF, 0)
+        inverse: torch.Tensor = torch.linalg.solve_triangular(
+            leaves, identity.expand_as(leaves), upper=False, unitriangular=True
+        )
+        half = _LEAF
+        while half < CHUNK:
+            top, bottom, between = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :], _blocks_below(system, half, 1)
+            corner = -product(bottom) @ product(product(between) @ product(top))
+            upper, lower = torch.cat([top, torch.zeros_like(top)], -1), torch.cat([corner, bottom], -1)
+            inverse = torch.cat([upper, lower], -2)
+            half *= 2
+        return inverse.squeeze(-3)
+
+    def _operand_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return rounded_operand(tensor, self._operand_dtype)
+
+    def _intermediate_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._intermediate_dtype).float()
+
+    def _state_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._state_dtype).float()
+
+
+def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
+    """(..., CHUNK, CHUNK) -> (..., n, size, size): blocks on the diagonal, or the one below each even block of it."""
+    count = CHUNK // size
+    blocks = system.reshape(*system.shape[:-2], count, size, count, size)
+    on_or_below = [blocks[..., i + below, :, i, :] for i in range(0, count, 1 + below)]
+    return torch.stack(on_or_below, -3)
+
+
+def _tf32(tensor: torch.Tensor) -> torch.Tensor:
+    """Rounded to the 11 significant bits of tf32, by Veltkamp's splitting (Dekker 1971)."""
+    scaled = tensor * 8193.0  # 2 ** (24 - 11) + 1
+    return scaled - (scaled - tensor)

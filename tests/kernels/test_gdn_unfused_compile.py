@@ -1,0 +1,53 @@
+"""The unfused GDN kernels compile for every supported GPU, fit its shared memory and do not spill."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from gdn_cases import EXACT, RELAXED, Case
+
+from ssdprof.kernels.gdn.unfused.six_launches import six_stages
+from ssdprof.kernels.precision import Precision
+
+REGISTERS_OF_AN_SM = 65536
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+QWEN = dict(key_heads=2, values_per_key=2, key_dim=128, value_dim=128, length=256)
+OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192, length=256)
+LARGEST = dict(key_heads=1, values_per_key=1, key_dim=256, value_dim=256, length=256)
+PACKED = dict(lengths=(40, 9, 0, 200), initial_state=True)
+
+CASES: dict[str, tuple[Case, Precision]] = {
+    "qwen bf16 exact": (Case(**QWEN, dtype=BF16), EXACT),
+    "qwen fp32 exact": (Case(**QWEN, dtype=FP32), EXACT),
+    "qwen packed fp16 relaxed": (Case(**QWEN, **PACKED, dtype=FP16), RELAXED),
+    "qwen fp32 relaxed": (Case(**QWEN, dtype=FP32), RELAXED),
+    "olmo bf16 exact": (Case(**OLMO, dtype=BF16), EXACT),
+    "largest bf16 exact": (Case(**LARGEST, dtype=BF16), EXACT),
+    "largest packed fp32 exact": (Case(**LARGEST, **PACKED, dtype=FP32), EXACT),
+}
+
+
+def launch(case: Case, precision: Precision) -> None:
+    six_stages(on_meta(case.inputs()), precision)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("label", CASES)
+def test_compiles_within_the_limits(label: str, capability: int) -> None:
+    case, _ = CASES[label]
+    kernels = compiled("test_gdn_unfused_compile", capability)[label]
+    stages = ["gate_cumsum", "scaled_dot_kkt", "solve_tril", "recompute_w_u", "chunk_state", "chunk_output"]
+    names = ["_gdn_qk_l2norm_kernel"] * 2 + (["_chunk_table_kernel"] if case.lengths else [])
+    names += [f"_gdn_{stage}_kernel" for stage in stages]
+    assert [kernel.kernel for kernel in kernels] == names
+    for kernel in kernels:
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size
+        most = 0 if case.dtype != FP32 or case.key_dim < 128 else 512 if case.key_dim == 256 else 64
+        assert kernel.spilled_bytes <= most, kernel
+        assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
