@@ -11,7 +11,6 @@ import pytest
 import torch
 from fused_kernels import CHOSEN, ON_HOPPER, Kernel, passing
 from ssd_cases import EXACT
-from ssdprof.bench.inputs import draw
 from typer.testing import CliRunner
 
 from ssdprof.bench.grid import Cell, Tokens
