@@ -12,8 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ssdprof.kernels.gdn.fused import gdn_fused as gdn_fused
     from ssdprof.kernels.gdn.inputs import GDNInputs as GDNInputs
     from ssdprof.kernels.gdn.inputs import GDNOutput as GDNOutput
+    from ssdprof.kernels.gdn.recurrent import gdn_recurrent as gdn_recurrent
     from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
     from ssdprof.kernels.gdn.unfused.six_launches import gdn_unfused as gdn_unfused
     from ssdprof.kernels.precision import Precision as Precision
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.fused import ssd_fused as ssd_fused
     from ssdprof.kernels.ssd.inputs import SSDInputs as SSDInputs
     from ssdprof.kernels.ssd.inputs import SSDOutput as SSDOutput
+    from ssdprof.kernels.ssd.recurrent import ssd_recurrent as ssd_recurrent
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
     from ssdprof.kernels.ssd.unfused.five_launches import ssd_unfused as ssd_unfused
 
@@ -32,16 +35,24 @@ _HOME = {
     "SSDInputs": "ssd.inputs",
     "SSDOutput": "ssd.inputs",
     "UnsupportedError": "registry",
+    "gdn_fused": "gdn.fused",
+    "gdn_recurrent": "gdn.recurrent",
     "gdn_reference": "gdn.reference",
     "gdn_unfused": "gdn.unfused.six_launches",
     "ssd_fused": "ssd.fused",
+    "ssd_recurrent": "ssd.recurrent",
     "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused.five_launches",
 }
 # operator -> name -> the module that registers it, in the order in which they are listed
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused"},
-    "gdn": {"reference": "reference", "unfused": "unfused.six_launches"},
+    "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused", "recurrent": "recurrent"},
+    "gdn": {
+        "reference": "reference",
+        "unfused": "unfused.six_launches",
+        "fused": "fused",
+        "recurrent": "recurrent",
+    },
 }
 
 __all__ = ["get", "names", *_HOME]

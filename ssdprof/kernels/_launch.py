@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ _FIXED = {
 }
 _MOST = 4096  # kept launches; a call with new sizes adds a few
 _kept: dict[Hashable, Launcher] = {}
+Kept = TypeVar("Kept")
 
 
 class Launcher:
@@ -73,3 +74,23 @@ def launch(
 @cache
 def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(signature(function).parameters)
+
+
+class LaunchCache(Generic[Kept]):
+    """What was found out about a call, by its signature: most of a call's time on the host."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._kept: dict[Hashable, Kept] = {}
+
+    def get(self, signature: Hashable, prepare: Callable[[], Kept]) -> Kept:
+        """The one kept for `signature`; else what `prepare` returns, kept from now on."""
+        launch = self._kept.get(signature)
+        if launch is None:
+            if len(self._kept) >= self._most:
+                self._kept.clear()
+            launch = self._kept[signature] = prepare()
+        return launch
+
+    def forget(self) -> None:
+        self._kept.clear()

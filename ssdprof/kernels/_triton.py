@@ -27,7 +27,7 @@ TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16
 # fp32 on tensor cores; plain tf32 keeps 3 digits.  16-bit operands are multiplied as they are.
 DOT_PRECISION = tl.constexpr("tf32x3")
 
-STAGES = {"ptr_offset": "caller", "decay_exp2": "caller"}
+STAGES = {"ptr_offset": "caller", "decay_exp2": "caller", "sequence_bounds": "caller"}
 
 
 @triton.jit
@@ -43,3 +43,11 @@ def ptr_offset(index, strides):
 def decay_exp2(log2_decay):
     """2 ** log2_decay, at most 1: rounding of a difference of cumulative sums cannot push it past.  NaN stays NaN."""
     return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_stride):
+    """First position (int64) and length (int32) of a packed sequence."""
+    p = cu_seqlens_ptr + tl.cast(sequence, tl.int64) * cu_seqlens_stride
+    begin = tl.load(p).to(tl.int64)
+    return begin, (tl.load(p + cu_seqlens_stride) - begin).to(tl.int32)

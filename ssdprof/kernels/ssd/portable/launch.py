@@ -9,7 +9,8 @@ import torch
 import triton.language as tl
 
 from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._triton import INTERPRETED, TL_DTYPE
+from ssdprof.kernels._strides import strides_of, tile_strides
+from ssdprof.kernels._triton import TL_DTYPE
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.buffers import BufferSizes
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -60,9 +61,9 @@ def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: Porta
 def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
     """Strides in the order of the tensors, the new one's last; sizes; the limits of dt."""
     return (
-        _tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), _tile_strides(inputs.B),
-        _tile_strides(inputs.C), _strides(inputs.D), _tile_strides(inputs.z), _strides(inputs.dt_bias),
-        _strides(inputs.initial_states), _strides(inputs.cu_seqlens), _tile_strides(_new(inputs)),
+        tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
+        tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
+        strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
         inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
     )  # fmt: skip
 
@@ -104,19 +105,3 @@ def _span(inputs: SSDInputs, chunk: int) -> int:
 def _new(inputs: SSDInputs) -> torch.Tensor:
     """The output's shape and strides."""
     return torch.empty(inputs.x.shape, device="meta")
-
-
-def _strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    return () if tensor is None else tensor.stride()
-
-
-def _tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    """Strides of a tensor that is read in tiles of (l, p) or (l, n).
-
-    Those inside a tile are compile-time constants where rows are contiguous: they then belong to the model and not to
-    the call, and a constant offset costs no register.
-    """
-    if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
-        return _strides(tensor)
-    b, l, h, p = tensor.stride()
-    return b, tl.constexpr(l), h, tl.constexpr(p)

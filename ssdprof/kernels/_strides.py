@@ -1,0 +1,26 @@
+"""Strides as kernels take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from ssdprof.kernels._triton import INTERPRETED
+
+
+def strides_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tensor.stride()
+
+
+def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and dimensions.
+
+    Those inside a tile are compile-time constants where rows are contiguous: they then belong to the model and not to
+    the call, and a constant offset costs no register.
+    """
+    if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
+        return strides_of(tensor)
+    batch, position, head, dimension = tensor.stride()
+    return batch, tl.constexpr(position), head, tl.constexpr(dimension)

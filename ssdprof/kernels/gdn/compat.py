@@ -1,0 +1,114 @@
+"""`gdn_fused` behind the signatures of flash-linear-attention's gated delta rule: a change of one import.
+
+Shapes as in `gdn_fused`; the result is (out, final_state), with None for the state unless output_final_state.  What the
+kernels do not do is refused by name, with UnsupportedError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.gdn.fused import gdn_fused
+from ssdprof.kernels.registry import UnsupportedError
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """cu_seqlens_cpu, chunk_indices and, of kwargs, chunk_size are taken and have no influence.
+
+    Of kwargs, transpose_state_layout is the former name of state_v_first.  Raises TypeError for unknown ones.
+    """
+    del cu_seqlens_cpu, chunk_indices
+    kwargs.pop("chunk_size", None)
+    state_v_first = bool(kwargs.pop("transpose_state_layout", None) or state_v_first)
+    if kwargs.pop("head_first", False):
+        raise UnsupportedError("fused: no head_first; transpose heads and positions")
+    gate = {name: kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")}
+    if kwargs:
+        raise TypeError(f"chunk_gated_delta_rule() got unexpected keyword arguments: {', '.join(sorted(kwargs))}")
+    _refuse(
+        gate,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        cp_context=cp_context,
+    )
+    out, final_state = gdn_fused(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+    )  # fmt: skip
+    return out, final_state if output_final_state else None
+
+
+def fused_recurrent_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """g None: no decay.  beta None: ones.  `gdn_fused` goes token by token only where that is faster."""
+    _refuse(
+        {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
+        gk=gk,
+        gv=gv,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    out, final_state = gdn_fused(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+    )  # fmt: skip
+    return out, final_state if output_final_state else None
+
+
+_INSTEAD = {
+    "gk": "decays are per head and position: pass g",
+    "gv": "decays are per head and position: pass g",
+    "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
+    "allow_neg_eigval": "pass 2 * beta",
+    "use_gate_in_kernel": "pass g as the logarithm of the decay",
+    "A_log": "pass g as the logarithm of the decay",
+    "dt_bias": "pass g as the logarithm of the decay",
+    "cp_context": "a call runs on one GPU",
+}
+
+
+def _refuse(gate: dict[str, Any], **options: Any) -> None:
+    """Raises UnsupportedError that names the first option that is set."""
+    for name, value in (gate | options).items():
+        if value is not None and value is not False:
+            raise UnsupportedError(f"fused: no {name}; {_INSTEAD[name]}")

@@ -1,0 +1,173 @@
+"""The gated delta rule in as few launches as is fastest: the public function and the torch operator.
+
+`gdn_fused(...)` takes tensors, for people who only want the kernel; the registered implementation takes `GDNInputs`.
+Which kernel runs is decided in `variants.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ssdprof.kernels._launch import LaunchCache
+from ssdprof.kernels.gdn import variants
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
+from ssdprof.kernels.gdn.variants import Call, Launch
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, register
+
+_launches: LaunchCache[Launch] = LaunchCache()
+
+
+def gdn_fused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+    state_v_first: bool = False,
+    batch_invariant: bool = False,
+) -> GDNOutput:
+    """The gated delta rule (Gated DeltaNet), forward only.
+
+        S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
+        out_t = S_t^T (scale q_t)
+
+    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
+    K and V: 1 to 256, independent of each other
+    g: (B, T, HV), natural logarithm of the decay; above 0 it counts as 0.  That is not checked on the host.
+    beta: (B, T, HV), any value
+    scale: K ** -0.5 if None
+    initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
+    use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
+    cu_seqlens: (sequences + 1) int32 or int64, from 0 to T and never falling, for sequences packed along T; then B = 1.
+        Empty ones are allowed.  Its values are not read on the host, so wrong ones are not refused: positions of no
+        sequence are left unwritten, and for sequences that overlap or go past T, memory outside of the tensors may be
+        read and written.
+    q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these, and fp64.  Strides
+    are free.
+
+    precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States stay in fp32
+        registers for a whole sequence, so that state_dtype has no influence.
+    state_v_first: initial and final states have V before K
+    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it, how sequences are cut
+        depends on how many there are.
+
+    Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences, HV, V, K) if
+    state_v_first, in fp32: bitwise the same in every call, whatever the other sequences of the batch or pack hold.  No
+    synchronisation with the host; may be captured in a CUDA graph; may be called under torch.compile(fullgraph=True).
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what no kernel does.
+    Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
+    """
+    if torch.compiler.is_compiling():
+        refuse_gradient("fused", (q, k, v, g, beta, initial_state))
+        return GDNOutput(
+            *torch.ops.ssdprof.gdn_fused(
+                q, k, v, g, beta, scale, initial_state, use_qk_l2norm, cu_seqlens,
+                precision.intermediates, precision.state_dtype, state_v_first, batch_invariant,
+            )
+        )  # fmt: skip
+    inputs = GDNInputs.unchecked(
+        q=q, k=k, v=v, g=g, beta=beta, scale=scale, use_qk_l2norm=use_qk_l2norm, cu_seqlens=cu_seqlens, chunk_size=64,
+        initial_state=initial_state.mT if state_v_first and initial_state is not None else initial_state,
+    )  # fmt: skip
+    out, final_states = run(inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant)
+    return GDNOutput(out, final_states.mT if state_v_first else final_states)
+
+
+@torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
+def _operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    use_qk_l2norm: bool,
+    cu_seqlens: torch.Tensor | None,
+    intermediates: str,
+    state_dtype: torch.dtype,
+    state_v_first: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gdn_fused` with a schema that the dispatcher understands."""
+    with torch.no_grad():
+        return gdn_fused(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm,
+            cu_seqlens=cu_seqlens,
+            precision=Precision(intermediates=intermediates, state_dtype=state_dtype),  # type: ignore[arg-type]
+            state_v_first=state_v_first, batch_invariant=batch_invariant,
+        )  # fmt: skip
+
+
+@_operator.register_fake
+def _fake(
+    q: torch.Tensor,
+    _k: torch.Tensor,
+    v: torch.Tensor,
+    _g: torch.Tensor,
+    _beta: torch.Tensor,
+    _scale: float | None,
+    _initial_state: torch.Tensor | None,
+    _use_qk_l2norm: bool,
+    cu_seqlens: torch.Tensor | None,
+    _intermediates: str,
+    _state_dtype: torch.dtype,
+    state_v_first: bool = False,
+    _batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of what `_operator` returns."""
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)
+
+
+def run(
+    inputs: GDNInputs,
+    precision: Precision = Precision(),  # noqa: B008
+    *,
+    batch_invariant: bool = False,
+    state_v_first: bool = False,
+) -> GDNOutput:
+    """Output as v, final states (sequences, HV, K, V) in fp32, with V before K in memory if state_v_first.
+
+    Raises UnsupportedError for what no variant does.
+    """
+    refuse_gradient("fused", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
+    signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
+    call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
+    return _launches.get(signature, lambda: _prepare(call))(inputs)
+
+
+def forget_launches() -> None:
+    """Choose kernels and configurations anew: for whoever changes what they are chosen from."""
+    _launches.forget()
+
+
+def _prepare(call: Call) -> Launch:
+    call.inputs.check()
+    refuse_unsupported("fused", call.inputs)
+    return variants.choose(call.inputs).prepare(call)
+
+
+def plan(
+    inputs: GDNInputs,
+    precision: Precision = Precision(),  # noqa: B008
+    *,
+    batch_invariant: bool = False,
+) -> Plan:
+    """Which kernel would run, how and why.  Allocates and launches nothing."""
+    refuse_unsupported("fused", inputs)
+    call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
+    return variants.choose(inputs).plan(call)
+
+
+register(Implementation(operator="gdn", name="fused", run=run, plan=plan))

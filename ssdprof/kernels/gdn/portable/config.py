@@ -1,0 +1,80 @@
+"""How the portable kernels cut a call into programs, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+
+_MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on forgetting
+_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # that one program may have
+_LEAST_SHARED_BYTES = 99 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableConfig:
+    """Chosen by shapes, dtype and GPU; by the number of sequences too unless a call is to be batch invariant.
+
+    chunk: positions per chunk: 16, 32, 64 or 128
+    segment: chunks per segment; 0 for a segment per sequence
+    block_k: how much of K is multiplied at once, a power of two of at least 16
+    block_v: how much of V one program holds, a power of two of at least 16
+    v_rows: whether the state is held as (V, K), a register operand of both products if block_v >= 64, or as (K, V)
+    num_warps, scan_stages: of the second launch; stages are chunks in flight
+    factors_warps: of the first launch
+    """
+
+    chunk: int = 64
+    segment: int = 0
+    block_k: int = 64
+    block_v: int = 64
+    v_rows: bool = True
+    num_warps: int = 4
+    scan_stages: int = 2
+    factors_warps: int = 4
+    reason: str = ""
+
+    @classmethod
+    def choose(
+        cls, inputs: GDNInputs, capability: tuple[int, int], sm_count: int, *, batch_invariant: bool = False
+    ) -> PortableConfig:
+        """As many programs as there are multiprocessors, if there can be: first by slices of V, then by segments."""
+        heads, value_dim = inputs.v.shape[2:]
+        key_dim = inputs.q.shape[3]
+        sequences = 1 if batch_invariant else inputs.sequences
+        block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        if inputs.q.dtype == torch.float32:
+            config = cls(
+                chunk=16, block_k=min(32, block_k), block_v=min(32, block_v), v_rows=False,
+                reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
+            )  # fmt: skip
+        elif value_dim % 64 == 0 and key_dim in (64, 128) and 2 * sequences * heads * (value_dim // 64) >= sm_count:
+            config = cls(reason="slices of 64 of V, a register operand: there are enough of them")
+        else:
+            config = cls(
+                block_k=min(64, block_k), block_v=min(32 if key_dim <= 192 else 16, block_v), v_rows=False,
+                reason="narrow slices of V, for more programs",
+            )  # fmt: skip
+        programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
+        return replace(
+            config,
+            segment=config.segment_for(inputs, sm_count // programs),
+            scan_stages=config.stages_that_fit(inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)),
+        )
+
+    def segment_for(self, inputs: GDNInputs, segments: int) -> int:
+        """Chunks per segment if a sequence is to have as many as `segments`; 0 if it is not to be cut."""
+        chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
+        per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
+        return 0 if per_segment >= chunks else int(per_segment)
+
+    def stages_that_fit(self, inputs: GDNInputs, shared_bytes: int) -> int:
+        """`scan_stages`, or as many as there is shared memory for beside one chunk's state, residual and output."""
+        size = inputs.q.element_size()
+        padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
+        chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)  # k, q, state_factor, out_factor, v
+        beside = self.block_v * (size * padded + (size + 4) * self.chunk)
+        return int(min(self.scan_stages, max(1, (shared_bytes - beside) // chunk)))

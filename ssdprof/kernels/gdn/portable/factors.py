@@ -1,0 +1,152 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""First launch: for every chunk and value head, what the chunk does to a state, whatever that state is.
+
+With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, Q and K of unit length if asked for,
+
+    A = (I + tril(diag(beta) K K^T, -1))^-1                    scaled_dot_kkt, solve_tril
+    X_j = beta_j (d_end / d_j) (A^T K)_j                       state_factor
+    W_ij = scale beta_j (d_i / d_j) (tril(Q K^T) A)_ij         out_factor
+    Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y      second launch: `scan.py`
+
+A does not depend on g: the decay from j to i factors out of both products.  The lengths of q's and k's rows are fp32
+factors of the results and of A's rows, so q and k are rounded no further.
+
+In:   q, k (B, T, H, K) | g, beta (B, T, HV) | cu_seqlens (sequences + 1)
+Out:  state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), both in the operands' dtype
+      rows (slots, HV, 2, C) fp32: what multiplies rows of K S and of Q S
+      chunks (slots, HV, 2) fp32: d_end, and log2 of a bound on how much of a state's norm is left after the chunk
+Grid: (slots * HV), heads fastest: those of one k head run side by side.
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); docs/gdn-mathematics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
+from ssdprof.kernels.gdn.portable.inverse import unit_lower_inverse
+from ssdprof.kernels.gdn.portable.positions import piece_of_slot
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost the differences after it their digits
+L2NORM_EPS = tl.constexpr(1e-6)
+
+STAGES = {"_factors_kernel": "setup", "load_rows": "caller", "log2_decays": "gate_cumsum"}
+
+
+@triton.jit
+def load_rows(ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """Positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM, and where m_t forbids."""
+    p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
+    if ALIGNED and WHOLE:
+        return tl.load(p)
+    elif WHOLE:
+        return tl.load(p, mask=m_t[:, None], other=0.0)
+    else:
+        return tl.load(p, mask=m_t[:, None] & (o_k < KEY_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def log2_decays(g_ptr, stride, o_t, m_t):
+    """g in powers of two, clamped to [FORGOTTEN, 0]; 0 past the sequence's end.  NaN stays NaN."""
+    g = tl.load(g_ptr + o_t.to(tl.int64) * stride, mask=m_t, other=0.0).to(tl.float32)
+    return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    q, beta, chunk = args["q_ptr"], args["beta_ptr"], args["CHUNK"]
+    tokens, key_dim = beta.numel(), q.shape[3]
+    tensors = (q, q, beta, args["g_ptr"], args["state_factor_ptr"], args["out_factor_ptr"])
+    return {
+        "name": f"{kernel.name} {tuple(q.shape)} hv{beta.shape[2]}",
+        "flops": 2 * tokens * chunk * (3 * key_dim + chunk),
+        "bytes": sum(t.numel() * t.element_size() for t in tensors),
+    }
+
+
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+def _factors_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
+    q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides, seqlen, sequences, scale,
+    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr, MERGE: tl.constexpr,
+    MERGE_PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    # stage setup: which chunk of which head is mine
+    slot, i_h = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
+    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
+    _, i_b, i_c, begin, length = piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, CHUNK)
+    t = i_c * CHUNK
+    if t >= length:
+        return
+    BLOCKS: tl.constexpr = (KEY_DIM + BLOCK_K - 1) // BLOCK_K
+    WHOLE: tl.constexpr = KEY_DIM % BLOCK_K == 0
+    i_k = i_h // VALUES_PER_KEY
+    o_t, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    m_t = o_t < length - t
+    q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), ALIGNMENT)
+    k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), ALIGNMENT)
+    place = tl.program_id(0).to(tl.int64)
+
+    # stage gate_cumsum
+    g_cumsum_log2 = tl.cumsum(
+        log2_decays(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides), g_strides[1], o_t, m_t), axis=0
+    )
+    beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
+    beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(tl.float32)
+    end = tl.sum(tl.where(o_t == CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
+
+    # stage scaled_dot_kkt
+    kk, k_squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for n in tl.static_range(BLOCKS):
+        k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, n * BLOCK_K + o_k, KEY_DIM, ALIGNED, WHOLE)
+        k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
+        kk = tl.dot(k.to(OPERAND), tl.trans(k.to(OPERAND)), kk, input_precision=DOT_PRECISION)
+    k_length = tl.full((CHUNK,), 1.0, tl.float32)  # one over it
+    if L2NORM:
+        k_length = tl.rsqrt(k_squares + L2NORM_EPS)
+    kk *= (beta * k_length)[:, None] * k_length[None, :]
+
+    # stage solve_tril
+    A = (unit_lower_inverse(kk, MERGE, MERGE_PRECISION) * k_length[:, None]).to(OPERAND)
+
+    # stage state_factor
+    qk, q_squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    to_end = decay_exp2(end - g_cumsum_log2) * beta
+    for n in tl.static_range(BLOCKS):
+        o_n = n * BLOCK_K + o_k
+        k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
+        q = load_rows(q_ptr, q_strides, o_t.to(OFFSET), m_t, o_n, KEY_DIM, ALIGNED, WHOLE)
+        if L2NORM:
+            q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
+        qk = tl.dot(q.to(OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
+        X = tl.dot(tl.trans(A), k, input_precision=DOT_PRECISION) * to_end[:, None]
+        tile = place * (CHUNK * BLOCKS * BLOCK_K) + o_t[:, None] * (BLOCKS * BLOCK_K) + o_n[None, :]
+        tl.store(state_factor_ptr + tile, X.to(state_factor_ptr.dtype.element_ty))
+
+    # stage out_factor
+    q_scale = tl.full((CHUNK,), 1.0, tl.float32) * scale
+    if L2NORM:
+        q_scale *= tl.rsqrt(q_squares + L2NORM_EPS)
+    causal = o_t[:, None] >= o_t[None, :]
+    P = tl.where(causal, qk * q_scale[:, None], 0.0).to(OPERAND)
+    W = tl.dot(P, A, input_precision=DOT_PRECISION)
+    W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
+    tile = place * (CHUNK * CHUNK) + o_t[:, None] * CHUNK + o_t[None, :]
+    tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
+
+    # stage rows
+    since_start = decay_exp2(g_cumsum_log2)
+    rows_ptr += place * (2 * CHUNK)
+    tl.store(rows_ptr + o_t, since_start * k_length)
+    tl.store(rows_ptr + CHUNK + o_t, since_start * q_scale)
+    # with unit keys and beta up to 2, a position turns a state at most: only longer ones or a larger beta stretch it
+    stretch = tl.abs(1.0 - beta * k_squares * (k_length * k_length))
+    stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(chunks_ptr + place * 2, decay_exp2(end))
+    tl.store(chunks_ptr + place * 2 + 1, end + tl.sum(stretch_log2, axis=0))

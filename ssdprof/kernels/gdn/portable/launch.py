@@ -1,0 +1,156 @@
+"""The portable kernel: what it allocates, and its two launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels._strides import strides_of, tile_strides
+from ssdprof.kernels._triton import TL_DTYPE
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.portable.config import PortableConfig
+from ssdprof.kernels.gdn.portable.factors import _factors_kernel
+from ssdprof.kernels.gdn.portable.positions import slot_count
+from ssdprof.kernels.gdn.portable.scan import _scan_kernel
+from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.gdn.unfused.precisions import inverse_products, operand_dtype
+from ssdprof.kernels.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """What the first launch leaves for the second: shapes by name, and the operands' dtype."""
+
+    state_factor: tuple[int, ...]
+    out_factor: tuple[int, ...]
+    rows: tuple[int, ...]
+    chunks: tuple[int, ...]
+    operand_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, precision: Precision, config: PortableConfig) -> Workspace:
+        length, heads = inputs.v.shape[1:3]
+        slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
+        padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
+        return cls(
+            state_factor=(slots, heads, config.chunk, padded),
+            out_factor=(slots, heads, config.chunk, config.chunk),
+            rows=(slots, heads, 2, config.chunk),
+            chunks=(slots, heads, 2),
+            operand_dtype=operand_dtype(inputs.q.dtype, precision),
+        )
+
+    def allocate(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """In the order of the fields, uninitialised."""
+        operands, gates = (self.state_factor, self.out_factor), (self.rows, self.chunks)
+        return (
+            *(torch.empty(shape, dtype=self.operand_dtype, device=device) for shape in operands),
+            *(torch.empty(shape, dtype=torch.float32, device=device) for shape in gates),
+        )
+
+    @property
+    def bytes(self) -> int:
+        operands = prod(self.state_factor) + prod(self.out_factor)
+        return operands * self.operand_dtype.itemsize + 4 * (prod(self.rows) + prod(self.chunks))
+
+
+class PortableLaunch:
+    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+
+    def __init__(self, inputs: GDNInputs, precision: Precision, config: PortableConfig, *, state_v_first: bool) -> None:
+        self._workspace = Workspace.of(inputs, precision, config)
+        self._state_v_first = state_v_first
+        self._index = inputs.q.get_device()
+        slots, heads, chunk, _ = self._workspace.state_factor
+        self._factors_programs = slots * heads
+        segments = inputs.sequences
+        packed = inputs.cu_seqlens is not None
+        if config.segment:
+            segments = slot_count(inputs.v.shape[1], inputs.sequences, config.segment * chunk, packed=packed)
+        self._scan_programs = segments * heads * triton.cdiv(inputs.v.shape[3], config.block_v)
+        new = torch.empty(inputs.v.shape, device="meta")
+        final_states = empty_states(inputs, "meta", state_v_first=state_v_first)
+        q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
+        spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (inputs.q, inputs.k, inputs.v, new)]
+        spans += [
+            one.shape[2] * one.stride(2) + one.shape[3] * one.stride(3)
+            for one in (inputs.initial_state, final_states)
+            if one is not None
+        ]
+        wide = self._workspace.operand_dtype == torch.float32
+        common: dict[str, Any] = {
+            "VALUE_HEADS": heads,
+            "VALUES_PER_KEY": inputs.values_per_key,
+            "KEY_DIM": inputs.q.shape[3],
+            "CHUNK": chunk,
+            "BLOCK_K": config.block_k,
+            "OPERAND": TL_DTYPE[self._workspace.operand_dtype],
+            "ALIGNED": not packed and inputs.v.shape[1] % chunk == 0,
+            "ALIGNMENT": _alignment(inputs.q, inputs.k, inputs.v),
+            "OFFSET": tl.int32 if max(spans) < 2**31 else tl.int64,
+        }
+        sizes = (inputs.v.shape[1], inputs.sequences)
+        self._factors = Launcher(
+            _factors_kernel,
+            (
+                q_strides,
+                k_strides,
+                inputs.g.stride(),
+                inputs.beta.stride(),
+                cu_strides,
+                *sizes,
+                inputs.scale_or_default,
+            ),
+            common
+            | {
+                "L2NORM": bool(inputs.use_qk_l2norm),
+                "MERGE": tl.float16 if inputs.use_qk_l2norm and not wide else tl.float32,
+                "MERGE_PRECISION": inverse_products(self._workspace.operand_dtype),
+                "num_warps": config.factors_warps,
+            },
+        )
+        self._scan = Launcher(
+            _scan_kernel,
+            (
+                q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
+                tile_strides(new), final_states.stride(), *sizes,
+            ),
+            common
+            | {
+                "VALUE_DIM": inputs.v.shape[3],
+                "SEGMENT": config.segment,
+                "CUT": config.segment > 0,
+                "BLOCK_V": config.block_v,
+                "V_ROWS": config.v_rows,
+                "SCAN_STAGES": config.scan_stages,
+                "num_warps": config.num_warps,
+            },
+        )  # fmt: skip
+
+    def __call__(self, inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            device = inputs.q.device
+            factors = self._workspace.allocate(device)
+            self._factors(
+                self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens, *factors
+            )
+            out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
+            final_states = empty_states(inputs, device, state_v_first=self._state_v_first)
+            self._scan(
+                self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, inputs.cu_seqlens,
+                out, final_states,
+            )  # fmt: skip
+        return GDNOutput(out, final_states)
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Bytes, up to 16, of which every row's address in these tensors is a multiple: Triton sees that by itself only of
+    strides that are multiples of 16 elements."""
+    strides = (stride * one.element_size() for one in tensors for stride in one.stride()[:3])
+    return gcd(16, *strides, *(one.data_ptr() for one in tensors))

@@ -1,0 +1,242 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
+"""Second launch: the states, chunk after chunk, in registers, and the output.
+
+    Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y
+
+X (state_factor), W (out_factor), d (rows) and d_end (chunks) come from `factors.py`.  From chunk to chunk, two products
+depend on one another: K S and X^T Y.
+
+One program owns one slice of V of one head of one segment.  A segment that does not begin its sequence needs the state
+that enters it: the program starts as many chunks earlier, without output, as it takes to forget any state (a factor of
+2^-24 on its norm, less than fp32 rounds), or at the sequence's start.  No program waits for another.
+
+In:   q, k (B, T, H, K) | v (B, T, HV, V) | state_factor, out_factor, rows, chunks | cu_seqlens (sequences + 1)
+      initial_states (sequences, HV, K, V)
+Out:  out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
+Grid: (segments * HV * slices of V), slices fastest, then heads.
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); docs/gdn-mathematics.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset, sequence_bounds
+from ssdprof.kernels.gdn.portable.factors import load_rows
+from ssdprof.kernels.gdn.portable.positions import first_slot, piece_of_slot
+
+NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of what is left of a state that no longer counts
+LOOK_BACK = tl.constexpr(128)  # chunks looked at side by side
+
+STAGES = {
+    "chunks_to_forget": "warm_up",
+    "take_state": "setup",
+    "state_product": "caller",
+    "residual": "chunk_state.residual",
+    "next_state": "chunk_state.update",
+}
+
+
+@triton.jit
+def chunks_to_forget(bounds_ptr, stride, count):
+    """How many of the `count` chunks before `bounds_ptr` it takes to forget a state; `count` if it never happens."""
+    o = tl.arange(0, LOOK_BACK)
+    needed, block = tl.cast(count, tl.int32), 0
+    tail = 0.0
+    while (needed == count) & (block < count):
+        m = block + o < count
+        bound = tl.load(bounds_ptr - (block + o + 1).to(tl.int64) * stride, mask=m, other=0.0)
+        bounds = tail + tl.cumsum(bound, axis=0)
+        needed = tl.min(tl.where(m & (bounds <= NEGLIGIBLE), block + o + 1, needed), axis=0)
+        tail += tl.sum(bound, axis=0)
+        block += LOOK_BACK
+    return needed
+
+
+@triton.jit
+def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A slice of V of a stored state, in fp32."""
+    state = ()
+    for n in tl.static_range((KEY_DIM + BLOCK_K - 1) // BLOCK_K):
+        o_n = state_k + n * BLOCK_K
+        block = tl.load(ptr + o_n * strides[2] + state_v * strides[3], mask=m_v & (o_n < KEY_DIM), other=0.0)
+        state = state + (block.to(tl.float32),)
+    return state
+
+
+@triton.jit
+def state_product(
+    state, ptr, strides, o_t, m_t, o_k, ALIGNED: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS."""
+    WHOLE: tl.constexpr = KEY_DIM % BLOCK_K == 0
+    if V_ROWS:
+        total = tl.zeros((state[0].shape[0], o_t.shape[0]), tl.float32)
+    else:
+        total = tl.zeros((o_t.shape[0], state[0].shape[1]), tl.float32)
+    for n in tl.static_range(len(state)):
+        o_n = o_k + n * BLOCK_K
+        keys = load_rows(ptr, strides, o_t, m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
+        if V_ROWS:
+            total = tl.dot(state[n].to(OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION)
+        else:
+            total = tl.dot(keys, state[n].to(OPERAND), total, input_precision=DOT_PRECISION)
+    return total
+
+
+@triton.jit
+def residual(product, v_ptr, m_v, row_ptr, o_c, V_ROWS: tl.constexpr, OPERAND: tl.constexpr):
+    """Y = V - d K S as an operand."""
+    v = tl.load(v_ptr, mask=m_v, other=0.0).to(tl.float32)
+    row = tl.load(row_ptr + o_c)
+    return (v - product * (row[None, :] if V_ROWS else row[:, None])).to(OPERAND)
+
+
+@triton.jit
+def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr):
+    """d_end S + X^T Y."""
+    CHUNK: tl.constexpr = Y.shape[1] if V_ROWS else Y.shape[0]
+    PADDED: tl.constexpr = len(state) * BLOCK_K
+    o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    after = ()
+    for n in tl.static_range(len(state)):
+        X = tl.load(state_factor_ptr + o_c[:, None] * PADDED + (n * BLOCK_K + o_k)[None, :])
+        if V_ROWS:
+            after = after + (tl.dot(Y, X, state[n] * decay, input_precision=DOT_PRECISION),)
+        else:
+            after = after + (tl.dot(tl.trans(X), Y, state[n] * decay, input_precision=DOT_PRECISION),)
+    return after
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    q, v, chunk = args["q_ptr"], args["v_ptr"], args["CHUNK"]
+    (batch, length, heads, value_dim), key_dim = v.shape, q.shape[3]
+    tensors = (q, q, v, v, args["state_factor_ptr"], args["out_factor_ptr"], args["final_states_ptr"])
+    return {
+        "name": f"{kernel.name} {tuple(q.shape)} hv{heads} v{value_dim}",
+        "flops": 2 * batch * length * heads * value_dim * (3 * key_dim + chunk),
+        "bytes": sum(t.numel() * t.element_size() for t in tensors),
+    }
+
+
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+def _scan_kernel(
+    q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr, initial_states_ptr, cu_seqlens_ptr,
+    out_ptr, final_states_ptr,
+    q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides,
+    seqlen, sequences,
+    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CUT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    V_ROWS: tl.constexpr, OPERAND: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr,
+    OFFSET: tl.constexpr, SCAN_STAGES: tl.constexpr,
+):  # fmt: skip
+    # stage setup: which segment of which slice is mine
+    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    BLOCKS: tl.constexpr = (KEY_DIM + BLOCK_K - 1) // BLOCK_K
+    PADDED: tl.constexpr = BLOCKS * BLOCK_K
+    rank, unit = tl.program_id(0) // (VALUE_HEADS * SLICES), tl.program_id(0) % (VALUE_HEADS * SLICES)
+    i_h, first_v = unit // SLICES, (unit % SLICES) * BLOCK_V
+    i_k = i_h // VALUES_PER_KEY
+    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
+    if CUT:
+        sequence, i_b, segment, begin, length = piece_of_slot(
+            rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SEGMENT * CHUNK
+        )
+    elif cu_seqlens_ptr is None:
+        sequence, i_b, segment, begin, length = rank, rank, 0, tl.zeros((), tl.int64), seqlen
+    else:
+        begin, length = sequence_bounds(rank, cu_seqlens_ptr, cu_seqlens_stride)
+        sequence, i_b, segment = rank, 0, 0
+    nchunks = tl.cdiv(length, CHUNK)
+    first, stop = tl.cast(0, tl.int32), nchunks
+    if CUT:
+        first = segment * SEGMENT
+        stop = tl.minimum(first + SEGMENT, nchunks)
+        if (segment > 0) & (first >= nchunks):
+            return
+    start = first
+    slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, CHUNK)
+    place = slot.to(tl.int64) * VALUE_HEADS + i_h
+    if CUT:
+        start -= chunks_to_forget(chunks_ptr + 2 * (place + tl.cast(first, tl.int64) * VALUE_HEADS) + 1,
+                                  2 * VALUE_HEADS, first)  # fmt: skip
+
+    # stage setup: where its tensors lie
+    o_c = tl.arange(0, CHUNK)
+    o_t, o_k, o_v = o_c.to(OFFSET), tl.arange(0, BLOCK_K).to(OFFSET), tl.arange(0, BLOCK_V).to(OFFSET)
+    m_v = (o_v < VALUE_DIM - first_v) | (VALUE_DIM % BLOCK_V == 0)
+    if V_ROWS:
+        state_v, state_k, m_value = o_v[:, None], o_k[None, :], m_v[:, None]
+        v_tile = o_v[:, None] * v_strides[3] + o_t[None, :] * v_strides[1]
+        out_tile = o_v[:, None] * out_strides[3] + o_t[None, :] * out_strides[1]
+    else:
+        state_v, state_k, m_value = o_v[None, :], o_k[:, None], m_v[None, :]
+        v_tile = o_v[None, :] * v_strides[3] + o_t[:, None] * v_strides[1]
+        out_tile = o_v[None, :] * out_strides[3] + o_t[:, None] * out_strides[1]
+    q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3])
+    k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3])
+    v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
+    out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
+
+    state = ()
+    for _ in tl.static_range(BLOCKS):
+        state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
+    if initial_states_ptr is not None and start == 0:
+        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
+        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_value, KEY_DIM, BLOCK_K)
+
+    # stage warm_up: the state that enters the segment
+    if CUT:
+        for i_c in tl.range(start, first, num_stages=SCAN_STAGES):
+            t = tl.cast(i_c, tl.int64) * CHUNK
+            v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT)
+            at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
+            product = state_product(
+                state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, o_c >= 0, o_k,
+                True, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
+            )  # fmt: skip
+            Y = residual(product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND)
+            decay = tl.load(chunks_ptr + at * 2)
+            state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
+
+    # stage chunk_output: the output, chunk after chunk
+    for i_c in tl.range(first, stop, num_stages=SCAN_STAGES):
+        t = tl.cast(i_c, tl.int64) * CHUNK
+        v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT)
+        at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
+        m_t = o_c < length - i_c * CHUNK
+        m_tile = m_value
+        if not ALIGNED:
+            m_tile = m_value & (m_t[None, :] if V_ROWS else m_t[:, None])
+        product = state_product(
+            state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, m_t, o_k,
+            ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
+        )  # fmt: skip
+        out = state_product(
+            state, tl.multiple_of(q_ptr + t * q_strides[1], ALIGNMENT), q_strides, o_t, m_t, o_k,
+            ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
+        )  # fmt: skip
+        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND)
+        decay = tl.load(chunks_ptr + at * 2)
+        state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
+        row = tl.load(rows_ptr + at * (2 * CHUNK) + CHUNK + o_c)
+        W = tl.load(out_factor_ptr + at * (CHUNK * CHUNK) + o_c[:, None] * CHUNK + o_c[None, :])
+        if V_ROWS:
+            out = tl.dot(Y, tl.trans(W), out * row[None, :], input_precision=DOT_PRECISION)
+        else:
+            out = tl.dot(W, Y, out * row[:, None], input_precision=DOT_PRECISION)
+        tl.store(out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile)
+
+    # stage setup.store
+    if stop == nchunks:
+        final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
+        for n in tl.static_range(BLOCKS):
+            o_n = state_k + n * BLOCK_K
+            tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
+            tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < KEY_DIM))

@@ -1,0 +1,202 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The gated delta rule token by token, in one launch with the state in registers: for decoding and short sequences.
+
+    S   = exp(g_t) S
+    S   = S + k_t (beta_t (v_t - S^T k_t))^T
+    out_t = S^T (scale q_t)
+
+All in fp32.  A call with one token reads and writes the states and little else; with T tokens it takes T dependent
+steps, whatever the GPU.  Any T works; from a few dozen tokens on, the chunked kernels are faster.
+
+In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
+      cu_seqlens (sequences + 1)
+Out:  out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32, or initial_state itself, in place
+Grid: (sequences * HV * slices of V), slices fastest, then heads.
+Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), equation 10.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import LaunchCache, Launcher
+from ssdprof.kernels._strides import strides_of
+from ssdprof.kernels._triton import INTERPRETED, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
+from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, register
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+L2NORM_EPS = tl.constexpr(1e-6)
+
+STAGES = {"_recurrent_kernel": "setup"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """block_v: how much of V one program holds, a power of two."""
+
+    block_v: int = 16
+    num_warps: int = 2
+
+    @classmethod
+    def choose(cls, inputs: GDNInputs) -> RecurrentConfig:
+        return cls(block_v=min(cls.block_v, triton.next_power_of_2(inputs.v.shape[3])))
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    q, v, initial, final = (args[f"{name}_ptr"] for name in ("q", "v", "initial_state", "final_states"))
+    tensors = (q, q, v, v, args["g_ptr"], args["beta_ptr"], initial, final)
+    return {
+        "name": f"{kernel.name} {tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}",
+        "flops": 7 * v.numel() * q.shape[3],
+        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
+    }
+
+
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
+def _recurrent_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
+    q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
+    out_strides, final_states_strides, seqlen, scale,
+    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    # stage setup: which slice of which head is mine
+    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    unit = tl.program_id(0) % (VALUE_HEADS * SLICES)
+    sequence, i_h, i_slice = tl.program_id(0) // (VALUE_HEADS * SLICES), unit // SLICES, unit % SLICES
+    i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
+    if cu_seqlens_ptr is not None:
+        begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
+        i_b = 0
+    o_k, o_v = tl.arange(0, BLOCK_K), i_slice * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_k, m_v = o_k < KEY_DIM, o_v < VALUE_DIM
+    m_state = m_k[:, None] & m_v[None, :]
+    i_k = i_h // VALUES_PER_KEY
+    q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3]) + o_k.to(tl.int64) * q_strides[3]
+    k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3]) + o_k.to(tl.int64) * k_strides[3]
+    v_ptr += ptr_offset((i_b, begin, i_h), v_strides[:3]) + o_v.to(tl.int64) * v_strides[3]
+    out_ptr += ptr_offset((i_b, begin, i_h), out_strides[:3]) + o_v.to(tl.int64) * out_strides[3]
+    g_ptr += ptr_offset((i_b, begin, i_h), g_strides)
+    beta_ptr += ptr_offset((i_b, begin, i_h), beta_strides)
+
+    # stage setup.load
+    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    if initial_state_ptr is not None:
+        index = (sequence, i_h, o_k[:, None], o_v[None, :])
+        initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
+        state = initial.to(tl.float32)
+
+    # stage recurrence
+    for t in range(0, length):
+        step = tl.cast(t, tl.int64)
+        q = tl.load(q_ptr + step * q_strides[1], mask=m_k, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + step * k_strides[1], mask=m_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + step * v_strides[1], mask=m_v, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + step * beta_strides[1]).to(tl.float32)
+        g = tl.load(g_ptr + step * g_strides[1]).to(tl.float32)
+        if L2NORM:
+            q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2NORM_EPS)
+            k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2NORM_EPS)
+        state *= decay_exp2(g * LOG2_E)
+        u = beta * (v - tl.sum(state * k[:, None], axis=0))
+        state += k[:, None] * u[None, :]
+        out = tl.sum(state * (q * scale)[:, None], axis=0)
+        tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_v)
+
+    # stage setup.store
+    index = (sequence, i_h, o_k[:, None], o_v[None, :])
+    final = final_states_ptr + ptr_offset(index, final_states_strides)
+    tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
+
+
+class RecurrentLaunch:
+    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+
+    def __init__(
+        self, inputs: GDNInputs, config: RecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
+    ) -> None:
+        self._in_place, self._state_v_first = in_place, state_v_first
+        self._index = inputs.q.get_device()
+        self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], config.block_v)
+        new = torch.empty(inputs.v.shape, device="meta")
+        states = self._final_states(inputs, "meta")
+        tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
+        self._launcher = Launcher(
+            _recurrent_kernel,
+            (*map(strides_of, (*tokens, new, states)), inputs.v.shape[1], inputs.scale_or_default),
+            {
+                "VALUE_HEADS": inputs.v.shape[2],
+                "VALUES_PER_KEY": inputs.values_per_key,
+                "KEY_DIM": inputs.q.shape[3],
+                "VALUE_DIM": inputs.v.shape[3],
+                "BLOCK_K": triton.next_power_of_2(inputs.q.shape[3]),
+                "BLOCK_V": config.block_v,
+                "L2NORM": bool(inputs.use_qk_l2norm),
+                "num_warps": config.num_warps,
+            },
+        )
+
+    def __call__(self, inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+            final_states = self._final_states(inputs, inputs.v.device)
+            self._launcher(
+                self._programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
+                inputs.cu_seqlens, out, final_states,
+            )  # fmt: skip
+        return GDNOutput(out, final_states)
+
+    def _final_states(self, inputs: GDNInputs, device: torch.device | str) -> torch.Tensor:
+        if self._in_place:
+            assert inputs.initial_state is not None
+            return inputs.initial_state
+        return empty_states(inputs, device, state_v_first=self._state_v_first)
+
+
+_launches: LaunchCache[RecurrentLaunch] = LaunchCache()
+
+
+def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
+    """Output as v, final states in fp32; the work of T dependent steps, so for short T.
+
+    in_place: the final states overwrite inputs.initial_state, in its dtype, and are that tensor.
+
+    Raises ValueError if in_place has no initial_state to write to, and UnsupportedError where the kernel cannot run.
+    """
+    if in_place and inputs.initial_state is None:
+        raise ValueError("in_place needs an initial_state to write to")
+    refuse_gradient("recurrent", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
+    return _launches.get((inputs.signature, in_place), lambda: _prepare(inputs, in_place))(inputs)
+
+
+def _prepare(inputs: GDNInputs, in_place: bool) -> RecurrentLaunch:
+    inputs.check()
+    refuse_unsupported("recurrent", inputs)
+    return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
+
+
+def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    return gdn_recurrent(inputs)
+
+
+def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
+    refuse_unsupported("recurrent", inputs)
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=1,
+        config=asdict(RecurrentConfig.choose(inputs)),
+        reason="one launch, token by token; fp32 throughout, whatever the precision",
+    )
+
+
+register(Implementation(operator="gdn", name="recurrent", run=_run, plan=plan))

@@ -1,0 +1,105 @@
+"""The kernels that `gdn_fused` chooses from, and how each is prepared for a call.
+
+The first one in `VARIANTS` that takes a call runs it.  A new kernel adds a `Variant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from ssdprof.kernels._gpu import capability, sm_count
+from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.portable.config import PortableConfig
+from ssdprof.kernels.gdn.portable.launch import PortableLaunch, Workspace
+from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Plan
+
+_RECURRENT_LENGTH = 16  # positions of a sequence up to which going token by token is faster than a chunk
+_H200 = ((9, 0), 132)  # capability and multiprocessors: the interpreter cuts a call as an H200 does
+
+Launch = Callable[[GDNInputs], GDNOutput]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a kernel is chosen and prepared from.
+
+    batch_invariant: a sequence's result must not depend on how many others there are
+    state_v_first: final states lie in memory with V before K
+    """
+
+    inputs: GDNInputs
+    precision: Precision
+    batch_invariant: bool = False
+    state_v_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """unsupported: what the kernel does not take of the inputs, or why it is not the one to take them; "" if it runs
+    prepare: everything about a call but its tensors
+    """
+
+    name: str
+    unsupported: Callable[[GDNInputs], str]
+    prepare: Callable[[Call], Launch]
+    plan: Callable[[Call], Plan]
+
+
+def _recurrent_unsupported(inputs: GDNInputs) -> str:
+    """Packed lengths are not known on the host: as many tokens as sequences are taken for a step of each."""
+    most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
+    length = inputs.v.shape[1]
+    return "" if length <= most else f"more than {most} positions"
+
+
+def _prepare_recurrent(call: Call) -> Launch:
+    config = RecurrentConfig.choose(call.inputs)
+    return RecurrentLaunch(call.inputs, config, state_v_first=call.state_v_first)
+
+
+def _plan_recurrent(call: Call) -> Plan:
+    return Plan(
+        variant="recurrent",
+        launches=1,
+        config=asdict(RecurrentConfig.choose(call.inputs)),
+        reason="one launch, token by token: the sequences are short",
+    )
+
+
+def _portable_config(call: Call) -> PortableConfig:
+    q = call.inputs.q
+    gpu = (capability(q), sm_count(q)) if q.is_cuda else _H200
+    return PortableConfig.choose(call.inputs, *gpu, batch_invariant=call.batch_invariant)
+
+
+def _prepare_portable(call: Call) -> Launch:
+    return PortableLaunch(call.inputs, call.precision, _portable_config(call), state_v_first=call.state_v_first)
+
+
+def _plan_portable(call: Call) -> Plan:
+    config = _portable_config(call)
+    settings = asdict(config)
+    reason = settings.pop("reason")
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=2,
+        config=settings,
+        workspace_bytes=Workspace.of(call.inputs, call.precision, config).bytes,
+        reason=f"two launches: factors of all chunks, then the states; {reason}",
+    )
+
+
+RECURRENT = Variant(
+    name="recurrent", unsupported=_recurrent_unsupported, prepare=_prepare_recurrent, plan=_plan_recurrent
+)
+PORTABLE = Variant(name="portable", unsupported=lambda _inputs: "", prepare=_prepare_portable, plan=_plan_portable)
+VARIANTS = (RECURRENT, PORTABLE)
+
+
+def choose(inputs: GDNInputs) -> Variant:
+    """The first of `VARIANTS` that takes the inputs: by shapes and dtypes alone."""
+    return next(variant for variant in VARIANTS if not variant.unsupported(inputs))
