@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import tempfile
 import traceback
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
 from ssdprof.commands import accuracy, bench, capture, doctor, export, models, run, stalls, terminal, tune
-from ssdprof.errors import ExitCode, SsdprofError
+from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
-INTERNAL_ERROR = 70  # a mistake of ssdprof, never to be taken for a failed gate
-INTERRUPTED = 130  # Ctrl-C, as shells count it
+INTERNAL_ERROR = 70  # never to be taken for a failed gate
+INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 HELP = "What a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
@@ -30,6 +33,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            terminal.check_working_directory()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -43,10 +47,26 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             terminal.reader_is_gone()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            told = _told(error)
+            if told is None:
                 raise
-            _complain(f"The disk is full: {error}.", "Free some space.  Reports that were written before are whole.")
-            ctx.exit(ExitCode.MISSING_CAPABILITY)
+            terminal.drop_output()  # or the last flush would fail once more
+            _complain(told.message, told.hint)
+            ctx.exit(told.exit_code)
+
+
+def _told(error: OSError) -> SsdprofError | None:
+    """What the user is told of an error of the operating system that no stage expected; None for a defect of ours."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MissingCapabilityError(
+            f"The disk is full: {error}.", "Free some space.  Reports that were written before are whole."
+        )
+    if error.errno in _NO_PERMISSION:
+        name = error.filename or "A file or folder"
+        return MissingCapabilityError(
+            f"{name} cannot be used: {error.strerror}.", "Check its permissions and its owner, or name another place."
+        )
+    return None
 
 
 app = typer.Typer(
@@ -85,16 +105,35 @@ def ssdprof(
 
 def main() -> None:
     """The console script.  What no user can cause is short on the screen and whole in a file."""
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
+        terminal.prepare()
         app(prog_name="ssdprof")
+    except SsdprofError as error:  # of the streams themselves
+        _complain(error.message, error.hint)
+        sys.exit(error.exit_code)
     except Exception as error:
-        with tempfile.NamedTemporaryFile("w", prefix="ssdprof-", suffix=".log", delete=False) as log:
-            traceback.print_exc(file=log)
-        _complain(
-            f"A mistake of ssdprof, not yours: {type(error).__name__}: {error}",
-            f"The traceback is in {log.name}; please report it.",
-        )
+        _line("internal error", f"{type(error).__name__}: {error}", "red")
+        _line("hint", _kept_traceback(), "cyan")
         sys.exit(INTERNAL_ERROR)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
+    """SIGTERM ends a command as Ctrl-C does: what is kept says that it is partial.  A second one ends it at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _kept_traceback() -> str:
+    """Write the traceback to a file; the hint that names it."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="ssdprof-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as log:
+            log.write(masked(traceback.format_exc()))
+    except OSError as error:
+        return f"The traceback could not be kept: {error}."
+    return f"The traceback is in {log.name}; please report it."
 
 
 def _forget_interrupt() -> None:
@@ -112,4 +151,5 @@ def _complain(message: str, hint: str) -> None:
 def _line(label: str, text: str, color: str) -> None:
     from rich.text import Text
 
-    terminal.err().print(Text.assemble((f"{label}: ", f"bold {color}"), " ".join(text.split())))
+    with suppress(OSError):  # where stderr is full there is nobody to tell; the exit code still says it
+        terminal.err().print(Text.assemble((f"{label}: ", f"bold {color}"), printable(masked(text))))

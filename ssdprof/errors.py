@@ -1,5 +1,6 @@
 """What the user sees when something goes wrong: one sentence, one hint, one exit code."""
 
+import re
 from enum import IntEnum
 
 
@@ -16,15 +17,15 @@ class ExitCode(IntEnum):
 class SsdprofError(Exception):
     """An error that the command line prints as two lines instead of a traceback.
 
-    `message` is one sentence that says what is wrong; `hint` says what to do about it.
+    `message` is one sentence that says what is wrong; `hint` says what to do about it.  Secrets in them are masked.
     """
 
     exit_code: ExitCode = ExitCode.BAD_INPUT
 
     def __init__(self, message: str, hint: str = "", exit_code: ExitCode | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        super().__init__(masked(message))
+        self.message = masked(message)
+        self.hint = masked(hint)
         if exit_code is not None:
             self.exit_code = exit_code
 
@@ -45,3 +46,45 @@ class ModelUnavailableError(SsdprofError):
     """The checkpoint cannot be had."""
 
     exit_code = ExitCode.MODEL_UNAVAILABLE
+
+
+def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
+    """The error for a file or folder that cannot be read: without permission it is this machine's, else the user's.
+
+    what: names it, at the start of the sentence.  hint: for a file that is not there or is of another kind.
+    """
+    reason = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        return MissingCapabilityError(f"{what} cannot be read: {reason}.", "Check its permissions and its owner.")
+    return BadInputError(f"{what} cannot be read: {reason}.", hint)
+
+
+def masked(text: str) -> str:
+    """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of servers."""
+    text = re.sub(r"hf_\w+", "hf_...", text)
+    return re.sub(r"(?<=://)[^/\s]*@", "...@", text)
+
+
+LONGEST_WORD = 80
+LONGEST_SENTENCE = 1000
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with characters that no terminal should be sent as escapes: \\x1b, \\ud800."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+
+
+def library_message(error: BaseException) -> str:
+    """What a library said, on one line and whole, without a final full stop.
+
+    The type of the error is put in front where its text is only a value, as a KeyError's is.  Words and messages that
+    a damaged file makes absurdly long are shortened.
+    """
+    words = [
+        word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..."
+        for word in printable(str(error)).split()
+    ]
+    text = " ".join(words).rstrip(".")
+    if isinstance(error, LookupError) or len(words) < 3:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= LONGEST_SENTENCE else f"{text[: LONGEST_SENTENCE - 3]}..."

@@ -27,13 +27,24 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
 
 
 def check_target(file: Path, *, replace: bool) -> None:
-    """What `write_text` raises BadInputError for, before there is something to write."""
+    """What `write_text` raises for a file that cannot be written, before there is something to write."""
     if file.is_dir():
         raise BadInputError(f"{file} is a folder.", "Name a file.")
     if not file.parent.is_dir():
         raise BadInputError(f"There is no folder {file.parent}.", "Create it, or write somewhere else.")
+    if file.is_file() or not file.exists():
+        check_writable(file.parent)
     if file.is_file() and not replace:
         raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name with -o.")
+
+
+def check_writable(folder: Path) -> None:
+    """MissingCapabilityError for a folder, there or still to be made, that this user may not write into."""
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not os.path.isdir(there):
+        raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def unwritable(path: Path, error: OSError) -> MissingCapabilityError:

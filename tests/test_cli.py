@@ -14,6 +14,7 @@ import ssdprof
 from ssdprof import cli, runs
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.pipeline.request import parse_percent
 
 
 class Answer:
@@ -78,6 +79,17 @@ def test_wrong_usage_is_2_and_only_on_stderr(words: list[str]) -> None:
 @pytest.mark.parametrize("seq", ["0", "-5", "128q", "", "1k,,2k", "1e3", "99999999m"])
 def test_a_prompt_length_that_is_none(command: str, seq: str) -> None:
     assert "is not a prompt length" in refused(2, command, "demo", "--seq", seq)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)])
+def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
+    assert parse_percent("--smallest-difference", text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("percent", ["one", "", "-1%", "100%", "nan", "1%%"])
+def test_a_smallest_difference_that_is_no_percentage(percent: str) -> None:
+    assert "--smallest-difference" in refused(2, "run", "demo", "--smallest-difference", percent)
+    assert "--smallest-difference" in refused(2, "bench", "ssd", "--smallest-difference", percent)
 
 
 @pytest.mark.parametrize("states", ["fp64", "", "fp32,,bf16", "fp32;bf16"])

@@ -13,12 +13,13 @@ import pytest
 import typer
 
 import ssdprof
+from ssdprof import operators
 from ssdprof.cli import app
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ssdprof"
 
-MEASURING = {"errors", "schema", "progress", "capture", "environment", "kernels", "measure"}
+MEASURING = {"errors", "schema", "progress", "capture", "environment", "operators", "kernels", "measure"}
 STAGES = MEASURING | {"checkpoint", "stalls", "runs", "files"}
 # What each part may import of ssdprof, beside itself.  The order is that of the data.
 MAY_IMPORT = {
@@ -27,10 +28,11 @@ MAY_IMPORT = {
     "progress": set(),
     "files": {"errors"},
     "kernels": set(),
+    "operators": {"errors", "schema", "kernels"},
     "checkpoint": {"errors", "schema", "progress"},
-    "capture": {"errors", "schema", "progress", "kernels"},
+    "capture": {"errors", "schema", "progress", "files", "operators", "kernels", "environment"},
     "environment": {"errors", "schema", "kernels"},
-    "measure": {"errors", "schema", "kernels"},
+    "measure": {"errors", "schema", "operators", "kernels", "environment"},
     "stalls": MEASURING | {"tuning"},
     "bench": MEASURING | {"report"},
     "tuning": MEASURING | {"report", "bench", "runs", "files"},
@@ -80,6 +82,31 @@ def test_a_part_imports_only_what_it_may(name: str) -> None:
         assert outside <= MAY_IMPORT[name], f"{file.relative_to(ROOT)} imports {outside - MAY_IMPORT[name]}"
 
 
+def test_only_its_own_rooms_know_an_operator() -> None:
+    """`kernels/__init__.py` exports functions for people who want a kernel alone; nothing else names an operator."""
+    facade = PACKAGE / "kernels" / "__init__.py"
+    for operator in operators.names():
+        own = (f"ssdprof.kernels.{operator}", f"ssdprof.operators.{operator}")
+        for file in SOURCES:
+            name = module_name(file)
+            if file == facade or any(f"{name}.".startswith(f"{room}.") for room in own):
+                continue
+            foreign = {module for module in imports(file) if any(f"{module}.".startswith(f"{room}.") for room in own)}
+            assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"
+
+
+def test_no_stage_asks_for_an_operator_by_name() -> None:
+    """No comparison with an operator's name, outside its own rooms and the table of model types."""
+    names = set(operators.names())
+    for file in SOURCES:
+        if part(module_name(file)) in ("operators", "kernels"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare | ast.Match):
+                compared = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                assert not compared & names, f"{file.relative_to(ROOT)}:{node.lineno} compares with an operator's name"
+
+
 def test_every_part_has_a_rule() -> None:
     top = {"", "__main__", "cli"}
     assert {part(module_name(file)) for file in SOURCES} - top == set(MAY_IMPORT)
@@ -111,7 +138,8 @@ def test_no_environment_variable_reaches_a_kernel() -> None:
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, ssdprof, ssdprof.cli, ssdprof.kernels\n"
+        "import sys, ssdprof, ssdprof.cli, ssdprof.kernels, ssdprof.operators\n"
+        "ssdprof.operators.outlines()\n"
         "print(*{'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'pydantic'} & sys.modules.keys())"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import Judged, objection_to
 from ssdprof.bench.schema import BenchCase, ChunkTrial, Kernel
@@ -16,10 +14,11 @@ from ssdprof.measure.engine import Timed, device_times, time_verified
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.statistics import median_us
 from ssdprof.measure.timing import Bench, Sampled
 from ssdprof.schema import Ceilings, Launch, Speedup
 
-TRIALS = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5, seconds=math.inf)
+TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ def _timed_case(
     return _updated(
         case,
         timing=timing,
-        speedups=_speedups(choice.contender, timed.sampled, fastest),
+        speedups=_speedups(choice.contender, timed.sampled, fastest, watch.sampling.smallest_difference),
         roofline=roofline(inputs, watch.ceilings, timing.device_median_us),
     )
 
@@ -86,7 +85,7 @@ def _choose(contender: Contender, judged: Sequence[Judged], bench: Bench) -> Cho
     passed = [candidate for candidate in own if candidate.verdict.status == "passed"]
     calls = {candidate.entry: [candidate.entry.call] for candidate in passed}
     samples = device_times(calls, bench, TRIALS) if len(passed) > 1 else {}
-    times = {entry: float(np.median(values)) for entry, values in samples.items()}
+    times = {entry: median_us(values) for entry, values in samples.items()}
     trials = tuple(
         ChunkTrial(
             chunk_size=candidate.entry.chunk_size,
@@ -103,18 +102,22 @@ def _choose(contender: Contender, judged: Sequence[Judged], bench: Bench) -> Cho
 
 
 def _fastest(sampled: Mapping[Contender, Sampled]) -> dict[str, Sampled]:
-    """The fastest of each implementation that was timed, by device time."""
+    """The fastest case of each implementation that was timed, by device time."""
     fastest: dict[str, Sampled] = {}
-    for contender, own in sorted(sampled.items(), key=lambda item: float(np.median(item[1].device))):
+    for contender, own in sorted(sampled.items(), key=lambda item: median_us(item[1].device)):
         fastest.setdefault(contender.name, own)
     return fastest
 
 
-def _speedups(contender: Contender, sampled: Sampled, fastest: Mapping[str, Sampled]) -> tuple[Speedup, ...]:
+def _speedups(
+    contender: Contender, sampled: Sampled, fastest: Mapping[str, Sampled], smallest_difference: float
+) -> tuple[Speedup, ...]:
     """Over each other implementation; only ours are compared."""
     if not contender.ours:
         return ()
-    return tuple(sampled.speedup(other, name) for name, other in fastest.items() if name != contender.name)
+    return tuple(
+        sampled.speedup(other, name, smallest_difference) for name, other in fastest.items() if name != contender.name
+    )
 
 
 def _case(choice: Choice, limits: Limits | None) -> BenchCase:

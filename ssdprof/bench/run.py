@@ -32,6 +32,7 @@ from ssdprof.progress import Watcher
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
 LEAST_SECONDS = 0.1
+MAX_ROUNDS = 32  # of a recording
 NEEDS_GPU = (
     "A bench needs",
     "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any machine.",
@@ -47,6 +48,7 @@ class BenchRequest:
     baseline: an implementation's name.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
+    smallest_difference: that counts, relative.
     """
 
     operator: Operator[Any]
@@ -58,6 +60,7 @@ class BenchRequest:
     check: Literal["full", "short"] = "full"
     budget: float | None = None
     first_call: float = math.inf
+    smallest_difference: float = 0.01
     command: tuple[str, ...] = ()
 
 
@@ -140,7 +143,9 @@ class _Cells:
                 judged = self._judge_short(entries, contenders, checked, patience)
         watch = Stopwatch(
             bench=self._bench,
-            sampling=SamplingPlan(warmup_rounds=2, min_rounds=15, max_rounds=80, seconds=seconds),
+            sampling=SamplingPlan(
+                smallest_difference=request.smallest_difference, max_rounds=MAX_ROUNDS, seconds=seconds
+            ),
             ceilings=self._ceilings,
             limits=self._limits,
         )

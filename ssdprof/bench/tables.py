@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Kernel
 from ssdprof.report import format as fmt
@@ -44,12 +44,13 @@ def speedups(report: BenchReport) -> Iterator[Table]:
             yield Table(
                 title=f"Fused over {base}: {title}",
                 headers=(
-                    "sequences x\ntokens", "fused", "speedup,\ndevice", "speedup,\ncall", "device", "call",
-                    f"{base},\ndevice", "of\nfloor",
+                    "sequences x\ntokens", "fused", "speedup,\ndevice", "verdict,\ndevice", "speedup,\ncall",
+                    "verdict,\ncall", "device", "call", f"{base},\ndevice", "of\nfloor",
                 ),
                 rows=tuple(rows),
-                align=columns(2, 6),
+                align=columns(2, 8),
                 keys=2,
+                note=_counts(cells, base),
             )  # fmt: skip
 
 
@@ -60,16 +61,23 @@ def baseline_of(cell: BenchCell, wanted: str) -> str:
 
 def _compared(case: BenchCase, cell: BenchCell, base: str) -> tuple[str, ...]:
     if case.timing is None:
-        return (case.status, *[fmt.MISSING] * 5)
+        return (case.status, *[fmt.MISSING] * 7)
     over, baseline = case.over(base), fastest(cell, base)
     return (
         fmt.speedup(over.device_ratio, over.device_interval) if over else fmt.MISSING,
+        over.verdict if over else fmt.MISSING,
         fmt.speedup(over.call_ratio, over.call_interval) if over else fmt.MISSING,
+        (over and over.call_verdict) or fmt.MISSING,
         fmt.duration(case.timing.device_median_us),
         fmt.duration(case.timing.call_median_us),
         fmt.duration(baseline.timing.device_median_us if baseline and baseline.timing else None),
         _floor(case),
     )
+
+
+def _counts(cells: Iterable[BenchCell], base: str) -> str:
+    found = {over.smallest_difference for cell in cells for case in cell.cases if (over := case.over(base))}
+    return fmt.counts(max(found)) if found else ""
 
 
 def fastest(cell: BenchCell, implementation: str) -> BenchCase | None:

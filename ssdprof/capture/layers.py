@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prefill import prefill, split_prompt
 from ssdprof.capture.sites import Site, find_sites, match_layers
 from ssdprof.environment.memory import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 from ssdprof.schema import CheckpointRef, LayerRef
 
 
@@ -86,15 +86,35 @@ class _Prompt:
     def segments(self) -> int:
         return len(split_prompt(self.ids.shape[1], self.segment_length))
 
-    def run(self, handler: Any) -> int:
-        """One prefill with `handler` at the operator's door; returns the number of operator calls."""
+    def run(self, handler: Callable[[OperatorCall], Result]) -> int:
+        """One prefill with `handler` at the operator's door; returns the number of operator calls.
+
+        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
+        transformers accepts may still describe a model that does not run.
+        """
+        raised: list[BaseException] = []
+
+        def watched(call: OperatorCall) -> Result:
+            try:
+                return handler(call)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
         try:
-            with intercept(self.sites, handler) as count:
+            with intercept(self.sites, watched) as count:
                 prefill(self.model, self.ids, self.segment_length)
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
                 f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
+            ) from error
+        except Exception as error:
+            if error in raised or isinstance(error, SsdprofError):
+                raise
+            raise BadInputError(
+                f"This {self.model_type} model does not run: {library_message(error)}.",
+                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
             ) from error
         if count.steps:
             raise BadInputError(

@@ -6,14 +6,16 @@ import hashlib
 import io
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from ssdprof.capture import text
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, unreadable
 from ssdprof.schema import Prompt
 
 if TYPE_CHECKING:  # a wrong --seq is answered before torch and transformers are loaded
     import torch
+
+    from ssdprof.capture.tokenizer import Tokenizer
 
 Kind = Literal["default", "file", "random"]
 
@@ -41,29 +43,41 @@ def parse_seqs(seqs: str) -> tuple[int, ...]:
 
 
 def build_prompt(
-    tokenizer_folder: Path, seqlen: int, *, kind: Kind = "default", file: Path | None = None, seed: int = 0
+    tokenizer_folder: Path | None,
+    seqlen: int,
+    *,
+    kind: Kind = "default",
+    file: Path | None = None,
+    seed: int = 0,
+    vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, Prompt]:
     """Token ids (1, seqlen) int64 on the CPU, and the record that says what they are.
 
+    tokenizer_folder: None where there is none; then only kind "random" works, and draws from `vocab_size` ids.
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random" draws uniformly from
         the tokenizer's vocabulary, special tokens left out, with `seed`.
     Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here.
     The prompt is the first `seqlen` tokens.  A text is never repeated to fill it.
 
     Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short a text.
+    MissingCapabilityError: a file that may not be read.
     """
     import torch
 
+    from ssdprof.capture.tokenizer import load_tokenizer
+
     if (kind == "file") != (file is not None):
         raise BadInputError("A prompt file and another kind of prompt exclude each other.", "Give --prompt-file alone.")
-    tokenizer = _load_tokenizer(tokenizer_folder)
+    tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
     if kind == "random":
-        vocabulary = torch.tensor(sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}))
-        drawn = torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
-        ids = vocabulary[drawn]
+        ids = _random_ids(tokenizer, vocab_size, seqlen, seed)
         source = (
             f"uniformly random token ids, seed {seed}: good for timing; the values inside the model, and so the "
             "accuracy, are not those of text"
+        )
+    elif tokenizer is None:
+        raise BadInputError(
+            "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
         )
     elif file is not None:
         ids = torch.tensor(_file_ids(tokenizer, file, seqlen))
@@ -75,46 +89,24 @@ def build_prompt(
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=_describe(tokenizer, tokenizer_folder),
+        tokenizer=f"none, {vocab_size:,} tokens" if tokenizer is None else tokenizer.description,
         seqlen=seqlen,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
     )
     return ids[None], prompt
 
 
-def _load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, without remote code and without the network."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def _random_ids(tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
+    """Ids (seqlen) of the tokenizer's vocabulary, else of `vocab_size` ids."""
+    import torch
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # unknown class, remote code, missing library
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise BadInputError(
-                "The checkpoint has no tokenizer that can be loaded.",
-                "Name a repository that has the right one with --tokenizer.",
-            ) from error
-        try:
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
-        except Exception as unreadable:  # the tokenizers library raises the bare class
-            raise BadInputError(
-                f"tokenizer.json cannot be read: {unreadable}.", "Name another tokenizer with --tokenizer."
-            ) from unreadable
-    tokenizer.model_max_length = LONGEST_SEQLEN  # or a warning about the trained length comes from here too
-    return tokenizer
+    vocabulary = torch.arange(vocab_size or 0) if tokenizer is None else torch.tensor(tokenizer.ordinary_ids())
+    if not len(vocabulary):
+        raise BadInputError("There is no vocabulary to draw random tokens from.", "Name a tokenizer with --tokenizer.")
+    return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
 
 
-def _describe(tokenizer: Any, folder: Path) -> str:
-    """Which tokenizer it was, by content: the folder's name says nothing outside this machine."""
-    size = f"{len(tokenizer):,} tokens"
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return f"{type(tokenizer).__name__}, {size}"
-    return f"tokenizer.json sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}, {size}"
-
-
-def _file_ids(tokenizer: Any, file: Path, seqlen: int) -> list[int]:
+def _file_ids(tokenizer: Tokenizer, file: Path, seqlen: int) -> list[int]:
     try:
         with file.open(encoding="utf-8-sig") as stream:
             return _first_ids(tokenizer, stream, seqlen, f"The prompt file {file.name}")
@@ -123,18 +115,16 @@ def _file_ids(tokenizer: Any, file: Path, seqlen: int) -> list[int]:
             f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
         ) from error
     except OSError as error:
-        raise BadInputError(
-            f"The prompt file {file} cannot be read: {error.strerror}.", "Give the path of a text file."
-        ) from error
+        raise unreadable(f"The prompt file {file}", error, "Give the path of a text file.") from error
 
 
-def _first_ids(tokenizer: Any, stream: TextIO, seqlen: int, name: str) -> list[int]:
+def _first_ids(tokenizer: Tokenizer, stream: TextIO, seqlen: int, name: str) -> list[int]:
     """The first `seqlen` ids of the stream's text, read and encoded no further than needed."""
     content = ""
     wanted = CHARACTERS_PER_TOKEN * seqlen
     while True:
         content += stream.read(wanted - len(content))
-        ids: list[int] = tokenizer(content)["input_ids"]
+        ids = tokenizer.encode(content)
         ended = len(content) < wanted
         if ended or len(ids) >= seqlen + MARGIN:
             break

@@ -1,7 +1,8 @@
-"""Which layers a user means: `all`, `first:N`, `every:K` or numbers such as `3,7`.
+"""Which layers a user means: `all`, `first:N`, `every:K`, or numbers and ranges such as `3,7` and `0-3,7`.
 
 Numbers are decoder layer indices, as in the model's own module names: 3 is `model.layers.3.mamba`.  `first:N` and
-`every:K` count the layers that have an operator: in a model with attention at 2, `first:3` is 0, 1 and 3.
+`every:K` count the layers that have an operator: in a model with attention at 2, `first:3` is 0, 1 and 3.  A range
+includes both ends and means those of its layers that have an operator: there, `0-3` is 0, 1 and 3, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,22 @@ from collections.abc import Sequence
 from ssdprof.errors import BadInputError
 from ssdprof.schema import LayerRef
 
-_GRAMMAR = "Write --layers all, first:N, every:K (every Kth, from the first) or decoder layer numbers such as 3,7."
+_GRAMMAR = (
+    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers and ranges: 3,7 or 0-3."
+)
+_NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
+
+
+def check_layers(spec: str) -> None:
+    """BadInputError for a spec that cannot be read, whatever the model."""
+    text = spec.strip().lower()
+    if not re.fullmatch(rf"all|(first|every):\d{{1,6}}|{_NUMBERS}(\s*,\s*{_NUMBERS})*", text):
+        raise BadInputError(f"--layers {spec!r} cannot be read.", _GRAMMAR)
+    if re.fullmatch(r"(first|every):0+", text):
+        raise BadInputError(f"--layers {spec} selects nothing.", _GRAMMAR)
+    for first, last in re.findall(_NUMBERS, text if text[0].isdigit() else ""):
+        if last and int(last) < int(first):
+            raise BadInputError(f"--layers {spec}: the range {first}-{last} is empty.", "Write the smaller one first.")
 
 
 def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]:
@@ -21,28 +37,31 @@ def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]
     Raises BadInputError for a spec that cannot be read and for a layer that is not there; the message lists those
     that are.
     """
+    check_layers(spec)
     text = spec.strip().lower()
     if text == "all":
         return tuple(layers)
-    if counted := re.fullmatch(r"(first|every):(\d+)", text):
-        count = int(counted[2])
-        if count < 1:
-            raise BadInputError(f"--layers {spec} selects nothing.", _GRAMMAR)
-        if counted[1] == "every":
+    if ":" in text:
+        word, _, number = text.partition(":")
+        count = int(number)
+        if word == "every":
             return tuple(layers[::count])
         if count > len(layers):
             raise BadInputError(f"--layers {spec}: the model has {_listed(layers)}.", "Use --layers all for every one.")
         return tuple(layers[:count])
-    if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
-        wanted = {int(number) for number in text.split(",")}
-        if missing := wanted - {layer.index for layer in layers}:
-            numbers = ", ".join(str(index) for index in sorted(missing))
-            raise BadInputError(
-                f"Layer {numbers} has no SSD or GDN operator; the model has {_listed(layers)}.",
-                "Numbers are decoder layer indices, counted from 0.",
-            )
-        return tuple(layer for layer in layers if layer.index in wanted)
-    raise BadInputError(f"--layers {spec!r} cannot be read.", _GRAMMAR)
+    present = {layer.index for layer in layers}
+    wanted: set[int] = set()
+    missing: list[str] = []
+    for first, last in re.findall(_NUMBERS, text):
+        found = present & set(range(int(first), int(last or first) + 1))
+        missing += [] if found else [f"{first}-{last}" if last else first]
+        wanted |= found
+    if missing:
+        raise BadInputError(
+            f"Layer {', '.join(missing)} has no SSD or GDN operator; the model has {_listed(layers)}.",
+            "Numbers are decoder layer indices, counted from 0.",
+        )
+    return tuple(layer for layer in layers if layer.index in wanted)
 
 
 def _listed(layers: Sequence[LayerRef]) -> str:

@@ -11,36 +11,37 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, get_type_hints
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ssdprof import operators
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layout import PromptBuffer
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.capture.manifest import AGAIN, MANIFEST
+from ssdprof.capture.manifest import is_capture as is_capture
+from ssdprof.capture.manifest import read_manifest as read_manifest
+from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
+from ssdprof.files import check_writable
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import (
-    SCHEMA_VERSION,
     CaptureManifest,
     CheckpointRef,
     LayerCapture,
     LayerRef,
     Prompt,
     TensorRecord,
-    migrate,
 )
+from ssdprof.schema.capture import scalars_hash
 
-MANIFEST = "manifest.json"
 _LOCK = ".lock"
-_AGAIN = "Capture again."
 
 
 class Loader(Protocol):
@@ -57,6 +58,24 @@ def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers:
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     lengths = "-".join(str(prompt.seqlen) for prompt in prompts)
     return cached_assets_path("ssdprof", namespace=checkpoint.repo_id, subfolder=f"{lengths}-{digest}")
+
+
+def check_folder(out: Path | None, *, overwrite: bool) -> None:
+    """What `CaptureWriter` would refuse of a folder, before a model is loaded.  out: None for the default one."""
+    from huggingface_hub import constants
+
+    check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
+    if out is not None and is_capture(out) and not overwrite:
+        _refuse_complete(out)
+
+
+def _refuse_complete(folder: Path) -> None:
+    before = read_manifest(folder)
+    if before.complete:
+        raise BadInputError(
+            f"{folder} holds a complete capture of {before.checkpoint.repo_id} already.",
+            "Name another folder, or give --force.",
+        )
 
 
 class CaptureWriter:
@@ -112,6 +131,7 @@ class CaptureWriter:
         file = f"layer_{captured.layer.index:03d}_seqlen_{seqlen}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
+        scalars = operators.of(captured.inputs).door.scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -126,7 +146,8 @@ class CaptureWriter:
                 for name, tensor in stored.items()
             },
             remark=captured.remark,
-            scalars=operators.of(captured.inputs).door.scalars(captured.inputs),
+            scalars=scalars,
+            scalars_sha256=scalars_hash(scalars),
         )
         _replace(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
@@ -142,15 +163,10 @@ class CaptureWriter:
 
     def _clear(self) -> None:
         """Make room: an unfinished capture is replaced, a complete one only if asked for."""
-        if not (self.folder / MANIFEST).exists():
+        if not is_capture(self.folder):
             return
         if not self._overwrite:
-            before = read_manifest(self.folder)
-            if before.complete:
-                raise BadInputError(
-                    f"{self.folder} holds a complete capture of {before.checkpoint.repo_id} already.",
-                    "Name another folder, or give --force.",
-                )
+            _refuse_complete(self.folder)
         (self.folder / MANIFEST).unlink()
         for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
             file.unlink()
@@ -159,11 +175,6 @@ class CaptureWriter:
         text = manifest.model_dump_json(indent=1) + "\n"
         _replace(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
-
-
-def is_capture(path: Path) -> bool:
-    """Whether `path` is a folder of captures, good or damaged."""
-    return (path / MANIFEST).is_file()
 
 
 def load(folder: Path) -> tuple[CaptureManifest, Loader]:
@@ -179,62 +190,57 @@ def load(folder: Path) -> tuple[CaptureManifest, Loader]:
     return manifest, read
 
 
-def read_manifest(folder: Path) -> CaptureManifest:
-    """The manifest alone.  Raises BadInputError as `load` does."""
-    path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name a folder of captures.") from error
-    except ValueError as error:
-        raise BadInputError(f"{path} is damaged: it is not JSON.", _AGAIN) from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if version == migrate.OLDEST:
-        content = migrate.manifest(content)
-    elif version != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{path} has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and {SCHEMA_VERSION}.",
-            "Capture again, or read it with the ssdprof that wrote it.",
-        )
-    try:
-        return CaptureManifest.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise BadInputError(f"{path} is damaged at {place}: {first['msg']}.", _AGAIN) from error
-
-
 def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> CapturedLayer:
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
-        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which is none of its own.", _AGAIN)
+        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which is none of its own.", AGAIN)
     path = folder / capture.file
-    if not path.is_file():
-        raise BadInputError(f"{path} is missing.", _AGAIN)
+    if not os.path.isfile(path):
+        raise BadInputError(f"{path} is missing.", AGAIN)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             absent = capture.tensors.keys() - set(file.keys())
             if absent:
-                raise BadInputError(f"{path} lacks the tensor {', '.join(sorted(absent))}.", _AGAIN)
+                raise BadInputError(f"{path} lacks the tensor {', '.join(sorted(absent))}.", AGAIN)
             found = {name: file.get_tensor(name) for name in capture.tensors}
+    except OSError as error:
+        raise unreadable(str(path), error, AGAIN) from error
     except SafetensorError as error:
-        raise BadInputError(f"{path} is damaged: {error}.", _AGAIN) from error
+        raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
     for name, record in capture.tensors.items():
         tensor = found[name]
         if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
-            raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", _AGAIN)
+            raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
-            raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", _AGAIN)
+            raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
+    if capture.scalars_sha256 not in (None, scalars_hash(capture.scalars)):
+        raise BadInputError(
+            f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
+        )
     try:
         operator = operators.get(capture.layer.operator)
-        inputs = operator.inputs(**found, **operator.door.arguments(capture.scalars))
+        arguments = operator.door.arguments(capture.scalars)
+        _check_types(operator.inputs, arguments)
+        inputs = operator.inputs(**found, **arguments)
     except (TypeError, ValueError) as error:
-        raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", _AGAIN) from error
+        raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(
         layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides, remark=capture.remark
     )
+
+
+def _check_types(inputs: type[Any], arguments: Mapping[str, Any]) -> None:
+    """ValueError for a scalar of another type than the field of `inputs` that it fills: "256" or true for a size."""
+    types = get_type_hints(inputs)
+    for name, value in arguments.items():
+        if name not in types:
+            raise ValueError(f"{name} is no argument of {inputs.__name__}")
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{name} = {value!r}: {error.errors()[0]['msg']}") from error
 
 
 def _sha256(tensor: torch.Tensor) -> str:
@@ -246,6 +252,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary)
+        temporary.chmod(_file_mode())
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)
@@ -253,6 +260,13 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _file_mode() -> int:
+    """What the user's umask leaves of rw-rw-rw-: safetensors writes files that only their owner may read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def _unwritable(path: Path, error: Exception) -> MissingCapabilityError:

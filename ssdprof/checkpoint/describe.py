@@ -12,7 +12,7 @@ from ssdprof.checkpoint import original
 from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.model_types import MODEL_TYPES, OTHER_SCANS, ModelType
 from ssdprof.checkpoint.sizes import Sizes, shown
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, library_message
 from ssdprof.schema import LayerRef
 
 # Methods that transformers decodes.  Any other it ignores with a warning, and the codes would load as weights.
@@ -49,6 +49,12 @@ class Description:
         positions = self.config.get("max_position_embeddings")
         return positions if isinstance(positions, int) and positions > 0 else None
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids that the model knows; None where the config does not say."""
+        size = self.config.get("vocab_size")
+        return size if isinstance(size, int) else None
+
     def depth(self, deepest_layer: int | None) -> int:
         """Decoder layers to load so that layer `deepest_layer` can run; all for None.
 
@@ -75,7 +81,7 @@ def read_config(path: Path, where: str) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise BadInputError(
-            f"{where} is not valid JSON: {shown(str(error))}.", "Fetch or copy the file again."
+            f"{where} is not valid JSON: {library_message(error)}.", "Fetch or copy the file again."
         ) from None
     if not isinstance(config, dict):
         raise BadInputError(f"{where} holds no JSON object.", "Is this a model's config?")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssdprof.checkpoint.definition import empty_model
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.located import Located
 from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
-from ssdprof.checkpoint.view import build_view, cut_config, link_all, write_json
+from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.schema import CheckpointRef
 
@@ -49,10 +51,40 @@ def fetch(
 
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
+    BadInputError: a config that transformers cannot use, found before anything large is downloaded.
     ModelUnavailableError: a file cannot be had, is truncated or corrupt, or lacks weights that it should hold.
-    MissingCapabilityError: no room for it on the disk.
+    MissingCapabilityError: no room for it on the disk, or no permission.
     """
     description, depth = located.description, located.description.depth(deepest_layer)
+    repo_id = located.ref.repo_id
+    with ExitStack() as undo:
+        with _temporary_folder_errors(repo_id):
+            folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            write_json(folder / CONFIG, cut_config(description, depth))
+        empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
+        _announce(located, deepest_layer, progress)
+
+        tokenizer = located.tokenizer_source  # first: small, and a wrong one should not cost a download either
+        tokenizer_paths = {name: tokenizer.path(name) for name in tokenizer_files(tokenizer)} if tokenizer else {}
+        weights = located.weights
+        paths = {name: located.source.path(name) for name in weights.files(depth)}
+        tensors = None if weights.pickled else weights.tensors(depth)
+
+        with _temporary_folder_errors(repo_id):
+            link_weights(folder, depth, paths, weights.shards)
+            if tokenizer is not None:
+                link_all(folder / "tokenizer", tokenizer_paths.items())
+            if tokenizer is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
+                write_json(folder / "tokenizer" / CONFIG, cut_config(description, depth))
+        undo.pop_all()
+    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, tokenizer.label if tokenizer else None)
+    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+    return local
+
+
+def _announce(located: Located, deepest_layer: int | None, progress: Callable[[str], None] | None) -> None:
+    """Say what will be downloaded, if anything, and make sure that there is room for it."""
     missing = [info for info in located.files(deepest_layer) if not info.cached]
     if missing:
         need = sum(info.size_bytes for info in missing)
@@ -60,27 +92,16 @@ def fetch(
         if progress is not None:
             progress(f"Downloading {len(missing)} files, {need / 1e9:.2f} GB, of {located.ref.repo_id}")
 
-    tokenizer = located.tokenizer_source  # first: small, and a wrong one should not cost a long download
-    tokenizer_paths = {name: tokenizer.path(name) for name in tokenizer_files(tokenizer)} if tokenizer else {}
-    weights = located.weights
-    paths = {name: located.source.path(name) for name in weights.files(depth)}
-    tensors = None if weights.pickled else weights.tensors(depth)
 
-    folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
-    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, tokenizer.label if tokenizer else None)
-    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+@contextmanager
+def _temporary_folder_errors(repo_id: str) -> Iterator[None]:
     try:
-        build_view(folder, description, depth, paths, weights.shards)
-        if tokenizer is not None:
-            link_all(folder / "tokenizer", tokenizer_paths.items())
-        if tokenizer is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
-            write_json(folder / "tokenizer" / CONFIG, cut_config(description, depth))
+        yield
     except OSError as error:
         raise MissingCapabilityError(
-            f"The temporary folder for {located.ref.repo_id} cannot be written: {error.strerror}.",
-            "Make room there or set TMPDIR to another disk.",
+            f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
+            "Make room there or set TMPDIR to another folder.",
         ) from None
-    return local
 
 
 def _check_space(source: Source, need_bytes: int) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import importlib.util
 import math
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ssdprof.checkpoint import original
+from ssdprof.checkpoint.definition import empty_model, quiet_transformers, refusals
 from ssdprof.checkpoint.fetched import LocalCheckpoint
 from ssdprof.checkpoint.integrity import broken_file
-from ssdprof.checkpoint.sizes import shown
+from ssdprof.checkpoint.sizes import LIMIT, shown
 from ssdprof.checkpoint.weights import SINGLE, is_needed
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 DType = torch.dtype | Literal["auto"]
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # stay as stored: checkpoints keep them in fp32 beside 16-bit weights
@@ -35,41 +34,32 @@ def load_model(local: LocalCheckpoint, *, device: torch.device | str, dtype: DTy
     decodes the quantisation is not installed.
     """
     device = torch.device(device)
-    with _quiet_transformers():
-        config = _read_config(local)
-        _check_described_size(local, config)
-        model = _load_original(local, config, dtype) if local.description.original else _load(local, device, dtype)
-    return model.to(device).eval()
+    with quiet_transformers():
+        empty = empty_model(local.folder, local.ref.repo_id)
+        _check_described_size(local, empty)
+        if local.description.original:
+            return _fill_original(local, empty, dtype).to(device).eval()
+        del empty
+        return _load(local, device, dtype).to(device).eval()
 
 
-def _read_config(local: LocalCheckpoint) -> PretrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(local.folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise BadInputError(
-            f"transformers refuses the config of {local.ref.repo_id}: {shown(str(error))}.",
-            "The checkpoint may be newer than the installed transformers.",
-        ) from None
-
-
-def _check_described_size(local: LocalCheckpoint, config: PretrainedConfig) -> None:
+def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> None:
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
-    from transformers import AutoModel
-
     if local.tensors is None or local.ref.quantization not in (None, "fp8"):  # packed codes: fewer elements stored
         return
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
-    described = sum(parameter.numel() for parameter in model.parameters())
+    described = sum(parameter.numel() for parameter in empty.parameters())
     stored = sum(math.prod(tensor.shape) for tensor in local.tensors.values())
     if described > stored:
         raise BadInputError(
             f"The config of {local.ref.repo_id} describes {described} parameters in {local.depth} layers, "
             f"but the weights hold {stored}.",
             "Config and weights do not belong together, or weights are missing.",
+        )
+    computed = sum(buffer.numel() for buffer in empty.buffers())
+    if computed > LIMIT:
+        raise BadInputError(
+            f"The config of {local.ref.repo_id} describes tables of {computed} elements beside the weights.",
+            "Its frequencies of rotary positions (rope_parameters) are the usual place: the config is damaged.",
         )
 
 
@@ -79,49 +69,51 @@ def _load(local: LocalCheckpoint, device: torch.device, dtype: DType) -> PreTrai
     # With accelerate, weights go to the GPU one by one instead of through a whole copy in host memory.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        model, info = AutoModel.from_pretrained(
-            local.folder,
-            dtype=dtype,
-            device_map={"": device} if direct else None,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except ImportError as error:
-        raise MissingCapabilityError(
-            f"{local.ref.repo_id} ({local.ref.quantization}) needs a package that is missing: {shown(str(error))}.",
-            "Install it, or take the unquantised checkpoint.",
-        ) from None
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise BadInputError(
-            f"The weights of {local.ref.repo_id} do not fit its config: {shown(str(error))}.",
-            "Config and weights do not belong together.",
-        ) from None
+        with refusals(f"config and weights of {local.ref.repo_id}"):
+            model, info = AutoModel.from_pretrained(
+                local.folder,
+                dtype=dtype,
+                device_map={"": device} if direct else None,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+            )
+    except MissingCapabilityError as error:
+        if local.ref.quantization is not None:
+            error.hint += "  Or take the unquantised checkpoint."
+        raise
     _refuse_missing(local, info["missing_keys"])
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        raise _does_not_fit(local, name, tuple(stored), tuple(expected))
     return model
 
 
-def _load_original(local: LocalCheckpoint, config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
-    from transformers import AutoModel
-
+def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType) -> PreTrainedModel:
+    """Give `model`, which is on the meta device, the weights of the original format."""
     stored = _original_state(local)
     wanted = {original.convert_key(key): value for key, value in stored.items() if is_needed(key, local.depth)}
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
     expected = model.state_dict()
     _refuse_missing(local, set(expected) - set(wanted))
     for name, tensor in wanted.items():
-        if name not in expected or tensor.shape != expected[name].shape:
-            raise BadInputError(
-                f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} is {tuple(tensor.shape)}.",
-                "Config and weights do not belong together.",
-            )
+        shape = tuple(expected[name].shape) if name in expected else None
+        if tuple(tensor.shape) != shape:
+            raise _does_not_fit(local, name, tuple(tensor.shape), shape)
     target = wanted["embeddings.weight"].dtype if dtype == "auto" else dtype
     model.load_state_dict({name: _cast(name, tensor, target) for name, tensor in wanted.items()}, assign=True)
     return model
+
+
+def _does_not_fit(
+    local: LocalCheckpoint, name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None
+) -> BadInputError:
+    """expected: None where the config has no such weight."""
+    wanted = f"is {stored} in the file and {expected} by the config" if expected else "is none of the config's"
+    return BadInputError(
+        f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} {wanted}.",
+        "Config and weights do not belong together.",
+    )
 
 
 def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
@@ -159,17 +151,3 @@ def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
             f"{local.ref.repo_id} lacks {len(missing)} weights, such as {min(missing)}.",
             "The checkpoint is incomplete; fetch it again or take another revision.",
         )
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hold back its report on weights that a cut model does not use; what matters in it is checked here."""
-    from transformers.utils import logging
-
-    before: int = logging.get_verbosity()
-    set_verbosity: Callable[[int], Any] = logging.set_verbosity
-    set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        set_verbosity(before)

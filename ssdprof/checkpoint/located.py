@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +13,13 @@ from ssdprof.checkpoint.describe import Description, describe, read_config, refu
 from ssdprof.checkpoint.families import FamilyRow, family_named, known
 from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.local import LocalFolder
+from ssdprof.checkpoint.names import DEMOS, close_names, expanded, is_folder, parse_repo
 from ssdprof.checkpoint.source import CONFIG, TOKENIZER_FILES, FileInfo, Source, tokenizer_files
 from ssdprof.checkpoint.weights import INDEX, Weights, find_weights
 from ssdprof.errors import BadInputError, ModelUnavailableError
 from ssdprof.schema import CheckpointRef, LayerRef
 
-DEMOS = {name: Path(__file__).parent / name for name in ("demo", "demo-gdn")}
+DEMO_FOLDERS = {name: Path(__file__).parent / name for name in DEMOS}
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a config.json that may say nothing
 
 
@@ -67,7 +67,11 @@ class Located:
                     self.source.path(TOKENIZER_FILES[0])  # raises: it may be there, but is not in the cache
                 return None
             named = original.DEFAULT_TOKENIZER
-        found = LocalFolder(_expanded(named)) if is_folder(named) else _open_tokenizer(named)
+        if not named.strip():
+            raise BadInputError(
+                "The tokenizer's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn."
+            )
+        found = _local(named) or _open_tokenizer(named)
         if not tokenizer_files(found):
             raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
         return found
@@ -113,15 +117,22 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
 
     ModelUnavailableError when it cannot be had; BadInputError when it is no checkpoint that ssdprof can measure.
     """
+    if not model.strip():
+        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
     family = None
     notes: tuple[str, ...] = ()
-    if model in DEMOS or is_folder(model):
+    source: Source | None = _local(model)
+    if source is not None:
         if revision is not None:
             raise BadInputError(f"{model} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
-        source: Source = LocalFolder(DEMOS[model], model) if model in DEMOS else LocalFolder(_expanded(model))
     else:
-        family = family_named(model)
-        source = _open_repo(family.flagship if family and family.flagship else model, revision)
+        name = parse_repo(model, revision)
+        if (demo := name.repo_id.casefold()) in DEMOS:
+            raise BadInputError(
+                f"There is no model {model}; a model that ships with ssdprof is {demo}.", f"Name {demo}."
+            )
+        family = family_named(name.repo_id)
+        source = _open_repo(family.flagship if family and family.flagship else name.repo_id, name.revision)
         if family:
             notes = (_family_note(model, source.label, family),)
     config, description = _describe(source)
@@ -141,34 +152,35 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     return Located(ref, config, description, source, tokenizer, notes)
 
 
-def is_folder(name: str) -> bool:
-    """Whether the user means a local folder: one that is there, or a name that only a path has."""
-    separators = (os.sep, os.altsep or os.sep)
-    return os.path.exists(_expanded(name)) or name.startswith((".", "~", *separators)) or name.endswith(separators)
+def _local(name: str) -> Source | None:
+    """A demo model or a local folder; None for a name on the hub."""
+    if name in DEMOS:
+        return LocalFolder(DEMO_FOLDERS[name], name)
+    return LocalFolder(expanded(name)) if is_folder(name) else None
 
 
-def _expanded(name: str) -> Path:
-    return Path(os.path.expanduser(name))
-
-
-def _open_tokenizer(repo_id: str) -> Source:
+def _open_tokenizer(typed: str) -> Source:
     from ssdprof.checkpoint.hub import HubRepo
 
-    return HubRepo(repo_id, first="tokenizer_config.json")
+    name = parse_repo(typed, None)
+    return HubRepo(name.repo_id, name.revision, first="tokenizer_config.json")
 
 
 def _open_repo(repo_id: str, revision: str | None) -> Source:
-    from ssdprof.checkpoint.hub import HubRepo, RepoNotFoundError
+    from ssdprof.checkpoint.hub import HubRepo
+    from ssdprof.checkpoint.hub_errors import NotCachedError, RepoNotFoundError
     from ssdprof.checkpoint.suggest import similar_repos
 
-    if not repo_id.strip():
-        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
     try:
         return HubRepo(repo_id, revision)
     except RepoNotFoundError as error:
-        if similar := similar_repos(repo_id):
+        if similar := list(dict.fromkeys([*close_names(repo_id), *similar_repos(repo_id)])):
             hint = f"Repos with SSD or GDN layers and a name like it: {', '.join(similar)}."
             raise ModelUnavailableError(error.message, hint) from None
+        raise
+    except (NotCachedError, BadInputError) as error:
+        if (similar := close_names(repo_id)) and repo_id not in similar:
+            error.hint = f"Names like it: {', '.join(similar)}.  {error.hint}"
         raise
 
 

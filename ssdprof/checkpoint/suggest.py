@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ssdprof.checkpoint.describe import describe, read_config
-from ssdprof.checkpoint.hub import HubRepo, api, transport_error
+from ssdprof.checkpoint.hub import HubRepo
+from ssdprof.checkpoint.hub_client import api, transport_error
 from ssdprof.checkpoint.model_types import MODEL_TYPES
 from ssdprof.checkpoint.source import CONFIG
 from ssdprof.errors import SsdprofError

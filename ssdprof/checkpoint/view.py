@@ -14,7 +14,6 @@ from typing import Any
 
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.layer_kinds import ZAMBA2_DEFAULT_KINDS
-from ssdprof.checkpoint.source import CONFIG
 from ssdprof.checkpoint.weights import INDEX, is_needed
 
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
@@ -34,7 +33,7 @@ def cut_config(description: Description, depth: int) -> dict[str, Any]:
             config[key] = config[key][:depth]
     for key in _LAYER_INDICES:
         if isinstance(config.get(key), list):
-            config[key] = [index for index in config[key] if index < depth]
+            config[key] = [index for index in config[key] if not isinstance(index, int) or index < depth]
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0  # their weights are not fetched
     if config.get("time_step_limit", ()) is None:
@@ -45,14 +44,11 @@ def cut_config(description: Description, depth: int) -> dict[str, Any]:
     return config
 
 
-def build_view(
-    folder: Path, description: Description, depth: int, files: Mapping[str, Path], shards: Mapping[str, str] | None
-) -> None:
-    """Fill the empty `folder`.
+def link_weights(folder: Path, depth: int, files: Mapping[str, Path], shards: Mapping[str, str] | None) -> None:
+    """Put the weights of the first `depth` layers into `folder`, with an index of their own.
 
     files: the weights files, name -> place.  shards: tensor name -> file name, None for a single file.
     """
-    write_json(folder / CONFIG, cut_config(description, depth))
     link_all(folder, files.items())
     if shards is not None:
         kept = {key: file for key, file in shards.items() if is_needed(key, depth)}

@@ -77,8 +77,11 @@ def bench(
     min_speedup: Annotated[
         float | None, typer.Option(metavar="X", min=0, help="Fail unless fused reaches it everywhere, by device time.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JSON, after every cell.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON, after every cell.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
     as_json: options.Json = False,
@@ -98,7 +101,7 @@ def bench(
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.environment.present import require_gpu
-    from ssdprof.pipeline.request import parse_states
+    from ssdprof.pipeline.request import parse_percent, parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     record = options.operator(operator)
@@ -107,6 +110,7 @@ def bench(
     state_dtypes = None if states is None else parse_states(states)
     names = peer_names(record, against, published)
     baseline = _baseline(baseline, names)
+    smallest = parse_percent("--smallest-difference", smallest_difference)
     if out is not None:
         files.check_target(out, replace=force)
     require_gpu(*NEEDS_GPU)
@@ -121,6 +125,7 @@ def bench(
         check=check,
         budget=budget,
         first_call=first_call,
+        smallest_difference=smallest,
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()

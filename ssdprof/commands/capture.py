@@ -21,7 +21,12 @@ def capture(
     segment: options.Segment = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the captures.", show_default="in the hub's cache of assets"),
+        typer.Option(
+            metavar="DIR",
+            parser=options.path,
+            help="Folder of the captures.",
+            show_default="in the hub's cache of assets",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete capture in DIR.")] = False,
     dry_run: options.DryRun = False,
@@ -31,14 +36,20 @@ def capture(
 
     A layer of a large model at 128k tokens takes gigabytes.
     """
-    from ssdprof.pipeline.capture import capture as store_captures
-    from ssdprof.pipeline.dry_run import plan
+    from ssdprof.pipeline.subject import find
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    subject = find(request)
     if dry_run:
-        terminal.show_plan(plan(request), as_json)
+        from ssdprof.pipeline.dry_run import plan
+
+        terminal.show_plan(plan(subject), as_json)
         return
-    folder, manifest = store_captures(request, out, overwrite=force, watcher=terminal.TerminalWatcher())
+    from ssdprof.pipeline.capture import capture as store_captures  # torch comes with it
+
+    folder, manifest = store_captures(
+        request, out, overwrite=force, watcher=terminal.TerminalWatcher(), subject=subject
+    )
     if as_json:
         terminal.print_json({"folder": str(folder), "manifest": manifest.model_dump(mode="json")})
     else:

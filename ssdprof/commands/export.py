@@ -15,7 +15,7 @@ def export(
     format: Annotated[Literal["markdown", "json"], typer.Option(help="What to write.")] = "markdown",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="stdout"),
+        typer.Option("--output", "-o", metavar="FILE", parser=options.path, help="Where to.", show_default="stdout"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     as_json: options.Json = False,

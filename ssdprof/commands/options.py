@@ -8,10 +8,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ssdprof.commands import terminal
+from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
     from ssdprof.operators.operator import Operator as OperatorRecord
     from ssdprof.pipeline.request import CaptureRequest
+
+
+def path(text: str) -> Path:
+    """A parser of options: an empty string, as of an unset variable, is not the current folder."""
+    if not text.strip():
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+def existing_file(text: str) -> Path:
+    """A parser of options, for a file that will be read later."""
+    file = path(text)
+    try:
+        with file.open("rb"):
+            return file
+    except OSError as error:
+        raise unreadable(f"The file {text}", error, "Give the path of a text file.") from None
+
 
 MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
 
@@ -32,7 +51,7 @@ Seq = Annotated[
         show_default="16k on a GPU, 512 without",
     ),
 ]
-Layers = Annotated[str, typer.Option(metavar="WHICH", help="all, first:N, every:K, or layer numbers: 3,7.")]
+Layers = Annotated[str, typer.Option(metavar="WHICH", help="all, first:N, every:K, or layer numbers: 3,7, 0-3.")]
 PromptText = Annotated[
     Literal["default", "random"],
     typer.Option("--prompt", help="The built-in text, or random tokens (whose statistics no real prompt has)."),
@@ -40,7 +59,7 @@ PromptText = Annotated[
 PromptFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Take the prompt from a UTF-8 text file.", exists=True, dir_okay=False, show_default=False
+        metavar="FILE", help="Take the prompt from a UTF-8 text file.", parser=existing_file, show_default=False
     ),
 ]
 Revision = Annotated[
@@ -60,6 +79,12 @@ Dtypes = Annotated[
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+SmallestDifference = Annotated[
+    str,
+    typer.Option(
+        metavar="P%", help="Call nothing faster or slower unless its whole 95 % interval differs by more than this."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and stop.")]
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")
@@ -94,11 +119,13 @@ def capture_request(
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
+    from ssdprof.capture.select import check_layers
     from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 
     if prompt_file is not None and prompt == "random":
         raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")
+    check_layers(layers)
     return CaptureRequest(
         model=ModelRequest(model=model, revision=revision, tokenizer=tokenizer),
         prompt=PromptRequest(text=prompt_file or prompt, seqlens=None if seq is None else parse_seqs(seq)),

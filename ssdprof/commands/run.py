@@ -28,12 +28,13 @@ def run(
     states: options.States = "all",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the run.", show_default="runs/<time>-<model>"),
+        typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
     ] = None,
     save_captures: Annotated[bool, typer.Option("--save-captures", help="Keep the inputs too.  Gigabytes.")] = False,
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
+    smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
@@ -42,20 +43,27 @@ def run(
 
     Exit code 1 says that a case was inaccurate or not finite.
     """
-    from ssdprof.pipeline.dry_run import plan
-    from ssdprof.pipeline.request import Keep, precisions
-    from ssdprof.pipeline.run import run as run_model
+    from ssdprof.pipeline.request import Keep, parse_percent, precisions
+    from ssdprof.pipeline.subject import find, find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     chosen = precisions(dtypes, states)
+    smallest = parse_percent("--smallest-difference", smallest_difference)
     if dry_run:
-        terminal.show_plan(plan(request), as_json)
+        from ssdprof.pipeline.dry_run import plan
+
+        terminal.show_plan(plan(find(request)), as_json)
         return
+    subject = find_to_replay(request)
+    from ssdprof.pipeline.run import run as run_model  # torch comes with it: after all that can be wrong without
+
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = run_model(request, chosen, keep, terminal.TerminalWatcher())
+    folder, report = run_model(
+        request, chosen, keep, terminal.TerminalWatcher(), subject=subject, smallest_difference=smallest
+    )
     if as_json:
         print(document.dump(report))
     else:

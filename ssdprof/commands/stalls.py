@@ -30,14 +30,23 @@ def stalls(
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
     files: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="FILE", help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable."),
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            parser=options.path,
+            help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable.",
+        ),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown, and its pictures beside it.")
+        Path | None,
+        typer.Option(
+            "--markdown", metavar="FILE", parser=options.path, help="Write Markdown, and its pictures beside it."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Seconds that each process may take.")] = 300,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for what is found.", show_default="the run's")
+        Path | None,
+        typer.Option(metavar="DIR", parser=options.path, help="Folder for what is found.", show_default="the run's"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     no_tuned: options.NoTuned = False,

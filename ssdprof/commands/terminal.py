@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
+
+from ssdprof.errors import BadInputError, MissingCapabilityError, masked
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -30,8 +33,45 @@ class _Output(Console):
 
 def reader_is_gone() -> NoReturn:
     """End quietly when what reads stdout has had enough, as `head` does."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
+    drop_output()
     raise SystemExit(READER_IS_GONE)
+
+
+def drop_output() -> None:
+    """Send what is left for stdout nowhere: the interpreter's last flush would fail, and change the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def check_working_directory() -> None:
+    """BadInputError if another process has removed it: libraries end the process without a word then."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise BadInputError("The working directory does not exist any more.", "Change to a folder that does.") from None
+
+
+def prepare() -> None:
+    """Make stdout and stderr fit for any text.
+
+    Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads back.
+    MissingCapabilityError if stdout is closed: nothing should run for hours and then have nowhere to print to.
+    """
+    closed = sys.stdout is None
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lasts
+    codecs.register_error("json-escape", _json_escape)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="json-escape")
+    if closed:
+        raise MissingCapabilityError("Standard output is closed.", "Redirect it to a file or to /dev/null.")
+
+
+def _json_escape(error: UnicodeError) -> tuple[str, int]:
+    """A codec's error handler: each UTF-16 unit of what cannot be encoded as \\uXXXX."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)), error.end
 
 
 def out() -> Console:
@@ -51,8 +91,8 @@ def print_json(value: Any) -> None:
 
 
 def command_line() -> tuple[str, ...]:
-    """The command as typed, for the report; an access token in it is masked."""
-    return ("ssdprof", *(re.sub(r"hf_\w+", "hf_...", word) for word in sys.argv[1:]))
+    """The command as typed, for the report; secrets in it are masked."""
+    return ("ssdprof", *(masked(word) for word in sys.argv[1:]))
 
 
 def show_plan(plan: Plan, as_json: bool) -> None:

@@ -57,7 +57,9 @@ def tune(
         float | None,
         typer.Option(metavar="SECONDS", min=1, help="Begin no search after so many.", show_default="no end"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything that was tried as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write everything that was tried as JSON.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the candidates, and stop.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Forget what was found before, and stop.")] = False,

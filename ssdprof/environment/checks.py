@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from ssdprof.environment.clocks import read
 from ssdprof.environment.machine import gpu, installed_version
+from ssdprof.errors import masked
 from ssdprof.schema import Record
 
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
@@ -48,7 +49,17 @@ def doctor() -> tuple[Check, ...]:
 
 def _packages() -> Iterator[Check]:
     """What ssdprof's own metadata asks for."""
-    for text in requires("ssdprof") or ():
+    try:
+        wanted = requires("ssdprof") or ()
+    except PackageNotFoundError:
+        yield Check(
+            name="ssdprof",
+            status="warn",
+            detail="runs from its sources: without package metadata, the versions of other packages are not checked",
+            hint="pip install -e . in its folder",
+        )
+        return
+    for text in wanted:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -160,14 +171,14 @@ def _hub() -> Check:
     if is_offline_mode():
         hint = "Unset HF_HUB_OFFLINE to download."
         return Check(name="hub", status="warn", detail="HF_HUB_OFFLINE is set: cached models only", hint=hint)
-    return Check(name="hub", status="ok", detail=f"{constants.ENDPOINT}, not contacted by this check")
+    return Check(name="hub", status="ok", detail=f"{masked(constants.ENDPOINT)}, not contacted by this check")
 
 
 def _cache() -> Check:
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not os.access(existing, os.W_OK):
         hint = "Set HF_HOME to a folder that you can write to."
         return Check(name="cache", status="missing", detail="the hub's cache is not writable", hint=hint)

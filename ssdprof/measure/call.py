@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def call_of(
         label=label or f"{implementation.name} {precision}",
         inputs=inputs,
         precision=wanted,
-        run=lambda: implementation.run(inputs, wanted),
-        plan=lambda: implementation.plan(inputs, wanted),
+        run=partial(implementation.run, inputs, wanted),
+        plan=partial(implementation.plan, inputs, wanted),
         widens=widens,
     )

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ssdprof.measure.accuracy import Candidate, Comparison, compare
 from ssdprof.measure.attempt import Attempt
 from ssdprof.measure.call import Call
 from ssdprof.measure.faults import blaming, refuse_if_lost
 from ssdprof.measure.fingerprint import fingerprint
-from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples
 from ssdprof.measure.timing import Bench, Recording, Sampled, time_in_turns
 from ssdprof.operators.operator import Output
@@ -139,23 +141,31 @@ def device_times(
     *,
     on_untimed: Callable[[K, Exception], object] = lambda _key, _error: None,
 ) -> dict[K, Samples]:
-    """Device times of a few rounds in turns, in microseconds; for each key the geometric mean over its calls.
+    """Device times in turns, in microseconds; for each key the geometric mean over its calls.
 
     Keys with a call that cannot be recorded are left out, and `on_untimed` hears of them.
     """
-    recordings: dict[K, list[Recording]] = {}
-    for key, own in calls.items():
-        try:
-            recordings[key] = [blaming(bench.device, call.label, partial(_recorded, call, bench)) for call in own]
-        except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
-            refuse_if_lost(bench.device, own[0].label, error)
-            on_untimed(key, error)
-    samplers: dict[str, Sampler] = {
-        str(number): partial(blaming, bench.device, calls[key][0].label, partial(_mean_us, bench, kept))
-        for number, (key, kept) in enumerate(recordings.items())
-    }
-    samples = sample_in_turns(samplers, plan) if samplers else {}
-    return dict(zip(recordings, samples.values(), strict=True))
+    numbered = {str(number): key for number, key in enumerate(calls)}
+    untimed: set[str] = set()
+
+    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+        bench.relocate(generator)
+        samplers: dict[Name, Sampler] = {}
+        for number, key in numbered.items():
+            if number in untimed:
+                continue
+            label = calls[key][0].label
+            try:
+                kept = [blaming(bench.device, call.label, partial(_recorded, call, bench)) for call in calls[key]]
+            except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
+                refuse_if_lost(bench.device, label, error)
+                untimed.add(number)
+                on_untimed(key, error)
+            else:
+                samplers["device", number] = partial(blaming, bench.device, label, partial(_mean_us, bench, kept))
+        return samplers
+
+    return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
 
 
 def _recorded(call: Call, bench: Bench) -> Recording:

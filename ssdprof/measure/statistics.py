@@ -1,8 +1,15 @@
-"""Medians, their intervals, and when to stop sampling.  Plain arrays; no GPU."""
+"""Medians, ratios, their intervals, and verdicts.  Plain arrays; no GPU.
+
+Samples come in recordings.  Within a recording, graph, workspace and output stay where they are; the next recording
+places them anew.  Rounds of one recording therefore share an error that more rounds do not reduce, and every interval
+here is Student's t over recordings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -10,53 +17,86 @@ from numpy.typing import NDArray
 
 from ssdprof.schema import Interval
 
-Samples = NDArray[np.float64]  # one implementation's, in microseconds, in the order of the rounds
+Samples = Sequence[NDArray[np.float64]]  # one implementation's microseconds: an array of rounds for each recording
 
-_RESAMPLES = 2000
-_SEED = 0  # fixed, so that a stored run gives the same interval again
+# 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+MAX_RECORDINGS = len(_T) + 1
+
+
+def median_us(samples: Samples) -> float:
+    """The geometric mean over recordings of the median over rounds."""
+    return _mean(_medians(samples))
 
 
 def median_interval(samples: Samples) -> Interval:
-    """95 % percentile bootstrap interval of the median."""
-    return _interval(_resampled_medians(samples[None])[0])
+    """95 % interval of `median_us`."""
+    return _interval(_medians(samples))
+
+
+def ratio(baseline: Samples, other: Samples) -> float:
+    """How many times as fast `other` is: `median_us(baseline) / median_us(other)`."""
+    return _mean(_medians(baseline) / _medians(other))
 
 
 def ratio_interval(baseline: Samples, other: Samples) -> Interval:
-    """95 % percentile bootstrap interval of median(baseline) / median(other): above 1, `other` is faster.
+    """95 % interval of `ratio`.
 
-    Both were sampled in the same rounds and a resample takes whole rounds, so that a drift of the machine that both saw
-    does not widen the interval.
+    Both were sampled in the same rounds.  A recording counts with its own ratio, so that a drift of the machine from
+    one recording to the next, which both saw, does not widen the interval.
     """
-    medians = _resampled_medians(np.stack([baseline, other]))
-    return _interval(medians[0] / medians[1])
+    return _interval(_medians(baseline) / _medians(other))
 
 
-def verdict(ratio: Interval) -> Literal["faster", "slower", "no difference"]:
-    """What an interval of the ratio allows to say."""
-    if ratio.low > 1:
+def verdict(ratio: Interval, smallest_difference: float) -> Literal["faster", "slower", "no difference"]:
+    """What an interval of the ratio allows to say.
+
+    A difference counts if the whole interval is beyond it.  If A is faster than B, then B is slower than A.
+    """
+    if ratio.low > 1 + smallest_difference:
         return "faster"
-    if ratio.high < 1:
+    if ratio.high < 1 / (1 + smallest_difference):
         return "slower"
     return "no difference"
 
 
-def settled(samples: Mapping[str, Samples], half_width: float) -> bool:
-    """Whether every median is known to within `half_width`, relative."""
-    return all(_relative_half_width(median_interval(values)) <= half_width for values in samples.values())
+def settled(samples: Iterable[Samples], half_width: float) -> bool:
+    """Whether the ratio of any two is known to within `half_width`, relative."""
+    medians = [_medians(values) for values in samples]
+    return all(_half_width(one / other) <= half_width for one, other in combinations(medians, 2))
 
 
-def _relative_half_width(interval: Interval) -> float:
-    return (interval.high - interval.low) / (interval.high + interval.low)
+def median_error(rounds: NDArray[np.float64]) -> float:
+    """Standard error of the median of one recording's rounds, relative to the median.
+
+    From the median absolute deviation, which a few interrupted samples do not move.
+    """
+    median = float(np.median(rounds))
+    sigma = 1.4826 * float(np.median(np.abs(rounds - median)))
+    return 1.2533 * sigma / math.sqrt(len(rounds)) / median
 
 
-def _resampled_medians(samples: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(series, rounds) -> (series, resamples); every series is resampled at the same rounds."""
-    rounds = samples.shape[1]
-    chosen = np.random.default_rng(_SEED).integers(0, rounds, (_RESAMPLES, rounds))
-    medians: NDArray[np.float64] = np.median(samples[:, chosen], axis=-1)
-    return medians
+def _medians(samples: Samples) -> NDArray[np.float64]:
+    """(recordings,)"""
+    return np.array([float(np.median(rounds)) for rounds in samples])
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    """Geometric, and exactly the value if all are equal."""
+    first = float(values[0])
+    return first * math.exp(float(np.mean(np.log(values / first))))
 
 
 def _interval(values: NDArray[np.float64]) -> Interval:
-    low, high = np.percentile(values, [2.5, 97.5])
-    return Interval(low=float(low), high=float(high))
+    factor = math.exp(_half_width(values))
+    mean = _mean(values)
+    return Interval(low=mean / factor, high=mean * factor)
+
+
+def _half_width(values: NDArray[np.float64]) -> float:
+    """Of the 95 % interval of the mean logarithm; (recordings,), at least two."""
+    count = len(values)
+    return _T[count - 2] * float(np.std(np.log(values), ddof=1)) / math.sqrt(count)

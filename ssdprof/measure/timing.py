@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,10 +22,13 @@ from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.measure.call import Run
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import blaming
-from ssdprof.measure.sampling import Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.statistics import Samples, median_interval, ratio_interval, verdict
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup, Timing
+
+_PAGE = 2 << 20  # bytes, the unit in which CUDA hands out memory
+_MOST_PADDING = 32  # pages
 
 
 class CaptureError(Exception):
@@ -43,6 +47,9 @@ class Bench(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def relocate(self, generator: np.random.Generator) -> None:
+        """Place what is recorded or called from now on elsewhere in memory.  No earlier recording may be alive."""
+
     def record(self, run: Run) -> Recording:
         """Capture a call.  Raises CaptureError."""
 
@@ -55,30 +62,34 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """Microseconds of one implementation, in the order of the rounds."""
+    """Microseconds of one implementation."""
 
     call: Samples
     device: Samples
 
     def timing(self) -> Timing:
         return Timing(
-            call_median_us=float(np.median(self.call)),
-            device_median_us=float(np.median(self.device)),
+            call_median_us=median_us(self.call),
+            device_median_us=median_us(self.device),
             call_interval_us=median_interval(self.call),
             device_interval_us=median_interval(self.device),
-            samples=len(self.device),
+            recordings=len(self.device),
+            samples=sum(map(len, self.device)),
         )
 
-    def speedup(self, baseline: Sampled, name: str) -> Speedup:
+    def speedup(self, baseline: Sampled, name: str, smallest_difference: float) -> Speedup:
         """Over `baseline`, which was sampled in the same rounds and is called `name`."""
+        call_interval = ratio_interval(baseline.call, self.call)
         device_interval = ratio_interval(baseline.device, self.device)
         return Speedup(
             baseline=name,
-            call_ratio=float(np.median(baseline.call) / np.median(self.call)),
-            call_interval=ratio_interval(baseline.call, self.call),
-            device_ratio=float(np.median(baseline.device) / np.median(self.device)),
+            call_ratio=ratio(baseline.call, self.call),
+            call_interval=call_interval,
+            call_verdict=verdict(call_interval, smallest_difference),
+            device_ratio=ratio(baseline.device, self.device),
             device_interval=device_interval,
-            verdict=verdict(device_interval),
+            verdict=verdict(device_interval, smallest_difference),
+            smallest_difference=smallest_difference,
         )
 
 
@@ -101,36 +112,44 @@ def time_in_turns(
     """
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
-    for key, run in runs.items():
-        try:
-            recordings[key] = blaming(bench.device, key, partial(bench.record, run))
-        except CaptureError as error:
-            untimed[key] = f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
-        except torch.OutOfMemoryError as error:
-            untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
 
-    samplers: dict[str, Sampler] = {}
-    for key, recording in recordings.items():
-        samplers[f"call {key}"] = partial(blaming, bench.device, key, partial(bench.call_us, runs[key]))
-        samplers[f"device {key}"] = partial(blaming, bench.device, key, partial(bench.device_us, recording))
+    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+        recordings.clear()
+        bench.relocate(generator)
+        keys = [key for key in runs if key not in untimed]
+        for key in (keys[place] for place in generator.permutation(len(keys))):
+            try:
+                recordings[key] = blaming(bench.device, key, partial(bench.record, runs[key]))
+            except CaptureError as error:
+                untimed[key] = f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
+            except torch.OutOfMemoryError as error:
+                untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
+        samplers: dict[Name, Sampler] = {}
+        for key, recording in recordings.items():
+            samplers["call", key] = partial(blaming, bench.device, key, partial(bench.call_us, runs[key]))
+            samplers["device", key] = partial(blaming, bench.device, key, partial(bench.device_us, recording))
+        return samplers
+
     gc.collect()
     with no_garbage_collection():  # one in the middle of a call is not the call's
-        samples = sample_in_turns(samplers, plan) if samplers else {}
+        samples = sample_in_turns(set_up, plan)
 
     sampled: dict[str, Sampled] = {}
     changed: dict[str, str] = {}
-    for key, recording in recordings.items():
-        look = partial(_reason_now, partial(check, key), runs[key], bench, recording)
+    for key in runs:
+        if key in untimed:
+            continue
+        look = partial(_reason_now, partial(check, key), runs[key], bench, recordings[key])
         reason = blaming(bench.device, key, look)  # whatever a call leaves the GPU to do is done when it was looked at
         if reason:
             changed[key] = reason
         else:
-            sampled[key] = Sampled(call=samples[f"call {key}"], device=samples[f"device {key}"])
+            sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
     return Session(sampled=sampled, untimed=untimed, changed=changed)
 
 
 def _reason_now(check: Callable[[Output], str], run: Run, bench: Bench, recording: Recording) -> str:
-    """Of a replay and of a call, what `check` says."""
+    """What `check` says of a replay and of a call."""
     bench.device_us(recording)  # recordings share memory: only the latest replay's output is whole
     return check(recording.output) or check(run())
 
@@ -146,9 +165,22 @@ class CudaBench:
         self._sink = torch.zeros((), device=device)
         self._start, self._stop = cuda_event(), cuda_event()
         self._pool = torch.cuda.graph_pool_handle()
+        self._padding: torch.Tensor | None = None
+
+    def relocate(self, generator: np.random.Generator) -> None:
+        """Recordings get a pool of their own, and a block of random size is kept, so that new memory lies elsewhere."""
+        self._padding = None
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be handed out again
+        size = int(generator.integers(1, _MOST_PADDING + 1)) * _PAGE
+        with suppress(torch.OutOfMemoryError):  # where that little is missing, recording says so
+            self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def record(self, run: Run) -> Recording:
-        """Capture after one call on another stream, as CUDA graphs need; all recordings share their workspace."""
+        """Capture after one call on another stream, as CUDA graphs need.
+
+        Recordings share their workspace until `relocate` is called.
+        """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         try:

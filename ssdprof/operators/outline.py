@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -21,12 +21,26 @@ class Stages:
     ahead: frozenset[str] = frozenset()
     kernels: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def together(cls, several: Sequence[Stages]) -> Stages:
+        """Those of several operators, one after the other."""
+        return cls(
+            order=tuple(name for stages in several for name in stages.order),
+            words={part: words for stages in several for part, words in stages.words.items()},
+            ahead=frozenset().union(*(stages.ahead for stages in several)),
+            kernels={kernel: name for stages in several for kernel, name in stages.kernels.items()},
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer"."""
+    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
+
+    largest: sizes of a checkpoint's layer, by name, beyond which no bundled implementation runs.
+    """
 
     name: str
     title: str
     layers: str
+    largest: Mapping[str, int] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)

@@ -6,17 +6,22 @@ from pathlib import Path
 
 from ssdprof.capture import store
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.model import find, load, run_model, store_in
+from ssdprof.pipeline.model import load, run_model, store_in
 from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.subject import Subject, find
 from ssdprof.progress import Watcher
 from ssdprof.schema import CaptureManifest
 
 
 def capture(
-    request: CaptureRequest, out: Path | None, *, overwrite: bool, watcher: Watcher
+    request: CaptureRequest, out: Path | None, *, overwrite: bool, watcher: Watcher, subject: Subject | None = None
 ) -> tuple[Path, CaptureManifest]:
-    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest."""
-    subject = find(request)
+    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest.
+
+    subject: what `find` gave for the request, if it was asked already.
+    """
+    store.check_folder(out, overwrite=overwrite)
+    subject = subject or find(request)
     loaded = load(request, subject, watcher)
     folder = out or store.default_folder(subject.ref, loaded.prompts, subject.layers)
     with (

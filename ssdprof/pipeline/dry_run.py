@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.model import find
-from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.subject import Subject
 from ssdprof.schema.plan import Plan, PlannedFile
 
 
-def plan(request: CaptureRequest) -> Plan:
+def plan(subject: Subject) -> Plan:
     """What `run` or `capture` would download and load."""
-    subject = find(request)
     return Plan(
         checkpoint=subject.ref,
         layers=subject.layers,

@@ -9,32 +9,16 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, select_layers, store
+from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
 from ssdprof.capture.prompt import build_prompt
-from ssdprof.checkpoint import LocalCheckpoint, Located, fetch, load_model, locate
+from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
+from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
-from ssdprof.schema import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema import Prompt
 
 OnLayer = Callable[[CapturedLayer], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine."""
-
-    located: Located
-    layers: tuple[LayerRef, ...]
-    seqlens: tuple[int, ...]
-
-    @property
-    def ref(self) -> CheckpointRef:
-        return self.located.ref
-
-    @property
-    def deepest_layer(self) -> int:
-        return max(layer.index for layer in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +32,6 @@ class Loaded:
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
-
-
-def find(request: CaptureRequest) -> Subject:
-    model = request.model
-    located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
-    layers = select_layers(request.layers, located.ref.layers)
-    return Subject(located=located, layers=layers, seqlens=request.prompt.seqlens or limits.default_seqlens())
 
 
 def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
@@ -88,6 +65,8 @@ def _quiet_transformers() -> None:
 
 
 def _prompt(local: LocalCheckpoint, wanted: PromptRequest, seqlen: int) -> tuple[torch.Tensor, Prompt]:
+    if local.tokenizer_name is None and wanted.text == "random":
+        return build_prompt(None, seqlen, kind="random", vocab_size=local.description.vocab_size)
     folder = local.tokenizer_folder
     if isinstance(wanted.text, Path):
         ids, prompt = build_prompt(folder, seqlen, kind="file", file=wanted.text)

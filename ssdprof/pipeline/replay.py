@@ -207,10 +207,11 @@ class LayerReplay:
             return
         timing, ceilings = timed.sampled.timing(), self._options.ceilings
         over = baseline.sampled if baseline is not None and case != first else None
+        smallest = self._options.sampling.smallest_difference
         self._update(
             case,
             timing=timing,
-            speedup=timed.sampled.speedup(over, first.label) if over is not None else None,
+            speedup=timed.sampled.speedup(over, first.label, smallest) if over is not None else None,
             roofline=roofline(self._inputs, ceilings, timing.device_median_us) if ceilings else None,
         )
 

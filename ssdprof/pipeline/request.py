@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -74,3 +75,14 @@ def parse_states(states: str) -> tuple[DType, ...]:
             )
         chosen += [dtype for dtype in match if dtype not in chosen]
     return tuple(chosen)
+
+
+def parse_percent(option: str, text: str) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 100:
+        raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
+    return value / 100

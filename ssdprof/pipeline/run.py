@@ -17,30 +17,44 @@ from ssdprof.environment import ClockWatch
 from ssdprof.errors import BadInputError
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.model import OnLayer, find, load, run_model, store_in
+from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, replay_layer, unready
 from ssdprof.pipeline.request import CaptureRequest, Keep, ModelRequest
+from ssdprof.pipeline.subject import Subject, captures_of, find_to_replay
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.schema import CheckpointRef, LayerRef, Precision, RunReport
 
 
 def run(
-    request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher
+    request: CaptureRequest,
+    precisions: tuple[Precision, ...],
+    keep: Keep,
+    watcher: Watcher,
+    *,
+    subject: Subject | None = None,
+    smallest_difference: float = 0.01,
 ) -> tuple[Path, RunReport]:
-    """Capture a model's layers on each prompt and replay them.  Returns the run's folder and its report."""
-    if store.is_capture(Path(request.model.model).expanduser()):
-        return _run_stored(request, precisions, keep, watcher)
+    """Capture a model's layers on each prompt and replay them.  Returns the run's folder and its report.
+
+    subject: what `find_to_replay` gave for the request, if it was asked already.
+    smallest_difference: of two times that counts, relative.
+    """
+    sampling = SamplingPlan(smallest_difference=smallest_difference)
+    if captures_of(request) is not None:
+        return _run_stored(request, precisions, keep, watcher, sampling)
     with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
-        subject = find(request)
+        subject = subject or find_to_replay(request)
+        assert subject is not None, "the request names no captures"
         _refuse_unready(subject.ref, subject.layers)
         limits.check_replay(subject.seqlens)
         loaded = load(request, subject, watcher)
         report = draft(folder, keep.command, subject.ref, loaded.prompts, max(loaded.segment_lengths))
         recorder = stack.enter_context(recorded(folder, report, watcher))
         count = len(subject.layers) * len(loaded.ids)
-        replay = stack.enter_context(_replaying(recorder, precisions, watcher, count))
+        replay = stack.enter_context(_replaying(recorder, precisions, watcher, count, sampling))
         if keep.save_captures:
             writer = stack.enter_context(store_in(folder.captures, subject, loaded))
             run_model(subject, loaded, writer.add, replay)
@@ -50,7 +64,7 @@ def run(
 
 
 def _run_stored(
-    request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher
+    request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher, sampling: SamplingPlan
 ) -> tuple[Path, RunReport]:
     """Replay stored captures: `request.model.model` is their folder."""
     plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
@@ -73,7 +87,7 @@ def _run_stored(
         )
         with (
             recorded(folder, report, watcher) as recorder,
-            _replaying(recorder, precisions, watcher, len(chosen)) as replay,
+            _replaying(recorder, precisions, watcher, len(chosen), sampling) as replay,
         ):
             for stored in chosen:
                 replay(load_layer(stored, limits.device()))
@@ -94,7 +108,7 @@ def _refuse_unready(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int
+    recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int, sampling: SamplingPlan
 ) -> Iterator[OnLayer]:
     """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None
@@ -110,6 +124,7 @@ def _replaying(
             forget_peak(gpu)
         options = ReplayOptions(
             precisions=precisions,
+            sampling=sampling,
             ceilings=recorder.report.ceilings,
             watcher=watcher,
             on_case=recorder.finished,

@@ -8,6 +8,7 @@ from pathlib import Path
 from ssdprof import files
 from ssdprof.errors import BadInputError
 from ssdprof.operators import outlines
+from ssdprof.operators.outline import Stages
 from ssdprof.report import markdown, stall_document
 from ssdprof.report.stall_groups import Design, Share, designs
 from ssdprof.schema import migrate
@@ -32,7 +33,9 @@ def load(file: Path) -> StallReport:
         document = json.loads(text)
         version = document.get("stalls_version")
         if version == migrate.OLDEST:
-            return StallReport.model_validate(migrate.stall_report(document, _every_word()))
+            return StallReport.model_validate(
+                migrate.stall_report(document, Stages.together([one.stages for one in outlines()]).words)
+            )
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
         return StallReport.model_validate_json(text)
@@ -40,10 +43,6 @@ def load(file: Path) -> StallReport:
         raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, AttributeError) as error:
         raise BadInputError(f"{file} is damaged.", _AGAIN) from error
-
-
-def _every_word() -> dict[str, str]:
-    return {part: words for one in outlines() for part, words in one.stages.words.items()}
 
 
 def appendix(folder: Path, target: Path | None) -> str:

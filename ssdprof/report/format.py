@@ -34,6 +34,12 @@ def speedup(value: float | None, interval: Interval | None) -> str:
     return f"{ratio(value)} [{_ratio(interval.low)}, {_ratio(interval.high)}]"
 
 
+def counts(smallest_difference: float) -> str:
+    """Which ratios are called faster or slower, in a sentence."""
+    much = f"by more than {100 * smallest_difference:g}%" if smallest_difference else "at all"
+    return f"Faster or slower: the whole interval differs from 1 {much}."
+
+
 def percent(value: float | None, decimals: int = 3) -> str:
     """Rounded towards zero, so that 100 % means all and 0 % means none: a share above zero is at least "<0.001%"."""
     if value is None:

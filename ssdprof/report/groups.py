@@ -16,10 +16,10 @@ from ssdprof.schema import (
     Precision,
     RunReport,
     TensorAccuracy,
+    Verdict,
 )
 
 TensorName = Literal["out", "final_states"]
-Verdict = Literal["faster", "slower", "no difference"]
 
 _INTERMEDIATES = ("exact", "relaxed")
 _STATES = ("fp64", "fp32", "fp16", "bf16")
@@ -210,7 +210,8 @@ class TotalSpeed:
     """Times of the timed layers of a series, added up.
 
     A ratio is the sum of the baseline's times over the sum of ours, over the same layers.  Its interval takes every
-    layer at its own bound, as if all erred the same way: it covers at least 95 %.
+    layer at its own bound, as if all erred the same way: it covers at least 95 %.  If all layers have the same
+    verdict, it is the sum's; otherwise the sum's interval decides.
     """
 
     layers: tuple[int, ...]
@@ -220,7 +221,9 @@ class TotalSpeed:
     device_interval: Interval | None
     call_ratio: float | None
     call_interval: Interval | None
-    verdict: Verdict | None
+    device_verdict: Verdict | None
+    call_verdict: Verdict | None
+    smallest_difference: float
     floor_pct: float | None
     workspace_bytes: int | None
     baselines: tuple[str, ...]
@@ -236,14 +239,15 @@ def total_speed(series: Series) -> TotalSpeed | None:
     speedups = [case.speedup for case, _ in timed if case.speedup is not None]
     floors = [case.roofline.floor_us for case, _ in timed if case.roofline is not None]
     workspaces = [case.memory.workspace_bytes for case, _ in timed if case.memory is not None]
-    device_ratio = call_ratio = device_interval = call_interval = verdict = None
+    device_ratio = call_ratio = device_interval = call_interval = device_verdict = call_verdict = None
+    smallest = max((s.smallest_difference for s in speedups), default=0.0)
     if len(speedups) == len(timed):
         device_ratio = _weighted((s.device_ratio for s in speedups), device)
         device_interval = _interval((s.device_interval for s in speedups), device)
         call_ratio = _weighted((s.call_ratio for s in speedups), call)
         call_interval = _interval((s.call_interval for s in speedups), call)
-        verdicts = {s.verdict for s in speedups}
-        verdict = verdicts.pop() if len(verdicts) == 1 else _verdict(device_interval)
+        device_verdict = _common((s.verdict for s in speedups), device_interval, smallest)
+        call_verdict = _common((s.call_verdict for s in speedups), call_interval, smallest)
     return TotalSpeed(
         layers=tuple(case.layer.index for case, _ in timed),
         device_us=sum(device),
@@ -252,7 +256,9 @@ def total_speed(series: Series) -> TotalSpeed | None:
         device_interval=device_interval,
         call_ratio=call_ratio,
         call_interval=call_interval,
-        verdict=verdict,
+        device_verdict=device_verdict,
+        call_verdict=call_verdict,
+        smallest_difference=smallest,
         floor_pct=100 * sum(floors) / sum(device) if len(floors) == len(timed) else None,
         workspace_bytes=max(workspaces, default=None),
         baselines=tuple(dict.fromkeys(s.baseline for s in speedups)),
@@ -272,7 +278,13 @@ def _interval(intervals: Iterable[Interval], weights: list[float]) -> Interval:
     )
 
 
-def _verdict(interval: Interval) -> Verdict:
-    if interval.low > 1:
+def _common(verdicts: Iterable[Verdict | None], interval: Interval, smallest_difference: float) -> Verdict | None:
+    """The verdict that all layers share; otherwise that of the sum's interval, by the rule of `measure.statistics`."""
+    different = set(verdicts)
+    if len(different) == 1:
+        return different.pop()
+    if None in different:
+        return None
+    if interval.low > 1 + smallest_difference:
         return "faster"
-    return "slower" if interval.high < 1 else "no difference"
+    return "slower" if interval.high < 1 / (1 + smallest_difference) else "no difference"

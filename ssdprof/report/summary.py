@@ -118,14 +118,19 @@ def _speed(baseline: str, speeds: list[tuple[Group, TotalSpeed]]) -> str:
         "slower": f"slower than {baseline}, {ratio}",
         "no difference": f"as fast as {baseline}, {ratio}",
         None: f"compared with {baseline} {ratio}",
-    }[speed.verdict]
+    }[speed.device_verdict]
     layers = f"summed over {len(speed.layers)} layers" if len(speed.layers) > 1 else f"in layer {speed.layers[0]}"
     others = [
-        f"; {fmt.speedup(other.device_ratio, other.device_interval)} (call {fmt.ratio(other.call_ratio)}) "
-        f"at {shorter.tokens}"
+        f"; {fmt.speedup(other.device_ratio, other.device_interval)} ({_call(other)}) at {shorter.tokens}"
         for shorter, other in speeds[1:]
     ]
-    return f"{said} by device time (call {fmt.ratio(speed.call_ratio)}) at {group.tokens}, {layers}{''.join(others)}."
+    return f"{said} by device time ({_call(speed)}) at {group.tokens}, {layers}{''.join(others)}."
+
+
+def _call(speed: TotalSpeed) -> str:
+    """ "call 3.02x"; "call 1.00x: no difference"."""
+    doubt = ": no difference" if speed.call_verdict == "no difference" else ""
+    return f"call {fmt.ratio(speed.call_ratio)}{doubt}"
 
 
 def _exactness(baseline: str, group: Group, series: Series) -> str:

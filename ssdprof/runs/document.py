@@ -30,7 +30,7 @@ def load(text: str) -> RunReport:
     """
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"The report is not JSON: {error}.", "The file may be cut off or damaged.") from error
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, unreadable
 from ssdprof.files import safe_name, unwritable, why, write_text
 from ssdprof.runs import document
 from ssdprof.schema import RunReport
@@ -77,7 +77,9 @@ def read(where: str | Path | None) -> tuple[Path, RunReport]:
     file = _report_file(where)
     try:
         return file.parent, document.load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise unreadable(str(file), error, "Name a run's folder.") from error
+    except UnicodeDecodeError as error:
         raise BadInputError(f"{file} cannot be read: {why(error)}.") from error
     except BadInputError as error:
         raise BadInputError(f"{file}: {error.message}", error.hint) from error
@@ -110,6 +112,8 @@ def _report_file(where: str | Path | None) -> Path:
                 f"There is no run under {RUNS.resolve()}.", "Make one with 'ssdprof run MODEL', or name a run's folder."
             )
         return newest / REPORT
+    if not str(where).strip():
+        raise BadInputError("The run's name is empty.", "Name a run's folder, or leave it out for the latest run.")
     for path in (Path(where), RUNS / where):
         if path.is_file():
             return path

@@ -11,7 +11,7 @@ from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment, Gpu
 from ssdprof.schema.run import CaseResult, RunReport, Status
-from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing
+from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -43,4 +43,5 @@ __all__ = [
     "TensorAccuracy",
     "TensorRecord",
     "Timing",
+    "Verdict",
 ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+
 from ssdprof.schema.base import SCHEMA_VERSION, DType, Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 
@@ -13,13 +17,24 @@ class TensorRecord(Record):
     sha256: str  # of the stored bytes
 
 
+Scalar = int | float | bool | str | None
+
+
 class LayerCapture(Record):
+    """The stored inputs of one layer on one prompt.
+
+    remark: what was undone of the model's call, in a sentence for the report.
+    scalars: arguments that are no tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
+    scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
+    """
+
     layer: LayerRef
     seqlen: int
     file: str  # safetensors file beside the manifest
     tensors: dict[str, TensorRecord]
-    remark: str = ""  # what was undone of the model's call
-    scalars: dict[str, int | float | bool | str | None]  # chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
+    remark: str = ""
+    scalars: dict[str, Scalar]
+    scalars_sha256: str | None
 
 
 class CaptureManifest(Record):
@@ -29,3 +44,8 @@ class CaptureManifest(Record):
     segment_length: int  # tokens per forward call of the model
     layers: tuple[LayerCapture, ...]
     complete: bool
+
+
+def scalars_hash(scalars: Mapping[str, Scalar]) -> str:
+    """SHA-256 of names, types and values, in the order of names: 1, 1.0 and true differ."""
+    return hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode()).hexdigest()

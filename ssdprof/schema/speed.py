@@ -8,7 +8,7 @@ from ssdprof.schema.base import Record
 
 
 class Interval(Record):
-    """A bootstrap confidence interval of 95 %."""
+    """A confidence interval of 95 %."""
 
     low: float
     high: float
@@ -19,16 +19,26 @@ class Timing(Record):
     device_median_us: float  # CUDA graph replay
     call_interval_us: Interval
     device_interval_us: Interval
-    samples: int
+    recordings: int = 1  # how often graph, workspace and output were placed anew
+    samples: int  # of all recordings
+
+
+Verdict = Literal["faster", "slower", "no difference"]
 
 
 class Speedup(Record):
+    """A verdict other than "no difference" says that the whole interval differs from 1 by more than
+    smallest_difference.
+    """
+
     baseline: str
     call_ratio: float
     call_interval: Interval
+    call_verdict: Verdict | None = None  # None in reports from before call times had one
     device_ratio: float
     device_interval: Interval
-    verdict: Literal["faster", "slower", "no difference"]  # by device time
+    verdict: Verdict  # by device time
+    smallest_difference: float = 0.0
 
 
 class Roofline(Record):

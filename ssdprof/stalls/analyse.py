@@ -76,9 +76,9 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
 
 
 def _stages(kernel: RawKernel) -> Stages:
-    """Those of the operator that the kernel is bundled for."""
-    known = (outline.stages for outline in operators.outlines())
-    return next((stages for stages in known if kernel.function in stages.kernels), Stages())
+    """Those of the operator that the kernel is bundled for; those of all operators for a kernel that is not known."""
+    known = [outline.stages for outline in operators.outlines()]
+    return next((stages for stages in known if kernel.function in stages.kernels), Stages.together(known))
 
 
 def _words(known: Sequence[Stages]) -> dict[str, str]:

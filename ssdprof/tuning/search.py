@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import numpy as np
-
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.attempt import attempt
@@ -17,16 +15,16 @@ from ssdprof.measure.call import Call
 from ssdprof.measure.engine import device_times, objection, verify
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.statistics import Samples, ratio_interval, verdict
+from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval, verdict
 from ssdprof.measure.timing import Bench
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tuning import Calls, Config
-from ssdprof.schema import Intermediates
+from ssdprof.schema import Intermediates, Verdict
 from ssdprof.tuning.records import Find, Outcome, Trial
 
-SCREENING = SamplingPlan(warmup_rounds=1, min_rounds=7, max_rounds=7, seconds=math.inf)
-DECIDING = SamplingPlan(warmup_rounds=2, min_rounds=20, max_rounds=160, seconds=2.0)
 MARGIN = 0.01  # a find is faster by more than that, with 95 % confidence: from day to day a GPU differs by as much
+SCREENING = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf)
+DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 
 Run = Callable[[Any, Config], Output]
 
@@ -211,7 +209,7 @@ class _Search:
         slower = []
         for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
             samples = self._sample([self._committed, config], DECIDING, [inputs])
-            if len(samples) < 2 or verdict(ratio_interval(samples[self._committed], samples[config])) == "slower":
+            if len(samples) < 2 or _verdict(samples[self._committed], samples[config]) == "slower":
                 slower.append(f"{self._problem.operator.costed.dims(inputs).seqlen:,}")
         return " and ".join(slower)
 
@@ -221,9 +219,9 @@ class _Search:
         return Trial(
             change=difference(config, self._committed),
             settings=self._tuning.settings(config),
-            verdict="committed" if own else verdict(interval),
-            device_us=float(np.median(samples)),
-            device_ratio=float(np.median(committed) / np.median(samples)),
+            verdict="committed" if own else _verdict(committed, samples),
+            device_us=median_us(samples),
+            device_ratio=ratio(committed, samples),
             device_interval=interval,
         )
 
@@ -234,7 +232,11 @@ class _Search:
 
 def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
     """The fastest; `best` if that is not faster beyond doubt."""
-    fastest = min(samples, key=lambda config: float(np.median(samples[config])))
-    if best in samples and verdict(ratio_interval(samples[best], samples[fastest])) != "faster":
+    fastest = min(samples, key=lambda config: median_us(samples[config]))
+    if best in samples and _verdict(samples[best], samples[fastest], smallest_difference=0.0) != "faster":
         return best
     return fastest
+
+
+def _verdict(committed: Samples, samples: Samples, *, smallest_difference: float = MARGIN) -> Verdict:
+    return verdict(ratio_interval(committed, samples), smallest_difference)

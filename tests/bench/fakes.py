@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssdprof import schema
@@ -42,6 +43,9 @@ class FakeBench:
     uncapturable: frozenset[str] = frozenset()
     recorded: list[str] = field(default_factory=list)
     costs: dict[Run, float] = field(default_factory=dict)
+
+    def relocate(self, _generator: np.random.Generator) -> None:
+        """Nothing lies anywhere."""
 
     def record(self, run: Run) -> Recording:
         output = run()
@@ -88,7 +92,7 @@ def measured(*contenders: Contender, bench: FakeBench | None = None, cell: Cell 
     """The cases of a cell, judged by the real comparator and timed by a fake stopwatch."""
     inputs = draw(cell, torch.device("cpu"))
     judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)])
-    plan = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5)
+    plan = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
     watch = Stopwatch(bench=bench or FakeBench(), sampling=plan, ceilings=CEILINGS, limits=HOPPER)
     return time_cell(inputs, contenders, judged, watch)
 

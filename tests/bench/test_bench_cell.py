@@ -39,7 +39,7 @@ def test_the_fastest_chunk_size_is_taken() -> None:
     assert case.timing is not None
     assert (case.timing.device_median_us, case.timing.call_median_us) == (70, 80)
     assert (slow.chunk_size, slow.trials) == (None, ())
-    assert len(bench.recorded) == 2 + 2  # the choice, then the two that take turns
+    assert len(bench.recorded) == 2 * (2 + 2)  # twice: the choice, then the two that take turns
 
 
 def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:

@@ -68,7 +68,7 @@ def test_where_the_baseline_does_not_run_unfused_takes_its_place(done: BenchRepo
     assert [row[0] for row in first.rows] == ["1 x 40"]
     assert second.title.startswith("Fused over unfused")
     assert [row[0] for row in second.rows] == ["2 packed x 1-2"]
-    assert second.headers[6] == "unfused,\ndevice"
+    assert second.headers[8] == "unfused,\ndevice"
     assert second.rows[0][2] == "3.10x [3.10, 3.10]"
 
 

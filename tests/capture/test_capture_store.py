@@ -207,8 +207,16 @@ def test_a_wrong_shape_in_the_manifest(stored: Path) -> None:
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
 def test_another_schema_version(stored: Path, version: Any) -> None:
     edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))
-    with pytest.raises(BadInputError, match=f"schema version {version}; this ssdprof reads version {SCHEMA_VERSION}"):
+    with pytest.raises(
+        BadInputError, match=f"schema version {version}; this ssdprof reads versions 1 and {SCHEMA_VERSION}"
+    ):
         load(stored)
+
+
+def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
+    before = load(stored)[0]
+    edit(stored, lambda manifest: manifest.update(schema_version=1))
+    assert load(stored)[0] == before
 
 
 def test_a_damaged_manifest(stored: Path) -> None:

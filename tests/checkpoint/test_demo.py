@@ -16,7 +16,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mo
 from ssdprof.capture import text
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.sites import find_sites
-from ssdprof.checkpoint.located import DEMOS
+from ssdprof.checkpoint.located import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,14 +25,14 @@ KINDS = {"demo": ("mamba", "attention"), "demo-gdn": ("linear_attention", "full_
 MIXERS = {"demo": ("mamba", "self_attn"), "demo-gdn": ("linear_attn", "self_attn")}
 
 
-@pytest.fixture(scope="module", params=DEMOS)
+@pytest.fixture(scope="module", params=DEMO_FOLDERS)
 def demo(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def folder(demo: str) -> Path:
-    return DEMOS[demo]
+    return DEMO_FOLDERS[demo]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def documents(demo: str) -> tuple[tuple[Path, str], ...]:
     """The files that state what a model has learnt, and how their tables' rows begin."""
-    return (REPOSITORY / "docs" / "demo-model.md", f"{demo}, "), (DEMOS[demo] / "README.md", "")
+    return (REPOSITORY / "docs" / "demo-model.md", f"{demo}, "), (DEMO_FOLDERS[demo] / "README.md", "")
 
 
 def stated(document: Path, row: str) -> list[float]:
@@ -81,14 +81,14 @@ def test_it_is_a_hybrid(demo: str, folder: Path, loaded: tuple[Any, dict[str, An
 
 
 def test_the_gdn_demo_shares_keys_and_has_wider_values() -> None:
-    config = json.loads((DEMOS["demo-gdn"] / "config.json").read_text())
+    config = json.loads((DEMO_FOLDERS["demo-gdn"] / "config.json").read_text())
     assert config["linear_num_value_heads"] == 2 * config["linear_num_key_heads"]
     assert config["linear_value_head_dim"] == 2 * config["linear_key_head_dim"]
 
 
 def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
     """In every layer some head forgets within bytes and another remembers for a while, and beta uses its range."""
-    model = AutoModelForCausalLM.from_pretrained(DEMOS["demo-gdn"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDERS["demo-gdn"], dtype=torch.float32).eval()
     seen: list[GDNInputs] = []
 
     def observe(call: OperatorCall) -> Result:

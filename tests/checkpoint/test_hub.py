@@ -112,7 +112,7 @@ def test_a_revision_is_resolved_once_and_stays(hub: MiniHub, saved: Save, copied
     assert checkpoint.fetch(located).ref.model_type == "mamba2"
     assert checkpoint.locate("org/tiny", revision=commit).ref.revision == commit
     by_branch = [request for request in hub.log if "/resolve/v1/" in request.path]
-    assert len(by_branch) == 2  # HEAD and GET of config.json
+    assert len(by_branch) == 3  # of config.json: whether the hub is there, then HEAD and GET
 
 
 def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save) -> None:

@@ -1,11 +1,17 @@
-"""Whose turn it is, and when it ends."""
+"""Whose turn it is, what a recording is, and when sampling ends."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
 
+import numpy as np
 import pytest
 
-from ssdprof.measure.sampling import SamplingPlan, sample_in_turns
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.statistics import MAX_RECORDINGS, Samples
+
+A, B = ("device", "a"), ("device", "b")
 
 
 class Clock:
@@ -13,61 +19,147 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.calls: list[str] = []
+        self.calls: list[Name] = []
+        self.recordings = 0
 
     def now(self) -> float:
         return self.seconds
 
-    def sampler(self, name: str, *microseconds: float) -> Callable[[], float]:
-        values = cycle(microseconds)
+    def set_up(self, **microseconds: list[float]) -> Callable[[np.random.Generator], dict[Name, Sampler]]:
+        """Each name has the given times, one after the other, over and over."""
+        values = {name: cycle(times) for name, times in microseconds.items()}
 
-        def sample() -> float:
-            self.calls.append(name)
-            value = next(values)
+        def sample(name: str) -> float:
+            self.calls.append(("device", name))
+            value = next(values[name])
             self.seconds += value / 1e6
             return value
 
-        return sample
+        def record(_generator: np.random.Generator) -> dict[Name, Sampler]:
+            self.recordings += 1
+            return {("device", name): lambda name=name: sample(name) for name in values}  # type: ignore[misc]
+
+        return record
 
 
-def test_samplers_take_turns_and_the_warm_up_is_thrown_away() -> None:
+def plan(**fields: float) -> SamplingPlan:
+    return SamplingPlan(**({"min_recordings": 3, "warmup_rounds": 0, "min_rounds": 4} | fields))  # type: ignore[arg-type]
+
+
+def shape(samples: Samples) -> list[int]:
+    """The rounds of each recording."""
+    return [len(rounds) for rounds in samples]
+
+
+def test_every_round_has_every_sampler_once_and_the_warm_up_is_thrown_away() -> None:
     clock = Clock()
-    plan = SamplingPlan(warmup_rounds=2, min_rounds=4, max_rounds=4)
-    samples = sample_in_turns({"a": clock.sampler("a", 1, 2), "b": clock.sampler("b", 10)}, plan, now=clock.now)
-    assert clock.calls == ["a", "b"] * 6
-    assert samples["a"].tolist() == [1, 2, 1, 2]
-    assert samples["b"].tolist() == [10] * 4
+    samples = sample_in_turns(clock.set_up(a=[9, 1, 1, 1, 1], b=[10]), plan(warmup_rounds=1), now=clock.now)
+    rounds = [set(clock.calls[first : first + 2]) for first in range(0, len(clock.calls), 2)]
+    assert rounds == [{A, B}] * 15
+    assert [rounds.tolist() for rounds in samples[A]] == [[1] * 4] * 3
+    assert shape(samples[B]) == [4, 4, 4]
 
 
-def test_steady_samples_end_after_the_fewest_rounds() -> None:
+def test_whoever_comes_first_comes_last_in_the_next_round() -> None:
     clock = Clock()
-    samples = sample_in_turns({"a": clock.sampler("a", 100)}, SamplingPlan(min_rounds=20), now=clock.now)
-    assert len(samples["a"]) == 20
+    sample_in_turns(clock.set_up(a=[1], b=[1], c=[1]), plan(), now=clock.now)
+    rounds = [clock.calls[first : first + 3] for first in range(0, len(clock.calls), 3)]
+    assert all(rounds[number + 1] == rounds[number][::-1] for number in range(0, 12, 2))
+    assert len({tuple(order) for order in rounds}) > 2
 
 
-def test_shaky_samples_go_on_until_the_time_is_up() -> None:
+def test_each_recording_is_set_up_after_the_samplers_of_the_last_are_gone() -> None:
+    alive = 0
+
+    class Held:
+        def __init__(self) -> None:
+            nonlocal alive
+            alive += 1
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+        def __call__(self) -> float:
+            return 1.0
+
+    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+        assert alive == 0
+        return {A: Held(), B: Held()}
+
+    sample_in_turns(set_up, plan())
+
+
+def test_steady_samples_end_after_the_fewest_recordings() -> None:
     clock = Clock()
-    plan = SamplingPlan(warmup_rounds=0, min_rounds=10, seconds=1.0)
-    shaky = clock.sampler("a", 20_000, 60_000, 35_000)
-    samples = sample_in_turns({"a": shaky, "b": clock.sampler("b", 1000)}, plan, now=clock.now)
-    assert 10 < len(samples["a"]) == len(samples["b"]) < plan.max_rounds
-    assert 1.0 <= clock.seconds < 1.1
+    samples = sample_in_turns(clock.set_up(a=[100], b=[50]), SamplingPlan(), now=clock.now)
+    assert shape(samples[A]) == [4] * 5
 
 
-def test_the_time_budget_never_cuts_below_the_fewest_rounds() -> None:
+def test_noisy_rounds_make_recordings_longer_and_not_more() -> None:
     clock = Clock()
-    plan = SamplingPlan(min_rounds=20, seconds=0.0)
-    assert len(sample_in_turns({"a": clock.sampler("a", 1, 2)}, plan, now=clock.now)["a"]) == 20
+    times = (100 * (1 + 0.03 * np.random.default_rng(0).standard_normal(10_000))).tolist()
+    samples = sample_in_turns(clock.set_up(a=times, b=[50.0]), plan(max_recordings=20), now=clock.now)
+    assert len(samples[A]) < 10
+    assert 32 <= max(shape(samples[A])) <= 128
+    assert shape(samples[A]) == shape(samples[B]) == sorted(shape(samples[A]))
 
 
-def test_shaky_samples_end_at_the_most_rounds() -> None:
+def test_recordings_that_disagree_are_followed_by_more() -> None:
     clock = Clock()
-    plan = SamplingPlan(min_rounds=10, max_rounds=50, seconds=1e9)
-    assert len(sample_in_turns({"a": clock.sampler("a", 1, 9)}, plan, now=clock.now)["a"]) == 50
+    disagreeing = [value for value in (100, 104, 98, 103, 99, 105) for _ in range(4)]
+    samples = sample_in_turns(clock.set_up(a=disagreeing, b=[100]), plan(max_recordings=12), now=clock.now)
+    assert shape(samples[A]) == [4] * 12
 
 
-def test_a_plan_needs_two_rounds() -> None:
-    with pytest.raises(ValueError, match="min_rounds"):
-        SamplingPlan(min_rounds=1)
-    with pytest.raises(ValueError, match="min_rounds"):
-        SamplingPlan(min_rounds=20, max_rounds=10)
+def test_call_times_are_not_compared_with_device_times() -> None:
+    """Both are steady against their own kind, and drift apart."""
+    drift = iter(np.linspace(1, 2, 1000))
+    clock = {}
+
+    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+        clock["now"] = float(next(drift))
+        return {("call", key): lambda: clock["now"] for key in "ab"} | {("device", key): lambda: 1.0 for key in "ab"}
+
+    samples = sample_in_turns(set_up, plan())
+    assert shape(samples["call", "a"]) == [4, 4, 4]
+
+
+def test_the_time_budget_ends_the_sampling_but_not_below_the_fewest_recordings() -> None:
+    clock = Clock()
+    shaky = [value for value in (20_000, 60_000, 35_000) for _ in range(4)]
+    samples = sample_in_turns(clock.set_up(a=shaky, b=[1000]), plan(seconds=1.0), now=clock.now)
+    assert 3 < len(samples[A]) == len(samples[B]) < 20
+    assert 1.0 <= clock.seconds < 1.3
+    clock = Clock()
+    assert shape(sample_in_turns(clock.set_up(a=[1, 2], b=[1]), plan(seconds=0), now=clock.now)[A]) == [4, 4, 4]
+
+
+def test_what_a_later_recording_leaves_out_is_given_up() -> None:
+    clock = Clock()
+    both, alone = clock.set_up(a=[1], b=[1]), clock.set_up(a=[1])
+
+    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+        return both(generator) if clock.recordings < 2 else alone(generator)
+
+    samples = sample_in_turns(set_up, plan(), now=clock.now)
+    assert list(samples) == [A]
+    assert shape(samples[A]) == [4, 4, 4]
+
+
+def test_nothing_to_sample_is_no_error() -> None:
+    assert sample_in_turns(lambda _: {}, SamplingPlan()) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"min_recordings": 1}, "min_recordings"),
+        ({"max_recordings": MAX_RECORDINGS + 1}, "max_recordings"),
+        ({"min_rounds": 9, "max_rounds": 8}, "min_rounds"),
+        ({"smallest_difference": -0.01}, "smallest_difference"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(fields: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        plan(**fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from ssdprof.measure import faults
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaBench, Recording, Run, Sampled, time_in_turns
 
-PLAN = SamplingPlan(warmup_rounds=1, min_rounds=10, max_rounds=10)
+PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
+SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
 
 
 class FakeBench:
@@ -25,6 +27,9 @@ class FakeBench:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+
+    def relocate(self, _generator: np.random.Generator) -> None:
+        self.events.append("relocate")
 
     def record(self, run: Run) -> Recording:
         output = run()
@@ -55,14 +60,52 @@ def fine(_key: str, _output: SSDOutput) -> str:
     return ""
 
 
-def test_calls_and_replays_of_all_take_turns() -> None:
+def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None:
     bench = FakeBench()
     session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, bench, PLAN, check=fine)
-    turns = bench.events[2:-2]
-    assert turns == ["call", "device"] * 2 * (PLAN.warmup_rounds + PLAN.min_rounds)
-    assert session.sampled["a"].timing().call_median_us == 200
-    assert session.sampled["a"].timing().device_median_us == 100
-    assert session.sampled["b"].timing().samples == 10
+    rounds = 2 * (PLAN.warmup_rounds + PLAN.max_rounds)
+    first, again = bench.events[: 3 + 2 * rounds], bench.events[3 + 2 * rounds : -2]
+    for recording in (first, again):
+        assert recording[:3] == ["relocate", "record", "record"]
+        assert (recording.count("call"), recording.count("device")) == (rounds, rounds)
+    timing = session.sampled["a"].timing()
+    assert (timing.call_median_us, timing.device_median_us) == pytest.approx((200, 100))
+    assert (timing.recordings, timing.samples) == (2, 10)
+
+
+def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the new one would lie beside it, and memory would have to hold both."""
+    recorded: list[weakref.ref[Recording]] = []
+    record, relocate = FakeBench.record, FakeBench.relocate
+
+    def remembered(bench: FakeBench, run: Run) -> Recording:
+        recording = record(bench, run)
+        recorded.append(weakref.ref(recording))
+        return recording
+
+    def checked(bench: FakeBench, generator: np.random.Generator) -> None:
+        assert [one() for one in recorded] == [None] * len(recorded)
+        relocate(bench, generator)
+
+    monkeypatch.setattr(FakeBench, "record", remembered)
+    monkeypatch.setattr(FakeBench, "relocate", checked)
+    time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=fine)
+    assert len(recorded) == 4
+
+
+def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
+    class Fails(FakeRun):
+        calls = 0
+
+        def __call__(self) -> SSDOutput:
+            self.calls += 1
+            if self.calls > 2 + PLAN.max_rounds:  # recorded once, and called in each of its rounds
+                raise torch.OutOfMemoryError("2 GiB more")
+            return super().__call__()
+
+    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeBench(), PLAN, check=fine)
+    assert list(session.sampled) == ["a"]
+    assert session.untimed["b"].startswith("b is not timed: no memory is left")
 
 
 @pytest.mark.parametrize("error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")])
@@ -115,25 +158,26 @@ def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None
         return "" if key == "a" else "head 3 is wrong"
 
     session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, bench, PLAN, check=check)
-    loop = 2 + 2 * 2 * (PLAN.warmup_rounds + PLAN.min_rounds)
+    loop = 2 * 3 + 2 * 2 * SAMPLED
     assert [(key, value) for key, value, _ in seen] == [("a", 200), ("a", 200), ("b", 100)]
     assert min(events for *_, events in seen) > loop
     assert list(session.sampled) == ["a"]
     assert session.changed == {"b": "head 3 is wrong"}
 
 
-def test_the_two_times_make_two_ratios_and_the_device_decides() -> None:
+def test_the_two_times_make_two_ratios_and_two_verdicts() -> None:
     """At 1K tokens a fused kernel halves the launch overhead and hardly changes the work."""
-    rounds = np.random.default_rng(0).normal(1, 0.01, (4, 60))
+    rounds = np.random.default_rng(0).normal(1, 0.003, (4, 5, 8))
     unfused = Sampled(call=290 * rounds[0], device=50 * rounds[1])
     fused = Sampled(call=145 * rounds[2], device=50 * rounds[3])
-    speedup = fused.speedup(unfused, "unfused exact, fp32 states")
+    speedup = fused.speedup(unfused, "unfused exact, fp32 states", 0.01)
     assert speedup.baseline == "unfused exact, fp32 states"
     assert speedup.call_ratio == pytest.approx(2, rel=0.01)
     assert speedup.call_interval.low > 1.9
     assert speedup.device_ratio == pytest.approx(1, rel=0.01)
-    assert speedup.verdict == "no difference"
-    assert unfused.speedup(Sampled(call=fused.call, device=20 * rounds[3]), "other").verdict == "slower"
+    assert (speedup.verdict, speedup.call_verdict) == ("no difference", "faster")
+    assert speedup.smallest_difference == 0.01
+    assert unfused.speedup(Sampled(call=fused.call, device=20 * rounds[3]), "other", 0.01).verdict == "slower"
 
 
 # --- on a GPU
@@ -196,6 +240,24 @@ def test_the_cache_is_cold(bench: CudaBench) -> None:
     cold = np.median([bench.device_us(once) for _ in range(10)])
     warm = np.median([bench.device_us(often) for _ in range(10)]) / sums
     assert cold > 1.15 * warm
+
+
+@pytest.mark.gpu
+def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory(bench: CudaBench) -> None:
+    generator = np.random.default_rng(0)
+
+    def run() -> SSDOutput:
+        return SSDOutput(torch.zeros(4 << 20, device="cuda"), torch.zeros(1, device="cuda"))
+
+    places, reserved = set(), []
+    for _ in range(6):
+        bench.relocate(generator)
+        recording = bench.record(run)
+        places.add(recording.output.out.data_ptr())
+        reserved.append(torch.cuda.memory_reserved())
+        del recording
+    assert len(places) > 1
+    assert max(reserved) - min(reserved) <= 128 << 20  # paddings differ by up to 62 MiB
 
 
 @pytest.mark.gpu

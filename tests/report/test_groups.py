@@ -74,14 +74,26 @@ def test_total_ratio_is_that_of_the_sums():
     assert total.call_ratio == pytest.approx((100 * 2 + 300 * 4) / 800)
     assert total.device_interval.low == pytest.approx(0.98 * 3.5)
     assert total.device_interval.high == pytest.approx(1.02 * 3.5)
-    assert total.verdict == "faster"
+    assert total.device_verdict == "faster"
 
 
 def test_total_verdict_follows_the_interval_where_layers_disagree():
     mixed = (timed(0, 100.0, 0.9, verdict="slower"), timed(1, 100.0, 1.1, verdict="faster"))
-    assert total_speed(Series("fused", EXACT_FP32, mixed)).verdict == "no difference"
+    assert total_speed(Series("fused", EXACT_FP32, mixed)).device_verdict == "no difference"
     slow = (timed(0, 100.0, 0.5, verdict="slower"), timed(1, 100.0, 1.0, verdict="no difference"))
-    assert total_speed(Series("fused", EXACT_FP32, slow)).verdict == "slower"
+    assert total_speed(Series("fused", EXACT_FP32, slow)).device_verdict == "slower"
+
+
+def test_a_difference_below_the_smallest_is_none():
+    """Layers disagree, and the interval of the sum lies above 1, but not by 1 %."""
+    mixed = (
+        timed(0, 100.0, 1.004, spread=0.001, verdict="no difference"),
+        timed(1, 100.0, 1.012, spread=0.001, verdict="faster"),
+    )
+    total = total_speed(Series("fused", EXACT_FP32, mixed))
+    assert total.device_interval.low > 1
+    assert total.device_verdict == "no difference"
+    assert total.smallest_difference == 0.01
 
 
 def test_total_leaves_out_what_was_not_timed():

@@ -70,6 +70,17 @@ def test_what_is_not_faster_is_not_called_so(ratio, verdict, words):
     assert "faster" not in text
 
 
+def test_a_call_time_without_a_difference_is_said_beside_a_faster_device_time():
+    def change(case):
+        if case.speedup is None:
+            return case
+        speedup = case.speedup.model_copy(update={"call_ratio": 1.004, "call_verdict": "no difference"})
+        return case.model_copy(update={"speedup": speedup})
+
+    text = said(make_report(precisions=(EXACT_FP32,), change=change))["fused, exact with fp32 states:"]
+    assert "faster than unfused by device time (call 1.00x: no difference) at" in text
+
+
 def test_a_passed_run_says_so():
     assert summary.verdict(make_report()) == (
         "PASSED: all 32 cases are within the error budget against the fp64 oracle.",

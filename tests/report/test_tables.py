@@ -126,7 +126,8 @@ def test_both_speedups_stand_side_by_side_with_their_intervals():
         assert cells["speedup,\ncall"] == fmt.speedup(case.speedup.call_ratio, case.speedup.call_interval)
         assert cells["device\ntime"] == fmt.duration(case.timing.device_median_us)
         assert cells["call\ntime"] == fmt.duration(case.timing.call_median_us)
-        assert cells["verdict"] == "faster"
+        assert (cells["verdict,\ndevice"], cells["verdict,\ncall"]) == ("faster", "faster")
+        assert table.note.endswith("Faster or slower: the whole interval differs from 1 by more than 1%.")
         assert cells["of\nfloor"] == fmt.percent(case.roofline.floor_pct, 1)
         assert cells["extra\nmemory"] == "126 MiB"
 
@@ -158,7 +159,7 @@ def test_a_layer_that_failed_is_not_in_the_sum_and_the_row_says_so():
     layer = next(
         row for row in speed.per_layer(groups(report)[0]).rows if row[:3] == ("9", "fused hopper", "exact, fp32")
     )
-    assert layer[3:] == ("-", "-", "inaccurate", "-", "-", "-", "-")
+    assert layer[3:] == ("-", "-", "inaccurate", "-", "-", "-", "-", "-")
 
 
 def test_nothing_timed_is_no_table():

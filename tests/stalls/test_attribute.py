@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from stalls import synthetic
 
+from ssdprof.operators.ssd.stages import STAGES
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.raw import Point, RawKernel
 from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Sources
@@ -23,7 +24,7 @@ def test_every_sample_goes_to_one_stage() -> None:
 
 
 def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> None:
-    found = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources)).stages
+    found = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), STAGES).stages
     assert [(stage.name, stage.idle) for stage in found] == [
         ("loads", False), ("chunk_scan.current", False), ("ahead", True), (IDLE_WARPS, True),
     ]  # fmt: skip

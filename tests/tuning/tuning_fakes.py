@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
 
 from ssdprof import schema
@@ -96,6 +97,9 @@ class Fake:
             self._right[key] = SSDOutput(exact.out.to(inputs.x.dtype), exact.final_states.float())
         out, final_states = self._right[key]
         return SSDOutput(out * 2 if self.spoilt(config, tokens) else out, final_states)
+
+    def relocate(self, _generator: np.random.Generator) -> None:
+        """Nothing lies anywhere."""
 
     def record(self, run: Run) -> Recording:
         output = run()

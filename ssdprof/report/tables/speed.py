@@ -11,7 +11,8 @@ from ssdprof.report.tables.table import Note, Table, columns
 _HEADERS = (
     "speedup,\ndevice",
     "speedup,\ncall",
-    "verdict",
+    "verdict,\ndevice",
+    "verdict,\ncall",
     "device\ntime",
     "call\ntime",
     "of\nfloor",
@@ -20,7 +21,7 @@ _HEADERS = (
 _PRECISION = "intermediates,\nstates"
 READING = Note(
     "Device: the GPU's own time.  Call: what a Python caller waits for, launches included.  In brackets: 95 % "
-    "intervals.  The verdict goes by device time.  Of floor: the least time that the bytes and the arithmetic take on "
+    "intervals.  Of floor: the least time that the bytes and the arithmetic take on "
     "this GPU, as a share of the device time.  Extra memory: allocated by the call beyond its outputs."
 )
 
@@ -77,11 +78,12 @@ def per_layer(group: Group) -> Table | None:
 def _cells(series: Series, speed: TotalSpeed | None) -> tuple[str, ...]:
     if speed is None:
         statuses = dict.fromkeys(case.status for case in series.cases)
-        return (fmt.MISSING, fmt.MISSING, fmt.words(statuses), *(fmt.MISSING,) * 4)
+        return (fmt.MISSING, fmt.MISSING, fmt.words(statuses), *(fmt.MISSING,) * 5)
     return (
         fmt.speedup(speed.device_ratio, speed.device_interval),
         fmt.speedup(speed.call_ratio, speed.call_interval),
-        speed.verdict or fmt.MISSING,
+        speed.device_verdict or fmt.MISSING,
+        speed.call_verdict or fmt.MISSING,
         fmt.duration(speed.device_us),
         fmt.duration(speed.call_us),
         fmt.percent(speed.floor_pct, 1),
@@ -90,8 +92,10 @@ def _cells(series: Series, speed: TotalSpeed | None) -> tuple[str, ...]:
 
 
 def _baselines(group: Group, found: Iterable[tuple[Series, TotalSpeed | None]]) -> str:
-    pairs = [(series.precision, name) for series, speed in found if speed for name in speed.baselines]
-    return f"Baseline: {baselines(group.baseline, pairs)}."
+    timed = [(series, speed) for series, speed in found if speed]
+    pairs = [(series.precision, name) for series, speed in timed for name in speed.baselines]
+    smallest = max((speed.smallest_difference for _, speed in timed), default=0.0)
+    return f"Baseline: {baselines(group.baseline, pairs)}.  {fmt.counts(smallest)}"
 
 
 def _short(series: Series) -> str:

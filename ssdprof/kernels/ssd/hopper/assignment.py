@@ -84,7 +84,7 @@ class Segment:
 
 
 @aggregate
-class Share:
+class EqualShare:
     """The work of a program that stays."""
 
     program: gl.tensor
@@ -124,10 +124,22 @@ class Share:
         first = gl.where(ends, self.nchunks - self.rest, 0)
         nchunks = gl.where(begins, self.led, self.nchunks - first)
         segment = Segment(
-            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
-            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
-            self.program, gl.to_tensor(1),
-        )  # fmt: skip
+            sequence=sequence,
+            index=gl.minimum(first, 1),
+            length=self.length,
+            dt_begin=sequence.to(gl.int64) * self.dt_step,
+            tile=sequence,
+            row=gl.to_tensor(0),
+            first_chunk=first,
+            nchunks=nchunks,
+            unit=pair % self.PAIRS * self.UNITS,
+            last=k >= 0,
+            goes_back=False,
+            back_first=first,
+            back_most=nchunks,
+            slot=self.program,
+            slot_step=gl.to_tensor(1),
+        )
         return segment, gl.where(begins, 0, self.led + k * self.nchunks)
 
     @gluon.jit
@@ -162,9 +174,22 @@ def segment_of(
     most = gl.where(is_long, K_LONG, K)
     nchunks, last, goes_back, back_first, back_most = extent_of(index, first, most, seqlen, PASSING)
     return Segment(
-        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
-        ticket % PAIRS * UNITS, last, goes_back, back_first, back_most, rank, gl.to_tensor(sequences),
-    )  # fmt: skip
+        sequence=sequence,
+        index=index,
+        length=seqlen,
+        dt_begin=sequence.to(gl.int64) * dt_strides[0],
+        tile=sequence,
+        row=gl.to_tensor(0),
+        first_chunk=first,
+        nchunks=nchunks,
+        unit=ticket % PAIRS * UNITS,
+        last=last,
+        goes_back=goes_back,
+        back_first=back_first,
+        back_most=back_most,
+        slot=rank,
+        slot_step=gl.to_tensor(sequences),
+    )
 
 
 @gluon.jit
@@ -203,10 +228,22 @@ def packed_segment_of(
     first = index * K
     nchunks, last, goes_back, back_first, back_most = extent_of(index, first, K, length, PASSING)
     segment = Segment(
-        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
-        ticket % PAIRS * UNITS, last, goes_back, back_first, back_most,
-        rank - sequence, gl.to_tensor(1),  # the last segment of each sequence needs no slot
-    )  # fmt: skip
+        sequence=sequence,
+        index=index,
+        length=length,
+        dt_begin=begin.to(gl.int64) * dt_strides[1],
+        tile=begin + length,
+        row=seqlen - length,
+        first_chunk=first,
+        nchunks=nchunks,
+        unit=ticket % PAIRS * UNITS,
+        last=last,
+        goes_back=goes_back,
+        back_first=back_first,
+        back_most=back_most,
+        slot=rank - sequence,  # the last segment of each sequence needs no slot
+        slot_step=gl.to_tensor(1),
+    )
     return segment, exists
 
 
@@ -227,7 +264,18 @@ def share_of(program, seqlen, sequences, dt_strides, PAIRS: gl.constexpr, UNITS:
     wholes = pairs // programs - 1 + (led <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs
-    return Share(
-        program, programs, led + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
-        split + led + same, nchunks * led // programs, split + taken + same, rest, PAIRS, UNITS,
-    )  # fmt: skip
+    return EqualShare(
+        program=program,
+        programs=programs,
+        rank=led + same,
+        length=seqlen,
+        nchunks=nchunks,
+        dt_step=gl.to_tensor(dt_strides[0]),
+        wholes=wholes,
+        leads=split + led + same,
+        led=nchunks * led // programs,
+        takes=split + taken + same,
+        rest=rest,
+        PAIRS=PAIRS,
+        UNITS=UNITS,
+    )

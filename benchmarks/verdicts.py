@@ -1,0 +1,296 @@
+"""Ask, on the GPU here, how often a verdict is wrong, how often a real difference is found, and what it costs.
+
+    PYTHONPATH=. python benchmarks/verdicts.py benchmarks/results/verdicts-h200.json
+
+same:      a kernel against itself; any verdict but "no difference" is false.
+different: a kernel followed by a short wait on the GPU against the same with a longer wait, which makes its device
+           time, or its call time, 3 % longer.  (3 % more tokens do not: segments and waves of programs are whole.)
+layer:     the seconds that sampling takes, against the method before: one recording, A B A B, until every median is
+           known to half a per cent.
+
+Writes FILE, JSON, and beside it the same as a Markdown table.  The comparisons go through shapes, lengths and
+implementations in a random order; --seconds ends them early, and then the result says how many there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import cache, partial
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssdprof import __version__, environment, kernels, operators
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.environment.machine import kernels_hash
+from ssdprof.kernels.precision import Precision
+from ssdprof.measure.call import Run
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaBench, time_in_turns
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.operator import Output
+from ssdprof.pipeline.replay import ReplayOptions, replay_layer
+from ssdprof.schema import LayerRef, Speedup
+from ssdprof.schema import Precision as Named
+
+OPERATOR = "ssd"
+CHUNK_SIZE = 256  # of unfused
+SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
+LENGTHS = (1024, 4096, 16384, 65536)
+IMPLEMENTATIONS = ("unfused", "fused")
+DIFFERENCE = 0.03
+SHORT_WAIT = 1000  # cycles
+LAYERS = (Named(intermediates="exact", state_dtype="fp32"), Named(intermediates="relaxed", state_dtype="fp32"))
+Row = dict[str, Any]
+Place = tuple[str, int, str]  # shape, tokens, implementation
+
+
+@cache
+def inputs_of(shape: str, seqlen: int) -> Any:
+    drawing = operators.get(OPERATOR).drawing
+    cell = Cell(
+        shape=parse_shapes(drawing, shape)[0],
+        dtype="bf16",
+        layout="contiguous",
+        tokens=Tokens(sequences=1, seqlen=seqlen),
+    )
+    return drawing.with_chunk_size(drawing.draw(cell, torch.device("cuda")), CHUNK_SIZE)
+
+
+def run_of(place: Place, wait: int = 0) -> Run:
+    """A call, followed by a wait of so many cycles."""
+    shape, seqlen, implementation = place
+    call = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
+
+    def waiting() -> Output:
+        output: Output = call()
+        torch.cuda._sleep(wait)  # type: ignore[no-untyped-call]
+        return output
+
+    return waiting if wait else call
+
+
+def compare(bench: CudaBench, baseline: Run, others: dict[str, Run], seed: int) -> tuple[dict[str, Speedup], Row]:
+    """How many times as fast as each of the others the baseline is, and what it took to know."""
+    plan = SamplingPlan(seed=seed)
+    began = time.monotonic()
+    session = time_in_turns({"": baseline} | others, bench, plan, check=lambda _key, _output: "")
+    seconds = time.monotonic() - began
+    of_baseline = session.sampled[""]
+    timing = of_baseline.timing()
+    found = {key: of_baseline.speedup(session.sampled[key], key, plan.smallest_difference) for key in others}
+    return found, {"seconds": round(seconds, 3), "recordings": timing.recordings, "samples": timing.samples}
+
+
+def named(place: Place) -> Row:
+    shape, seqlen, implementation = place
+    return {"shape": shape, "tokens": seqlen, "implementation": implementation}
+
+
+def told(speedup: Speedup, kind: str) -> Row:
+    """A ratio, its interval and its verdict; kind: "device" or "call"."""
+    ratio, interval, verdict = {
+        "device": (speedup.device_ratio, speedup.device_interval, speedup.verdict),
+        "call": (speedup.call_ratio, speedup.call_interval, speedup.call_verdict),
+    }[kind]
+    return {"ratio": round(ratio, 5), "interval": [round(interval.low, 5), round(interval.high, 5)], "verdict": verdict}
+
+
+def same(bench: CudaBench, place: Place, seed: int) -> Row:
+    found, took = compare(bench, run_of(place), {"again": run_of(place)}, seed)
+    return {**named(place), **{kind: told(found["again"], kind) for kind in ("device", "call")}, **took}
+
+
+def different(bench: CudaBench, place: Place, seed: int) -> Row:
+    device, call = longer_waits(bench, place)
+    others = {"device": run_of(place, device), "call": run_of(place, call)}
+    found, took = compare(bench, run_of(place, SHORT_WAIT), others, seed)
+    return {**named(place), **{kind: told(found[kind], kind) for kind in ("device", "call")}, **took}
+
+
+@cache
+def longer_waits(bench: CudaBench, place: Place) -> tuple[int, int]:
+    """The waits, in cycles, that make device time and call time longer by DIFFERENCE."""
+    short = run_of(place, SHORT_WAIT)
+    recording = bench.record(short)
+    device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))
+    cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
+    twice = bench.record(run_of(place, SHORT_WAIT + cycles))
+    cycles_per_us = cycles / (median_of(lambda: bench.device_us(twice)) - device_us)
+    device, call = (SHORT_WAIT + round(DIFFERENCE * us * cycles_per_us) for us in (device_us, call_us))
+    return device, call
+
+
+def median_of(sample: Callable[[], float], count: int = 15) -> float:
+    return float(np.median([sample() for _ in range(count)]))
+
+
+def layer(bench: CudaBench, shape: str, seqlen: int) -> Row:
+    """Seconds of wall clock for a layer's three cases with fp32 states: judged, sampled as before, sampled now."""
+    inputs = inputs_of(shape, seqlen)
+    options = ReplayOptions(precisions=LAYERS, timed=False)
+    where = LayerRef(index=0, name="layer", operator=OPERATOR)
+    runs: dict[str, Run] = {
+        "unfused": run_of((shape, seqlen, "unfused")),
+        **{
+            precision.intermediates: partial(
+                kernels.get(OPERATOR, "fused").run, inputs, Precision(intermediates=precision.intermediates)
+            )
+            for precision in LAYERS
+        },
+    }
+    replay_layer(where, inputs, options)  # compiles
+    judged = took(lambda: replay_layer(where, inputs, options))
+    before = took(lambda: sample_as_before(runs, bench))
+    now = took(lambda: time_in_turns(runs, bench, SamplingPlan(), check=lambda _key, _output: ""))
+    row = {"shape": shape, "tokens": seqlen, "judged_s": judged, "before_s": before, "now_s": now}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def took(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    work()
+    torch.cuda.synchronize()
+    return time.monotonic() - began
+
+
+def sample_as_before(runs: dict[str, Run], bench: CudaBench) -> None:
+    """5 rounds of warm-up, then 20 to 640 until the 95 % bootstrap interval of every median is within half a per cent,
+    looked at whenever their number has doubled, or after 3 seconds."""
+    recordings = {key: bench.record(run) for key, run in runs.items()}
+    samplers = [
+        sampler
+        for key, run in runs.items()
+        for sampler in (partial(bench.call_us, run), partial(bench.device_us, recordings[key]))
+    ]
+    gc.collect()
+    for _ in range(5):
+        for sampler in samplers:
+            sampler()
+    rounds: list[list[float]] = []
+    end = time.monotonic() + 3
+    look_at = 20
+    while len(rounds) < 640 and (len(rounds) < 20 or time.monotonic() < end):
+        rounds.append([sampler() for sampler in samplers])
+        if len(rounds) == look_at:
+            look_at *= 2
+            if all(bootstrap_half_width(np.array(series)) <= 0.005 for series in zip(*rounds, strict=True)):
+                break
+
+
+def bootstrap_half_width(samples: np.ndarray) -> float:
+    chosen = np.random.default_rng(0).integers(0, len(samples), (2000, len(samples)))
+    low, high = np.percentile(np.median(samples[chosen], axis=1), [2.5, 97.5])
+    return float((high - low) / (high + low))
+
+
+# --- what is done, and what is written
+
+
+def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
+    bench = CudaBench(torch.device("cuda"))
+    end = time.monotonic() + seconds
+    found: dict[str, list[Row]] = {"layer": [], "same": [], "different": []}
+    for seqlen in LENGTHS:
+        found["layer"].append(layer(bench, SHAPES[0], seqlen))
+        print(found["layer"][-1], file=sys.stderr, flush=True)
+    for number, (kind, place) in enumerate(jobs(counts)):
+        if time.monotonic() > end:
+            print("The time is up.", file=sys.stderr)
+            break
+        row = {"same": same, "different": different}[kind](bench, place, number)
+        found[kind].append(row)
+        if number % 20 == 0:
+            print(number, f"{end - time.monotonic():.0f} s left", kind, row, file=sys.stderr, flush=True)
+    return found
+
+
+def jobs(counts: dict[str, int]) -> Iterator[tuple[str, Place]]:
+    """Both kinds mixed, each spread evenly over shapes, lengths and implementations."""
+    draw = random.Random(0)
+    places = list(product(SHAPES, LENGTHS, IMPLEMENTATIONS))
+    wanted = []
+    for kind, count in counts.items():
+        draw.shuffle(places)
+        wanted += [(kind, place) for place, _ in zip(cycle(list(places)), range(count), strict=False)]
+    draw.shuffle(wanted)
+    yield from wanted
+
+
+def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
+    """What was asked, of which time, what must hold, what came out."""
+    rows = []
+    for time_of in ("device", "call"):
+        verdicts = Counter(row[time_of]["verdict"] for row in found["same"])
+        false, total = verdicts.total() - verdicts["no difference"], verdicts.total()
+        rows.append(("the same kernel: false verdicts", time_of, "<= 5%", share(false, total)))
+    for time_of in ("device", "call"):
+        hits = sum(row[time_of]["verdict"] == "faster" for row in found["different"])
+        rows.append(("3% longer: found", time_of, ">= 95%", share(hits, len(found["different"]))))
+    for row in found["layer"]:
+        whole = (row["judged_s"] + row["now_s"]) / (row["judged_s"] + row["before_s"])
+        said = (
+            f"{whole:.2f}x ({row['now_s']:.2f} s of sampling, before {row['before_s']:.2f} s; "
+            f"{row['judged_s']:.2f} s of judging)"
+        )
+        rows.append((f"time for a layer, {row['tokens']:,} tokens", "", "<= 1.5x", said))
+    return rows
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part / whole:.1f}%)" if whole else "none compared"
+
+
+def markdown(result: dict[str, Any], rows: list[tuple[str, str, str, str]]) -> str:
+    machine = result["environment"]
+    gpu, packages = machine["gpu"], machine["packages"]
+    lines = ["# Verdicts", "", "| what | time | must be | is |", "|:--|:--|:--|:--|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += [
+        "",
+        f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, torch {packages['torch']}, Triton "
+        f"{packages['triton']}, Python {machine['python']}; {result['created']}; {result['seconds']:.0f} s; "
+        f"`{result['command']}`.  A difference counts from {SamplingPlan().smallest_difference:.0%}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--same", type=int, default=200, help="comparisons of a kernel with itself")
+    parser.add_argument("--different", type=int, default=100, help="comparisons with a true difference")
+    parser.add_argument("--seconds", type=float, default=240, help="after which no comparison is begun")
+    options = parser.parse_args()
+    began = time.monotonic()
+    found = measure({"same": options.same, "different": options.different}, options.seconds)
+    result: dict[str, Any] = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python benchmarks/verdicts.py {' '.join(sys.argv[1:])}",
+        "ssdprof_version": __version__,
+        "kernels": kernels_hash(OPERATOR),
+        "environment": environment.collect().model_dump(mode="json"),
+        "seconds": time.monotonic() - began,
+        "difference": DIFFERENCE,
+        **found,
+    }
+    text = markdown(result, summary(found))
+    options.file.write_text(json.dumps(result, indent=1) + "\n")
+    options.file.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The manifest of a folder of captures.  Imports no torch: a folder that cannot be used is refused at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ssdprof.errors import BadInputError, library_message, unreadable
+from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, migrate
+
+MANIFEST = "manifest.json"
+AGAIN = "Capture again."
+
+
+def is_capture(path: Path) -> bool:
+    """Whether `path` is a folder of captures, good or damaged."""
+    return os.path.isfile(path / MANIFEST)
+
+
+def read_manifest(folder: Path) -> CaptureManifest:
+    """The manifest in `folder`.
+
+    Raises BadInputError, naming the file, for one that is missing, damaged or of another schema version;
+    MissingCapabilityError for one that may not be read.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(str(path), error, "Name a folder of captures.") from error
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{path} is damaged: it is not JSON: {library_message(error)}.", AGAIN) from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version == migrate.OLDEST:
+        content = migrate.manifest(content)
+    elif version != SCHEMA_VERSION:
+        raise BadInputError(
+            f"{path} has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and {SCHEMA_VERSION}.",
+            "Capture again, or read it with the ssdprof that wrote it.",
+        )
+    try:
+        return CaptureManifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise BadInputError(f"{path} is damaged at {place}: {first['msg']}.", AGAIN) from error

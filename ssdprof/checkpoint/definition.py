@@ -1,0 +1,91 @@
+"""What transformers makes of a config: its own config object, and the model without its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdprof.checkpoint.sizes import shown
+from ssdprof.checkpoint.source import CONFIG
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def empty_model(folder: Path, repo_id: str) -> PreTrainedModel:
+    """The base model that config.json in `folder` describes, on the meta device: shapes, and no memory.
+
+    BadInputError if transformers refuses the config or cannot build the model: a float where an integer belongs, an
+    unknown activation, sizes that contradict each other.  The hint names the field if leaving it out helps.
+    """
+    try:
+        with refusals(f"the config of {repo_id}"), quiet_transformers():
+            from transformers import AutoConfig
+
+            return _build(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+    except BadInputError as error:
+        if field := _refused_field(json.loads((folder / CONFIG).read_bytes())):
+            error.hint = f"It accepts the config without {field}.  {error.hint}"
+        raise
+
+
+def _build(config: PretrainedConfig) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
+
+
+def _refused_field(config: Mapping[str, Any]) -> str | None:
+    """A field of a config that transformers refuses, without which it does not; None if there is no such field."""
+    from transformers import AutoConfig
+
+    for field in sorted(config.keys() - {"model_type"}):
+        with quiet_transformers(), suppress(Exception):  # still refused
+            _build(AutoConfig.for_model(**{key: value for key, value in config.items() if key != field}))
+            return f"{field} = {shown(config[field])}"
+    return None
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Whatever transformers raises on a user's file becomes BadInputError with transformers' own message.
+
+    what: the file, for the message.  Errors of ssdprof, missing packages and full memory are told as such.
+    """
+    import torch
+
+    try:
+        yield
+    except (SsdprofError, torch.OutOfMemoryError):
+        raise
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"transformers needs a missing package for {what}: {library_message(error)}.", "Install the package."
+        ) from error
+    except Exception as error:  # the library's code on the user's data: it raises nearly every class there is
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is PyTorch's
+            raise MissingCapabilityError(f"Main memory is too small for {what}.", "Take fewer layers.") from error
+        raise BadInputError(
+            f"transformers cannot use {what}: {library_message(error)}.",
+            "The file is damaged, or the checkpoint is newer than the installed transformers.",
+        ) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hold back its warnings: on weights that a cut model does not use, on unusual configs.  ssdprof checks both."""
+    from transformers.utils import logging
+
+    before: int = logging.get_verbosity()
+    set_verbosity: Callable[[int], Any] = logging.set_verbosity
+    set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        set_verbosity(before)

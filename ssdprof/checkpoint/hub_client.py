@@ -1,0 +1,67 @@
+"""huggingface_hub's client as ssdprof uses it.
+
+It honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on stderr, and continues a
+broken download at the byte where it broke.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from ssdprof import __version__
+from ssdprof.errors import masked
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+ATTEMPTS = 3  # of a request whose connection drops
+PAUSE_S = 0.5
+NOBODY_THERE = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: of httpx or of httpx2
+
+T = TypeVar("T")
+
+
+def api() -> HfApi:
+    """The client.  It reads HF_ENDPOINT on import; here it counts even when it was set after that."""
+    from huggingface_hub import HfApi
+
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_masked)
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="ssdprof", library_version=__version__)
+
+
+def _masked(record: logging.LogRecord) -> bool:
+    """Its warnings quote addresses, which may hold a password."""
+    record.msg, record.args = masked(record.getMessage()), ()
+    return True
+
+
+def transport_error() -> type[Exception]:
+    """The base of the HTTP library's errors: httpx's or httpx2's, whichever this huggingface_hub is built on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base: type[Exception] = HfHubHTTPError.__bases__[0]
+    return base
+
+
+def resumed(ask: Callable[[], T]) -> T:
+    """What `ask` returns; asked again when its connection drops, as proxies do between two requests.
+
+    The client tries again only while the body of a file is on its way.  What was downloaded before stays.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return ask()
+        except HfHubHTTPError:  # an answer
+            raise
+        except transport_error() as error:
+            if type(error).__name__ in NOBODY_THERE:
+                raise
+            time.sleep(PAUSE_S)
+    return ask()

@@ -1,0 +1,129 @@
+"""What the hub's client raises -> what the user is told."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ssdprof.checkpoint.hub_client import api, transport_error
+from ssdprof.checkpoint.sizes import shown
+from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message
+
+
+@contextmanager
+def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
+    """Turn the client's errors into ours; `file` is the one that is asked for, if one is.
+
+    A gated repo's error is a subclass of a missing one's, so it comes first.
+    """
+    from huggingface_hub import errors, get_token
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ModelUnavailableError(
+            f"{repo_id} is gated: its owner must let you in, and "
+            + ("your token's account is not on the list." if get_token() else "you are not logged in."),
+            f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN.",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelUnavailableError(
+            f"{repo_id} has no revision {shown(revision or 'main')}.", revisions_hint(repo_id)
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise RepoNotFoundError(repo_id, logged_in=get_token() is not None) from None
+    except errors.DisabledRepoError:
+        raise ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Take another repo.") from None
+    except errors.HFValidationError:
+        raise BadInputError(
+            f"{shown(repo_id)} is no hub id and no folder.", "A hub id reads org/name; a folder must exist."
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        raise out_of_reach(repo_id, error) from None
+    except errors.EntryNotFoundError:
+        raise ModelUnavailableError(f"{repo_id} has no {file}.", "Take another revision.") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
+        raise ModelUnavailableError(f"The hub answered {status} for {repo_id}.", hint) from None
+    except errors.OfflineModeIsEnabled as error:
+        raise out_of_reach(repo_id, error) from None
+    except transport_error() as error:
+        raise ModelUnavailableError(
+            f"The connection to the hub broke while {repo_id} was fetched: {library_message(error)}.",
+            "Run the same command again: complete files are kept.",
+        ) from None
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise MissingCapabilityError(
+                f"The disk is full: {repo_id} could not be written to the hub's cache.",
+                "Make room or set HF_HOME to a larger disk, then run the same command again: complete files are kept.",
+            ) from None
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            place = error.filename or "The hub's cache"
+            raise MissingCapabilityError(
+                f"{place} cannot be written: {error.strerror}.",
+                "The hub's cache lies there: check its permissions, or set HF_HOME to a folder that you can write to.",
+            ) from None
+        raise ModelUnavailableError(
+            f"{repo_id} could not be fetched: {library_message(error)}.",
+            "Run the same command again: complete files are kept.",
+        ) from None
+
+
+class RepoNotFoundError(ModelUnavailableError):
+    """No such repo, or a private one, which looks the same."""
+
+    def __init__(self, repo_id: str, *, logged_in: bool) -> None:
+        self.repo_id = repo_id
+        if logged_in:
+            hint = "If it is private, the token's account must be allowed to read it."
+        else:
+            hint = "If it is private, run `hf auth login` or set HF_TOKEN."
+        super().__init__(f"There is no repo {repo_id} on the hub, or it is private.", hint)
+
+
+class NotCachedError(ModelUnavailableError):
+    """The hub cannot be asked, and the cache has not got it."""
+
+
+def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
+    """The error for a file that is not cached while the hub cannot be asked; names the models that are cached."""
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cause = error.__cause__
+    if is_offline_mode():
+        why = "HF_HUB_OFFLINE is set"
+    elif isinstance(cause, HfHubHTTPError):
+        why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
+    else:
+        why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
+    cached = cached_models()
+    what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
+    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache holds no model."
+    return NotCachedError(f"{what}, and {why}.", hint)
+
+
+def cached_models(limit: int = 20) -> list[str]:
+    """Ids of the models in the hub's cache, at most `limit` of them."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")[:limit]
+    except CacheNotFound:
+        return []
+
+
+def revisions_hint(repo_id: str) -> str:
+    """Which branches and tags there are; says nothing of them when the hub does not answer."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        refs = api().list_repo_refs(repo_id)
+    except (HfHubHTTPError, transport_error()):
+        return f"See the branches and tags at {api().endpoint}/{repo_id}/tree/main."
+    names = [ref.name for ref in (*refs.branches, *refs.tags)]
+    return f"Branches and tags: {', '.join(names[:20])}." if names else "It has no branches or tags."

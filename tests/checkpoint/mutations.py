@@ -1,0 +1,176 @@
+"""Seeded damage to a checkpoint's small files, and how far such a checkpoint gets.
+
+`python tests/checkpoint/mutations.py 500 [family ...]` tries so many and prints those that do not end well.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.errors import SsdprofError
+
+SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+TOKENS = 8
+WRONG_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 3, 7, 255, 10**6, 2**31, 2**64, 10**40, 0.5, -0.5, 1e300, float("nan"), float("inf"),
+    "", "0", "x", "swish_7", "\u0000", "\ud800", "a" * 5000, [], [[]], [None], [1, 2], ["x"], {}, {"x": 1},
+    {"__float__": "Infinity"},
+)  # fmt: skip
+WRONG_KEYS = (
+    "quantization_config", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "architectures", "auto_map",
+    "attn_implementation", "_attn_implementation", "layers_block_type", "time_step_limit", "pruned_heads", "id2label",
+    "num_labels", "problem_type", "return_dict", "output_attentions", "use_cache", "is_encoder_decoder", "ssm_cfg",
+    "text_config", "vision_config", "attn_layer_indices", "sliding_window", "transformers_version", "name_or_path",
+    "tokenizer_class", "added_tokens_decoder", "chat_template", "extra_special_tokens", "decoder", "model",
+    "normalizer", "pre_tokenizer", "post_processor", "added_tokens", "padding", "truncation", "model_max_length",
+    "clean_up_tokenization_spaces", "eos_token", "bos_token", "unk_token",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`content` takes the place of the file `file`; `what` says how it came about."""
+
+    what: str
+    file: str
+    content: bytes
+
+
+def mutations(folder: Path, count: int, seed: int = 0) -> Iterator[Mutation]:
+    """`count` damaged small files of the checkpoint in `folder`, two thirds of them configs."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        file = draw.choice((SMALL_FILES[0], SMALL_FILES[0], *SMALL_FILES))
+        original = (folder / file).read_bytes()
+        if draw.random() < 0.1:
+            yield Mutation(*_damaged_bytes(draw, file, original))
+            continue
+        content = json.loads(original)
+        what = [_damage(draw, content) for _ in range(draw.choice((1, 1, 1, 2, 3)))]
+        yield Mutation(f"{file}: {'; '.join(what)}", file, json.dumps(content).encode())
+
+
+def _damaged_bytes(draw: random.Random, file: str, original: bytes) -> tuple[str, str, bytes]:
+    way = draw.choice(("cut", "flip", "nested", "empty", "list", "deep value"))
+    at = draw.randrange(len(original))
+    content = {
+        "cut": original[:at],
+        "flip": original[:at] + bytes([original[at] ^ 1 << draw.randrange(8)]) + original[at + 1 :],
+        "nested": b"[" * 10**5,
+        "empty": b"",
+        "list": b"[]",
+        "deep value": original.rstrip()[:-1] + b',"x":' + b"[" * 300 + b"]" * 300 + b"}",
+    }[way]
+    return f"{file}: {way} at {at}", file, content
+
+
+def _damage(draw: random.Random, content: dict[str, Any]) -> str:
+    """Change one place in `content`; says which and how."""
+    inner, path = content, ""
+    while True:  # a dict anywhere inside
+        deeper = [key for key, value in inner.items() if isinstance(value, dict) and value]
+        if not deeper or draw.random() < 0.4:
+            break
+        key = draw.choice(deeper)
+        inner, path = inner[key], f"{path}{key}."
+    known = sorted(inner)
+    key = draw.choice(known) if known and draw.random() < 0.8 else draw.choice(WRONG_KEYS)
+    way = draw.random()
+    if way < 0.1:
+        inner.pop(key, None)
+        return f"no {path}{key}"
+    value = inner.get(key)
+    if way < 0.25 and isinstance(value, (int, float)) and not isinstance(value, bool):
+        inner[key] = draw.choice((-value, value * 2, value + 1, float(value), str(value), [value], value * 10**9))
+    elif way < 0.35 and isinstance(value, list) and value:
+        value[draw.randrange(len(value))] = draw.choice(WRONG_VALUES)
+    else:
+        inner[key] = draw.choice(WRONG_VALUES)
+    return f"{path}{key} = {str(inner[key])[:60]!r}"
+
+
+@contextmanager
+def damaged(folder: Path, mutation: Mutation) -> Iterator[Path]:
+    """The checkpoint in `folder` with the mutation's file in place of its own."""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-mutated-") as temporary:
+        copy = Path(temporary) / "model"
+        shutil.copytree(folder, copy, symlinks=True)
+        (copy / mutation.file).write_bytes(mutation.content)
+        yield copy
+
+
+def outcome(folder: Path) -> SsdprofError | None:
+    """Take `folder` as far as its first operator's inputs; the error that a user would see, if any."""
+    import warnings
+
+    import torch
+
+    from ssdprof import checkpoint
+    from ssdprof.capture import capture_layers
+    from ssdprof.capture.prompt import build_prompt
+
+    warnings.simplefilter("ignore")
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        try:
+            located = checkpoint.locate(str(folder))
+            layers = located.ref.layers[:1]
+            local = checkpoint.fetch(located, deepest_layer=layers[0].index)
+            ids, _ = build_prompt(local.tokenizer_folder, TOKENS)
+            model = checkpoint.load_model(local, device="cpu")
+            capture_layers(model, ids, layers, ref=located.ref, segment_length=TOKENS, on_layer=lambda _: None)
+        except SsdprofError as error:
+            return error
+    return None
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)
+    count, families = int(sys.argv[1]), [word for word in sys.argv[2:] if word != "-v"]
+    folders = [DEMO_FOLDERS["demo"]] if not families else []
+    if families:
+        import tiny_models
+        from checkpoint.conftest import save_tokenizer
+
+        for family in families:
+            folder = Path(tempfile.mkdtemp()) / family
+            tiny_models.shared(family).save_pretrained(folder)
+            save_tokenizer(folder)
+            folders.append(folder)
+    seed = 0
+    ends: dict[str, int] = {}
+    for folder in folders:
+        for number, mutation in enumerate(mutations(folder, count, seed)):
+            with damaged(folder, mutation) as copy:
+                try:
+                    error = outcome(copy)
+                except Exception as unexpected:
+                    last = traceback.extract_tb(unexpected.__traceback__)
+                    ours = [frame for frame in last if "/ssdprof/" in frame.filename][-1]
+                    print(f"{number} {mutation.what}\n    {type(unexpected).__name__}: {str(unexpected)[:300]}")
+                    print(
+                        f"    {Path(ours.filename).name}:{ours.lineno} ... {last[-1].filename.split('site-packages/')[-1]}:{last[-1].lineno}"
+                    )
+                    end = "INTERNAL"
+                else:
+                    end = "ok" if error is None else str(int(error.exit_code))
+                    if error is not None and "-v" in sys.argv:
+                        print(f"{number} {mutation.what}\n    {end} {error.message[:400]}")
+            ends[end] = ends.get(end, 0) + 1
+    print(ends)
+
+
+if __name__ == "__main__":
+    main()

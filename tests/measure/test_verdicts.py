@@ -1,0 +1,98 @@
+"""How often a verdict is wrong, and how often a real difference is found, on a simulated GPU.
+
+The simulated times have what was seen on a real one: an error that a recording's place in memory gives to all of its
+rounds, a gain for who comes first in a round, noise of rounds with interruptions, and a drift that all see.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import Recording, Run, time_in_turns
+from ssdprof.schema import Speedup
+
+PLACEMENT = 0.003  # standard deviation, of a recording
+FIRST = 0.004  # by how much who comes first in a round is faster
+DRIFT = 0.02  # over a comparison
+DEVICE_NOISE, CALL_NOISE = 0.005, 0.03  # standard deviations, of a round
+INTERRUPTED = 0.03  # the share of calls that take up to twice as long
+
+
+class Work:
+    def __init__(self, us: float) -> None:
+        self.us = us
+
+    def __call__(self) -> SSDOutput:
+        return SSDOutput(torch.empty(0), torch.empty(0))
+
+
+class SimulatedGpu:
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+        self._samples = 0
+        self._call_placement: dict[int, float] = {}
+
+    def relocate(self, _generator: np.random.Generator) -> None:
+        self._call_placement = {}
+
+    def record(self, run: Run) -> Recording:
+        self._call_placement[id(run)] = self._draw.normal(0, PLACEMENT)
+        return Recording(graph=(run, self._draw.normal(0, PLACEMENT)), output=run())
+
+    def device_us(self, recording: Recording) -> float:
+        run, placement = recording.graph
+        return self._time(run, placement, DEVICE_NOISE)
+
+    def call_us(self, run: Run) -> float:
+        interrupted = self._draw.random() < INTERRUPTED
+        us = self._time(run, self._call_placement[id(run)], CALL_NOISE)
+        return us * (1 + self._draw.random()) if interrupted else us
+
+    def _time(self, run: Run, placement: float, noise: float) -> float:
+        is_first = self._samples % 4 < 2
+        self._samples += 1
+        drift = DRIFT * math.sin(self._samples / 100)
+        return run.us * math.exp(placement + drift - FIRST * is_first + self._draw.normal(0, noise))  # type: ignore[attr-defined]
+
+
+@cache
+def compared(seed: int, ratio: float) -> Speedup:
+    """A call that takes 100 us, and one that takes 100 / ratio, as `ssdprof run` would compare them."""
+    plan = SamplingPlan(seconds=math.inf)
+    runs = {"slow": Work(100), "fast": Work(100 / ratio)}
+    session = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _output: "")
+    return session.sampled["fast"].speedup(session.sampled["slow"], "slow", plan.smallest_difference)
+
+
+@pytest.mark.parametrize("time", ["verdict", "call_verdict"])
+def test_the_same_kernel_is_hardly_ever_faster_than_itself(time: str) -> None:
+    verdicts = [getattr(compared(seed, ratio=1.0), time) for seed in range(60)]
+    assert verdicts.count("no difference") >= 59
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.03, "faster"), (1 / 1.03, "slower")])
+def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) -> None:
+    found = [compared(seed, ratio) for seed in range(40)]
+    assert [speedup.verdict for speedup in found].count(expected) >= 39
+    assert [speedup.call_verdict for speedup in found].count(expected) >= 38
+
+
+def test_one_recording_would_be_wrong_often() -> None:
+    """The simulated GPU is hard enough: intervals that know only rounds, of one place in memory, are too narrow."""
+    wrong = 0
+    for seed in range(100):
+        gpu = SimulatedGpu(seed)
+        slow, fast = (gpu.record(Work(100)) for _ in range(2))
+        rounds = np.array([(gpu.device_us(slow), gpu.device_us(fast)) for _ in range(40)])
+        logs = np.log(rounds[:, 0] / rounds[:, 1])
+        wrong += abs(np.mean(logs)) > 1.96 * np.std(logs) / math.sqrt(len(logs))
+    assert wrong > 25
