@@ -23,13 +23,13 @@ import torch
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.schema import CheckpointRef, LayerRef, Precision
+from ssdprof.schema import CheckpointRef, LayerRef, PrecisionRecord
 from ssdprof.schema.stalls import Launched
 from ssdprof.stalls import collect, ncu
 
 NO_SOURCE = ("LaunchStats", "Occupancy", "SpeedOfLight")
 SEQLEN, HEADS, HEADDIM, DSTATE = 16384, 48, 64, 128
-PRECISION = Precision(intermediates="exact", state_dtype="fp32")
+PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 def draw() -> SSDInputs:

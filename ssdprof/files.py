@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
+
+LOCK = ".lock"  # in a folder that one process writes to at a time
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
@@ -21,9 +26,49 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
         if file.exists() and not file.is_file():  # a pipe or a device: there is nothing to replace
             file.write_text(text, encoding="utf-8")
         else:
-            _replace(file.resolve(), text)
+            put(file.resolve(), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+def put(file: Path, write: Callable[[Path], object]) -> None:
+    """Put a whole file at `file`, or leave what was there: `write` writes one beside it, which is flushed to the disk
+    and renamed.  It gets what the user's umask leaves of rw-rw-rw-.
+
+    Raises what `write` raises, and OSError.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        temporary.chmod(_file_mode())
+        _flush(temporary)
+        temporary.replace(file)
+        _flush(file.parent)  # the rename itself survives a power cut
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
+    """A folder, made if need be, that no other process writes to while the context lasts.  The value is its lock file.
+
+    what: is written there, as a sentence begins: "Another run is writing".
+    Raises BadInputError if another process holds it; MissingCapabilityError if it cannot be written.
+    """
+    file = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInputError(f"{what} {folder}.", hint) from error
+        yield file
+    finally:
+        os.close(lock)
 
 
 def check_target(file: Path, *, replace: bool) -> None:
@@ -65,23 +110,22 @@ def safe_name(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
 
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself survives a power cut
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def why(error: Exception) -> str:
     """What went wrong, in the words of the operating system where it says so."""
     return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()
+
+
+def _flush(path: Path) -> None:
+    """Wait until the disk has what was written to a file or a folder."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _file_mode() -> int:
+    """What the user's umask leaves of rw-rw-rw-: safetensors writes files that only their owner may read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

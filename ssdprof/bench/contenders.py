@@ -26,7 +26,7 @@ class Contender:
     """
 
     implementation: Implementation
-    precision: schema.Precision
+    precision: schema.PrecisionRecord
     chunk_sizes: tuple[int, ...]
     ours: bool
 
@@ -94,7 +94,7 @@ def _load(operator: Operator[Any], name: str, checkout: Path | None) -> Peer:
 def line_up(
     operator: Operator[Any],
     dtype: InputDType,
-    wanted: Sequence[schema.Precision],
+    wanted: Sequence[schema.PrecisionRecord],
     peers: Sequence[Peer],
     chunk_sizes: tuple[int, ...],
 ) -> tuple[Contender, ...]:
@@ -129,11 +129,11 @@ def precisions_for(
     dtype: InputDType,
     intermediates: Literal["exact", "relaxed", "all"],
     states: Sequence[schema.DType] | None,
-) -> tuple[schema.Precision, ...]:
+) -> tuple[schema.PrecisionRecord, ...]:
     """Every pair of intermediates and state dtype.  states None: fp32 with exact, the inputs' dtype with relaxed."""
     kinds: tuple[schema.Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
     return tuple(
-        schema.Precision(intermediates=kind, state_dtype=state)
+        schema.PrecisionRecord(intermediates=kind, state_dtype=state)
         for kind in kinds
         for state in states or ("fp32" if kind == "exact" else dtype,)
     )

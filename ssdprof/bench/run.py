@@ -53,7 +53,7 @@ class BenchRequest:
 
     operator: Operator[Any]
     cells: tuple[Cell, ...]
-    precisions: Callable[[InputDType], tuple[schema.Precision, ...]]
+    precisions: Callable[[InputDType], tuple[schema.PrecisionRecord, ...]]
     peers: tuple[Peer, ...] = ()
     baseline: str = "unfused"
     chunk_sizes: tuple[int, ...] = ()

@@ -16,7 +16,7 @@ from ssdprof.schema import (
     Environment,
     Launch,
     Memory,
-    Precision,
+    PrecisionRecord,
     Record,
     Roofline,
     Speedup,
@@ -78,7 +78,7 @@ class BenchCase(Record):
 
     implementation: str
     variant: str
-    precision: Precision
+    precision: PrecisionRecord
     chunk_size: int | None
     status: Status
     reason: str = ""

@@ -8,7 +8,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Ke
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 
 _MOST_ROWS = 50  # of a table, so that no renderer cuts it
 READING = (
@@ -245,7 +245,7 @@ def _grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
     yield from found.items()
 
 
-def _short(precision: Precision) -> str:
+def _short(precision: PrecisionRecord) -> str:
     return f"{precision.intermediates}, {precision.state_dtype}"
 
 

@@ -6,12 +6,12 @@ writer closes without an error, and everything that it names is valid at any tim
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, get_type_hints
@@ -28,7 +28,7 @@ from ssdprof.capture.manifest import AGAIN, MANIFEST
 from ssdprof.capture.manifest import is_capture as is_capture
 from ssdprof.capture.manifest import read_manifest as read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
-from ssdprof.files import check_writable
+from ssdprof.files import check_writable, locked, put
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import (
@@ -40,8 +40,6 @@ from ssdprof.schema import (
     TensorRecord,
 )
 from ssdprof.schema.capture import scalars_hash
-
-_LOCK = ".lock"
 
 
 class Loader(Protocol):
@@ -101,28 +99,20 @@ class CaptureWriter:
         )
 
     def __enter__(self) -> CaptureWriter:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-        except OSError as error:
-            raise _unwritable(self.folder, error) from error
-        try:
-            self._take_lock()
+        with ExitStack() as held:
+            hint = "Wait for it, or name another folder."
+            held.enter_context(locked(self.folder, "Another capture is being written to", hint))
             self._clear()
             self._write_manifest(self.manifest)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._held = held.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._held:
             if kind is None:
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
-        finally:
-            os.close(self._lock)
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
         """Store one layer, then name it in the manifest.  ValueError if that layer and length are there already."""
@@ -149,17 +139,9 @@ class CaptureWriter:
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
         )
-        _replace(self.folder / file, lambda temporary: save_file(stored, temporary))
+        _put(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
         return capture
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BadInputError(
-                f"Another capture is being written to {self.folder}.", "Wait for it, or name another folder."
-            ) from error
 
     def _clear(self) -> None:
         """Make room: an unfinished capture is replaced, a complete one only if asked for."""
@@ -173,7 +155,7 @@ class CaptureWriter:
 
     def _write_manifest(self, manifest: CaptureManifest) -> None:
         text = manifest.model_dump_json(indent=1) + "\n"
-        _replace(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
 
 
@@ -247,31 +229,13 @@ def _sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Put a whole file at `path`, or leave what was there: written beside it, flushed to the disk, renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """`files.put`, told as an error of captures."""
     try:
-        write(temporary)
-        temporary.chmod(_file_mode())
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        put(path, write)
     except (OSError, SafetensorError) as error:
-        raise _unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _file_mode() -> int:
-    """What the user's umask leaves of rw-rw-rw-: safetensors writes files that only their owner may read."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
-
-
-def _unwritable(path: Path, error: Exception) -> MissingCapabilityError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return MissingCapabilityError(
-        f"{path} cannot be written: {reason}.",
-        "Free some space or name a folder on another disk.  The layers that the manifest names are whole.",
-    )
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise MissingCapabilityError(
+            f"{path} cannot be written: {reason}.",
+            "Free some space or name a folder on another disk.  The layers that the manifest names are whole.",
+        ) from error

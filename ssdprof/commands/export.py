@@ -34,7 +34,11 @@ def export(
     if as_data:
         text = document.dump(report)
     else:
-        text = markdown.render(report) + stall_files.appendix(folder, None if to_stdout else output)
+        text = markdown.render(report)
+        stalls = stall_files.of_run(folder)
+        if stalls is not None:
+            figures = {} if output is None or to_stdout else stall_files.write_pictures(output, stalls)
+            text += "\n" + stall_files.as_markdown(stalls, figures)
     if output is None or to_stdout:
         print(text)
         return

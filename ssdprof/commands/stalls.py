@@ -63,7 +63,7 @@ def stalls(
     from ssdprof.pipeline.stalls import StallRequest, from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
-    from ssdprof.schema import Precision
+    from ssdprof.schema import PrecisionRecord
 
     if markdown is not None:
         check_target(markdown, replace=force)
@@ -77,7 +77,7 @@ def stalls(
             layer=layer,
             seqlen=None if seq is None else _one_length(seq),
             implementations=_names(impl),
-            precision=Precision(intermediates=dtypes, state_dtype=states),
+            precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
             timeout_s=timeout,
             out=out,
             overwrite=force,

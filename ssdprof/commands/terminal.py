@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ssdprof.progress import Advance
-    from ssdprof.schema.plan import Plan
+    from ssdprof.schema.plan import DryRun
 
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # as shells count a writer that SIGPIPE ended: no verdict, and no mistake
@@ -95,7 +95,7 @@ def command_line() -> tuple[str, ...]:
     return ("ssdprof", *(masked(word) for word in sys.argv[1:]))
 
 
-def show_plan(plan: Plan, as_json: bool) -> None:
+def show_plan(plan: DryRun, as_json: bool) -> None:
     """The answer of --dry-run, on stdout."""
     if as_json:
         print_json(plan.model_dump(mode="json") | {"download_bytes": plan.download_bytes})

@@ -48,7 +48,12 @@ class Call:
 
 
 def call_of(
-    implementation: Implementation, inputs: Any, precision: schema.Precision, *, label: str = "", widens: bool = False
+    implementation: Implementation,
+    inputs: Any,
+    precision: schema.PrecisionRecord,
+    *,
+    label: str = "",
+    widens: bool = False,
 ) -> Call:
     """The call of a registered implementation."""
     wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class Case:
     """One implementation at one precision."""
 
     implementation: str
-    precision: Precision
+    precision: PrecisionRecord
 
     @property
     def label(self) -> str:
@@ -24,17 +24,19 @@ class Case:
 Group = tuple[Case, ...]  # the baseline first, then what is compared with it
 
 
-def groups_of(precisions: Iterable[Precision], implementations: Sequence[str], baseline: str) -> tuple[Group, ...]:
+def groups_of(
+    precisions: Iterable[PrecisionRecord], implementations: Sequence[str], baseline: str
+) -> tuple[Group, ...]:
     """One group for each state dtype, because a comparison holds only between equal states.
 
     Its baseline is `baseline` with exact intermediates, asked for or not.
     """
-    by_state: dict[str, list[Precision]] = {}
+    by_state: dict[str, list[PrecisionRecord]] = {}
     for precision in precisions:
         by_state.setdefault(precision.state_dtype, []).append(precision)
     groups = []
     for of_state in by_state.values():
-        exact = Precision(intermediates="exact", state_dtype=of_state[0].state_dtype)
+        exact = PrecisionRecord(intermediates="exact", state_dtype=of_state[0].state_dtype)
         cases = [Case(implementation=baseline, precision=exact)]
         cases += [Case(implementation=name, precision=precision) for precision in of_state for name in implementations]
         groups.append(tuple(dict.fromkeys(cases)))

@@ -11,7 +11,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 
 from ssdprof.kernels.registry import Implementation
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
@@ -71,7 +71,7 @@ class Peer:
 
     implementation: Implementation
     version: str
-    precisions: Callable[[InputDType], tuple[Precision, ...]]
+    precisions: Callable[[InputDType], tuple[PrecisionRecord, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)

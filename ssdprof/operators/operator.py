@@ -83,7 +83,7 @@ class Door(Generic[I]):
 # --- judgement
 
 
-class Block(Protocol):
+class OracleBlock(Protocol):
     """A piece of the oracle: positions start..stop of row `batch`, which belong to `sequence`.
 
     out: (stop - start, h, ...).  state: (h, ...) after position stop - 1, the final one if `last` of its sequence.
@@ -155,7 +155,7 @@ class Judgement(Generic[I]):
     """
 
     forms: Callable[[I], tuple[Form, Form]]
-    blocks: Callable[[I, int], Iterable[Block]]
+    blocks: Callable[[I, int], Iterable[OracleBlock]]
     gate: Callable[[I, Span], Gate]
     rounded: Callable[[I, Precision], Rounded]
     coarsest: Callable[[torch.dtype, Precision, torch.Tensor], torch.Tensor] = coarsest_rounding

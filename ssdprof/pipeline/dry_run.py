@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.subject import Subject
-from ssdprof.schema.plan import Plan, PlannedFile
+from ssdprof.schema.plan import DryRun, PlannedFile
 
 
-def plan(subject: Subject) -> Plan:
+def plan(subject: Subject) -> DryRun:
     """What `run` or `capture` would download and load."""
-    return Plan(
+    return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
         dims=str(subject.located.dims(subject.layers[0])),

@@ -23,11 +23,12 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Bench, CudaBench
 from ssdprof.operators import tensors
 from ssdprof.progress import Advance, Watcher
-from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, Precision
+from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, PrecisionRecord
 
 _INTERMEDIATES: tuple[Intermediates, ...] = ("exact", "relaxed")
 _STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
-PRECISIONS = tuple(Precision(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
+PRECISIONS = tuple(PrecisionRecord(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
+COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 
 
 class Unwatched:
@@ -51,8 +52,8 @@ class ReplayOptions:
     on_timed: called after each timed group, while the GPU is still warm from it.
     """
 
-    precisions: tuple[Precision, ...] = PRECISIONS
-    implementations: tuple[str, ...] = ("unfused", "fused")
+    precisions: tuple[PrecisionRecord, ...] = PRECISIONS
+    implementations: tuple[str, ...] = COMPARED
     baseline: str = "unfused"
     timed: bool = True
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
@@ -62,14 +63,13 @@ class ReplayOptions:
     on_timed: Callable[[], object] = lambda: None
 
 
-def unready(operator: str, baseline: str = "unfused") -> str:
+def unready(operator: str, implementations: Sequence[str] = COMPARED) -> str:
     """What a replay of the operator still lacks, in words; empty if it can be replayed."""
     record = operators.get(operator)
     if record.judgement is None or record.cost is None:
         return "ssdprof cannot judge what its kernels compute"
-    if baseline not in kernels.names(operator):
-        return f"there is no {baseline!r} implementation of {operator}"
-    return ""
+    missing = [name for name in implementations if name not in kernels.names(operator)]
+    return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
 
 
 def replay_layer(layer: LayerRef, inputs: Any, options: ReplayOptions) -> tuple[CaseResult, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import DType, Intermediates, Precision
+from ssdprof.schema import DType, Intermediates, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
@@ -53,11 +53,13 @@ class Keep:
     command: tuple[str, ...] = ()
 
 
-def precisions(dtypes: Dtypes, states: str) -> tuple[Precision, ...]:
+def precisions(dtypes: Dtypes, states: str) -> tuple[PrecisionRecord, ...]:
     """Every pair of intermediates and state dtype, exact before relaxed."""
     intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
     return tuple(
-        Precision(intermediates=kind, state_dtype=state) for kind in intermediates for state in parse_states(states)
+        PrecisionRecord(intermediates=kind, state_dtype=state)
+        for kind in intermediates
+        for state in parse_states(states)
     )
 
 

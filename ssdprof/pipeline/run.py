@@ -25,12 +25,12 @@ from ssdprof.pipeline.request import CaptureRequest, Keep, ModelRequest
 from ssdprof.pipeline.subject import Subject, captures_of, find_to_replay
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
-from ssdprof.schema import CheckpointRef, LayerRef, Precision, RunReport
+from ssdprof.schema import CheckpointRef, LayerRef, PrecisionRecord, RunReport
 
 
 def run(
     request: CaptureRequest,
-    precisions: tuple[Precision, ...],
+    precisions: tuple[PrecisionRecord, ...],
     keep: Keep,
     watcher: Watcher,
     *,
@@ -64,7 +64,11 @@ def run(
 
 
 def _run_stored(
-    request: CaptureRequest, precisions: tuple[Precision, ...], keep: Keep, watcher: Watcher, sampling: SamplingPlan
+    request: CaptureRequest,
+    precisions: tuple[PrecisionRecord, ...],
+    keep: Keep,
+    watcher: Watcher,
+    sampling: SamplingPlan,
 ) -> tuple[Path, RunReport]:
     """Replay stored captures: `request.model.model` is their folder."""
     plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
@@ -108,7 +112,7 @@ def _refuse_unready(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, precisions: tuple[Precision, ...], watcher: Watcher, layers: int, sampling: SamplingPlan
+    recorder: Recorder, precisions: tuple[PrecisionRecord, ...], watcher: Watcher, layers: int, sampling: SamplingPlan
 ) -> Iterator[OnLayer]:
     """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from ssdprof import files
@@ -45,17 +46,15 @@ def load(file: Path) -> StallReport:
         raise BadInputError(f"{file} is damaged.", _AGAIN) from error
 
 
-def appendix(folder: Path, target: Path | None) -> str:
-    """What a run's folder knows of stalls, as Markdown to follow its report; empty if that is nothing.
-
-    target: the Markdown's file, which gets the pictures beside it; None leaves them out.
-    """
+def of_run(folder: Path) -> StallReport | None:
+    """What a run's folder knows of stalls."""
     record = folder / FOLDER / RECORD
-    if not record.is_file():
-        return ""
-    report = load(record)
-    figures = {} if target is None else _write_pictures(target, report)
-    return "\n" + markdown.render_document(stall_document.compose(report, figures))
+    return load(record) if record.is_file() else None
+
+
+def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
+    """figures: title -> file name of pictures beside the Markdown, as `write_pictures` gives them."""
+    return markdown.render_document(stall_document.compose(report, figures or {}))
 
 
 def write(folder: Path, report: StallReport) -> None:
@@ -70,12 +69,12 @@ def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> 
     Raises what `files.write_text` raises.
     """
     files.check_target(file, replace=replace)
-    document = stall_document.compose(report, _write_pictures(file, report))
-    files.write_text(file, markdown.render_document(document).rstrip("\n") + "\n")
+    figures = write_pictures(file, report)
+    files.write_text(file, as_markdown(report, figures).rstrip("\n") + "\n")
 
 
-def _write_pictures(file: Path, report: StallReport) -> dict[str, str]:
-    """Title -> file name, of pictures beside `file`."""
+def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
+    """Write the pictures beside `file`, a Markdown file.  Returns title -> file name."""
     figures = {}
     for name, (title, svg) in pictures(report).items():
         picture = file.with_name(f"{file.stem}-{name}.svg")

@@ -22,13 +22,13 @@ from ssdprof.pipeline import limits, stall_files
 from ssdprof.pipeline.capture import capture
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Watcher
-from ssdprof.schema import CaptureManifest, CheckpointRef, Dims, LayerCapture, Precision, RunReport
-from ssdprof.schema.stalls import Launched, Recorded, StallReport, Subject
+from ssdprof.schema import CaptureManifest, CheckpointRef, Dims, LayerCapture, PrecisionRecord, RunReport
+from ssdprof.schema.stalls import Launched, Profiled, Recorded, StallReport
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report
 
-DEFAULT_PRECISION = Precision(intermediates="exact", state_dtype="fp32")
+DEFAULT_PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class StallRequest:
     layer: int | None = None
     seqlen: int | None = None
     implementations: tuple[str, ...] = ("unfused", "fused")
-    precision: Precision
+    precision: PrecisionRecord
     timeout_s: float = collect.TIMEOUT_S
     out: Path | None = None
     overwrite: bool = False
@@ -111,7 +111,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
         found = _collect(captured, request, folder, Path(cache), watcher)
     report = analyse(
         [open_report(file) for file in found.files],
-        Subject(
+        Profiled(
             model=_model(store.read_manifest(captured.folder).checkpoint),
             layer=captured.layer.layer,
             dims=_dims(captured.layer),

@@ -13,7 +13,7 @@ from ssdprof.schema import (
     Deviation,
     Interval,
     LayerRef,
-    Precision,
+    PrecisionRecord,
     RunReport,
     TensorAccuracy,
     Verdict,
@@ -30,7 +30,7 @@ class Series:
     """One implementation at one precision, over the layers of a group."""
 
     implementation: str
-    precision: Precision
+    precision: PrecisionRecord
     cases: tuple[CaseResult, ...]
 
     @property
@@ -102,9 +102,9 @@ class Group:
     def at_layer(self, layer: LayerRef) -> Group:
         return self.keep(lambda case: case.layer.index == layer.index)
 
-    def baseline_of(self, precision: Precision) -> Series | None:
+    def baseline_of(self, precision: PrecisionRecord) -> Series | None:
         """The unfused original that a precision is compared with: exact, with the same state dtype."""
-        exact = Precision(intermediates="exact", state_dtype=precision.state_dtype)
+        exact = PrecisionRecord(intermediates="exact", state_dtype=precision.state_dtype)
         return next((series for series in self.series(self.baseline) if series.precision == exact), None)
 
 
@@ -122,7 +122,7 @@ def groups(report: RunReport) -> tuple[Group, ...]:
     )
 
 
-def baselines(name: str, pairs: Iterable[tuple[Precision, str]]) -> str:
+def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
     """With what each precision was compared, in words; pairs: a precision and the baseline it names."""
     found = list(pairs)
     if not found:
@@ -137,7 +137,7 @@ def tokens(prompts: Iterable[Group]) -> str:
     return fmt.words(group.tokens.removesuffix(" tokens") for group in prompts) + " tokens"
 
 
-def precision_order(precision: Precision) -> tuple[int, int]:
+def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
     return _INTERMEDIATES.index(precision.intermediates), _STATES.index(precision.state_dtype)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
-from ssdprof.schema import CaseResult, Precision, RunReport
+from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
 
 GOOD = ("PASSED", "So far")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
@@ -95,7 +95,7 @@ def _trouble(series: Series) -> str:
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
 
 
-def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: Precision) -> str:
+def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> str:
     own = [(group, s) for group in found for s in group.series(name) if s.precision == precision]
     speeds = [(group, speed) for group, s in own if (speed := total_speed(s)) and speed.device_ratio is not None]
     compared = [(group, s) for group, s in own if pool(s.cases, "out", vs_oracle)]
@@ -152,7 +152,7 @@ def _failed(series: Series) -> bool:
     return any(case.status not in ("passed", "refused") for case in series.cases)
 
 
-def _with(precision: Precision) -> str:
+def _with(precision: PrecisionRecord) -> str:
     return f"{precision.intermediates} with {precision.state_dtype} states"
 
 

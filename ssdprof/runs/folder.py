@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ssdprof.errors import BadInputError, unreadable
-from ssdprof.files import safe_name, unwritable, why, write_text
+from ssdprof.files import locked, safe_name, why, write_text
 from ssdprof.runs import document
 from ssdprof.schema import RunReport
 
 RUNS = Path("runs")
 REPORT = "report.json"
 CAPTURES = "captures"
-LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -49,23 +46,15 @@ def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iter
     Raises BadInputError if `out` holds a report already or another run is writing into it.
     """
     path = out or _unused(RUNS / f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{safe_name(model)}")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        _take(lock, path)
+    with locked(path, "Another run is writing into", "Wait for it to end, or name another folder with --out.") as lock:
         try:
             if (path / REPORT).exists():
                 raise BadInputError(f"{path} holds a run already.", "Name another folder with --out.")
             yield RunFolder(path)
         finally:
-            if [entry.name for entry in path.iterdir()] == [LOCK]:
-                (path / LOCK).unlink()
+            if [entry.name for entry in path.iterdir()] == [lock.name]:
+                lock.unlink()
                 path.rmdir()
-    finally:
-        os.close(lock)
 
 
 def read(where: str | Path | None) -> tuple[Path, RunReport]:
@@ -122,12 +111,3 @@ def _report_file(where: str | Path | None) -> Path:
     raise BadInputError(
         f"{where} is no run: there is no {REPORT} in it.", f"Name a run's folder; they are kept under {RUNS}/."
     )
-
-
-def _take(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BadInputError(
-            f"Another run is writing into {path}.", "Wait for it to end, or name another folder with --out."
-        ) from error

@@ -5,7 +5,7 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 """
 
 from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, Precision, Record
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
@@ -33,7 +33,7 @@ __all__ = [
     "LayerRef",
     "Match",
     "Memory",
-    "Precision",
+    "PrecisionRecord",
     "Prompt",
     "Record",
     "Roofline",

@@ -21,7 +21,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
-class Precision(Record):
+class PrecisionRecord(Record):
     intermediates: Intermediates
     state_dtype: DType
 

@@ -12,7 +12,7 @@ class PlannedFile(Record):
     cached: bool  # nothing has to be downloaded for it
 
 
-class Plan(Record):
+class DryRun(Record):
     """weight_bytes: once loaded.  free_bytes: memory of `device` now."""
 
     checkpoint: CheckpointRef

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from ssdprof.schema.accuracy import TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, Precision, Record
+from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment
@@ -23,7 +23,7 @@ class CaseResult(Record):
     dims: Dims
     implementation: str
     variant: str  # which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
-    precision: Precision
+    precision: PrecisionRecord
     status: Status
     reason: str = ""
     plan: str = ""  # why this kernel and this configuration

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ssdprof.schema.base import Precision, Record
+from ssdprof.schema.base import PrecisionRecord, Record
 from ssdprof.schema.checkpoint import LayerRef
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Environment
@@ -100,7 +100,7 @@ class Throughput(Record):
     tensor_peak_tflops: float | None = None
 
 
-class Check(Record):
+class SelfCheck(Record):
     """A statement that must hold for the tables to be trusted."""
 
     name: str
@@ -132,7 +132,7 @@ class KernelStalls(Record):
     lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py
     not_collected: tuple[str, ...] = ()
-    checks: tuple[Check, ...] = ()
+    checks: tuple[SelfCheck, ...] = ()
     hints: tuple[Hint, ...] = ()
 
     @property
@@ -145,13 +145,13 @@ class KernelStalls(Record):
         return sum(stage.total for stage in self.stages if not stage.idle)
 
 
-class Subject(Record):
+class Profiled(Record):
     """What was launched, where that is known: a report that came from elsewhere does not say."""
 
     model: str = ""  # repository or folder, and whether its weights are random
     layer: LayerRef
     dims: Dims
-    precision: Precision
+    precision: PrecisionRecord
     launched: tuple[Launched, ...]
 
 
@@ -177,7 +177,7 @@ class StallReport(Record):
     gpu: str  # "" if the report does not say
     kernels: tuple[KernelStalls, ...]
     words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
-    checks: tuple[Check, ...] = ()
-    subject: Subject | None = None
+    checks: tuple[SelfCheck, ...] = ()
+    subject: Profiled | None = None
     recorded: Recorded | None = None
     missing: str = ""  # why there are no stalls; then `subject` holds what Triton knows

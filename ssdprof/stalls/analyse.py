@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssdprof import __version__, operators
 from ssdprof.operators.outline import Stages
-from ssdprof.schema.stalls import KernelStalls, Recorded, StallReport, Subject
+from ssdprof.schema.stalls import KernelStalls, Profiled, Recorded, StallReport
 from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints
@@ -16,7 +16,7 @@ from ssdprof.stalls.stages import Sources
 
 def analyse(
     reports: Sequence[RawReport],
-    subject: Subject | None = None,
+    subject: Profiled | None = None,
     *,
     recorded: Recorded | None = None,
     missing: str = "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ssdprof.schema.stalls import Check, Launched
+from ssdprof.schema.stalls import Launched, SelfCheck
 from ssdprof.stalls.attribute import Attribution
 from ssdprof.stalls.raw import RawKernel, RawReport
 from ssdprof.stalls.stages import UNKNOWN, Sources
@@ -13,7 +13,7 @@ from ssdprof.stalls.stages import UNKNOWN, Sources
 SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 
 
-def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[Check, ...]:
+def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[SelfCheck, ...]:
     """Sums, and what the samples are worth."""
     count, by_reason = kernel.number(SAMPLE_COUNT), sum(kernel.totals.values())
     by_stage = sum(stage.total for stage in found.stages)
@@ -35,7 +35,7 @@ def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[
     )
 
 
-def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -> tuple[Check, ...]:
+def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -> tuple[SelfCheck, ...]:
     """The files themselves, and that nothing but the wanted launches was profiled.
 
     asked: what each report's one call launches; None for reports that came from elsewhere.
@@ -43,7 +43,7 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
     checks = [_whole(report) for report in reports]
     if asked is None:
         detail = "the report does not say which kernels were asked for"
-        return (*checks, Check(name="only the wanted launches were profiled", status="not checked", detail=detail))
+        return (*checks, SelfCheck(name="only the wanted launches were profiled", status="not checked", detail=detail))
     for report, launched in zip(reports, asked, strict=True):
         names = Counter(kernel.function for kernel in report.kernels)
         wanted = {launch.kernel for launch in launched.launches}
@@ -55,7 +55,7 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
         if names.total() != launched.launch_count:
             wrong.append(f"{names.total()} launches instead of {launched.launch_count}")
         checks.append(
-            Check(
+            SelfCheck(
                 name=f"only the wanted launches of {launched.implementation} were profiled",
                 status="failed" if wrong else "ok",
                 detail="; ".join(wrong) or f"{names.total()} of {launched.launch_count}; compiled before",
@@ -64,41 +64,43 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
     return tuple(checks)
 
 
-def _whole(report: RawReport) -> Check:
+def _whole(report: RawReport) -> SelfCheck:
     name = f"{report.name} is whole"
     if report.whole is None:
-        return Check(name=name, status="not checked", detail="no way to tell")
+        return SelfCheck(name=name, status="not checked", detail="no way to tell")
     if report.whole:
-        return Check(name=name, status="ok", detail="ends where it should")
-    return Check(name=name, status="failed", detail="ends elsewhere than it says")
+        return SelfCheck(name=name, status="ok", detail="ends where it should")
+    return SelfCheck(name=name, status="failed", detail="ends elsewhere than it says")
 
 
-def _equal(name: str, one: int, other: int | None, collected: object) -> Check:
+def _equal(name: str, one: int, other: int | None, collected: object) -> SelfCheck:
     if not collected or other is None:
-        return Check(name=name, status="not checked", detail="not collected")
+        return SelfCheck(name=name, status="not checked", detail="not collected")
     missing = f"; {other - one:,} missing" if one != other else ""
-    return Check(name=name, status="ok" if one == other else "failed", detail=f"{one:,} of {other:,}{missing}")
+    return SelfCheck(name=name, status="ok" if one == other else "failed", detail=f"{one:,} of {other:,}{missing}")
 
 
-def _holds(name: str, holds: bool, otherwise: str, collected: object) -> Check:
+def _holds(name: str, holds: bool, otherwise: str, collected: object) -> SelfCheck:
     if not collected:
-        return Check(name=name, status="not checked", detail="not collected")
-    return Check(name=name, status="ok" if holds else "failed", detail="yes" if holds else otherwise)
+        return SelfCheck(name=name, status="not checked", detail="not collected")
+    return SelfCheck(name=name, status="ok" if holds else "failed", detail="yes" if holds else otherwise)
 
 
-def _per_reason(kernel: RawKernel) -> Check:
+def _per_reason(kernel: RawKernel) -> SelfCheck:
     name = "every reason adds up over the lines"
     if not kernel.points or not kernel.totals:
-        return Check(name=name, status="not checked", detail="not collected")
+        return SelfCheck(name=name, status="not checked", detail="not collected")
     found = kernel.point_totals
     off = [
         f"{reason} {found[reason]:,} of {count:,}" for reason, count in kernel.totals.items() if found[reason] != count
     ]
-    return Check(name=name, status="failed" if off else "ok", detail="; ".join(off) or f"{len(kernel.totals)} reasons")
+    return SelfCheck(
+        name=name, status="failed" if off else "ok", detail="; ".join(off) or f"{len(kernel.totals)} reasons"
+    )
 
 
-def _none_dropped(kernel: RawKernel) -> Check:
+def _none_dropped(kernel: RawKernel) -> SelfCheck:
     name, dropped = "no sample was dropped", kernel.number("smsp__pcsamp_dropped_bytes")
     if dropped is None:
-        return Check(name=name, status="not checked", detail="not collected")
-    return Check(name=name, status="failed" if dropped else "ok", detail=f"{dropped:,.0f} bytes dropped")
+        return SelfCheck(name=name, status="not checked", detail="not collected")
+    return SelfCheck(name=name, status="failed" if dropped else "ok", detail=f"{dropped:,.0f} bytes dropped")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import ncu
 
@@ -30,7 +30,7 @@ class Job:
     layer: int
     seqlen: int
     implementation: str
-    precision: Precision
+    precision: PrecisionRecord
     tuned: Path | None = None
 
 

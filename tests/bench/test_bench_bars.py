@@ -20,7 +20,7 @@ from ssdprof.operators.ssd.drawing import DRAWING
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "check_bars.py"
 bars = runpy.run_path(str(SCRIPT))
-RELAXED = schema.Precision(intermediates="relaxed", state_dtype="bf16")
+RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 RULES = tomllib.loads("""
 [[bar]]
 name = "exact"

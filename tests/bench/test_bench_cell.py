@@ -53,7 +53,7 @@ def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
 
 
 def test_speedups_are_over_the_fastest_of_each_other_implementation() -> None:
-    relaxed = schema.Precision(intermediates="relaxed", state_dtype="bf16")
+    relaxed = schema.PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
     *_, fast = measured(
         SLOW, contender("peer", lambda _: 200.0), contender("peer", lambda _: 150.0, precision=relaxed), FAST
     )
@@ -90,7 +90,7 @@ def test_states_of_a_peer_are_widened_to_be_judged_and_not_to_be_timed() -> None
         "half",
         lambda _: 1.0,
         ours=False,
-        precision=schema.Precision(intermediates="exact", state_dtype="bf16"),
+        precision=schema.PrecisionRecord(intermediates="exact", state_dtype="bf16"),
         spoil=lambda output: SSDOutput(output.out, output.final_states.bfloat16()),
     )
     (case,) = measured(half)

@@ -15,7 +15,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Fi
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
-from ssdprof.schema import Gpu, Launch, Precision
+from ssdprof.schema import Gpu, Launch, PrecisionRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -181,7 +181,7 @@ def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchRepor
     relaxed = (
         done.cells[0]
         .cases[2]
-        .model_copy(update={"precision": Precision(intermediates="relaxed", state_dtype="bf16"), "speedups": ()})
+        .model_copy(update={"precision": PrecisionRecord(intermediates="relaxed", state_dtype="bf16"), "speedups": ()})
     )
     cells = (
         as_cell(done, "mamba2-2.7b", "1 x 1,024"),

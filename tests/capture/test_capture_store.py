@@ -214,9 +214,19 @@ def test_another_schema_version(stored: Path, version: Any) -> None:
 
 
 def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
+    """It had no hash of the scalars."""
     before = load(stored)[0]
-    edit(stored, lambda manifest: manifest.update(schema_version=1))
-    assert load(stored)[0] == before
+
+    def older(manifest: dict[str, Any]) -> None:
+        manifest["schema_version"] = 1
+        for layer in manifest["layers"]:
+            del layer["scalars_sha256"]
+
+    edit(stored, older)
+    found = load(stored)[0]
+    assert found.schema_version == SCHEMA_VERSION
+    assert [layer.tensors for layer in found.layers] == [layer.tensors for layer in before.layers]
+    read_all(stored)
 
 
 def test_a_damaged_manifest(stored: Path) -> None:

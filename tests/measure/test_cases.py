@@ -4,9 +4,9 @@ import pytest
 
 from ssdprof.measure.cases import Case, batches_of, groups_of
 from ssdprof.pipeline.replay import PRECISIONS
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 
-RELAXED_FP16 = Precision(intermediates="relaxed", state_dtype="fp16")
+RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
 
 
 def labels(cases: list[Case] | tuple[Case, ...]) -> list[str]:

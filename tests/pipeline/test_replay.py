@@ -12,7 +12,7 @@ import torch
 from ssdprof import kernels
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import UnsupportedError, registry
-from ssdprof.kernels.precision import Precision as KernelPrecision
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure import engine
@@ -20,11 +20,11 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Recording, Run
 from ssdprof.pipeline import replay
 from ssdprof.pipeline.replay import PRECISIONS, LayerReplay, ReplayOptions, replay_layer
-from ssdprof.schema import CaseResult, Ceilings, LayerRef, Precision
+from ssdprof.schema import CaseResult, Ceilings, LayerRef, PrecisionRecord
 
 LAYER = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")
-EXACT_FP32 = Precision(intermediates="exact", state_dtype="fp32")
-RunSSD = Callable[[SSDInputs, KernelPrecision], SSDOutput]
+EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+RunSSD = Callable[[SSDInputs, Precision], SSDOutput]
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, RunSSD], None]:
     return add
 
 
-def right(inputs: SSDInputs, _precision: KernelPrecision) -> SSDOutput:
-    return kernels.get("ssd", "reference").run(inputs, KernelPrecision())
+def right(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    return kernels.get("ssd", "reference").run(inputs, Precision())
 
 
-def skipless(inputs: SSDInputs, precision: KernelPrecision) -> SSDOutput:
+def skipless(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return right(replace(inputs, D=None), precision)
 
 
 def raising(error: BaseException) -> RunSSD:
-    def run(_inputs: SSDInputs, _precision: KernelPrecision) -> SSDOutput:
+    def run(_inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         raise error
 
     return run
@@ -107,12 +107,12 @@ def _state(result: CaseResult) -> str:
 
 
 def test_what_goes_wrong_is_a_status_with_a_reason(inputs: SSDInputs, register: Callable[[str, RunSSD], None]) -> None:
-    def nan(inputs: SSDInputs, precision: KernelPrecision) -> SSDOutput:
+    def nan(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         output = right(inputs, precision)
         output.out[0, 5, 1, 2] = float("nan")
         return output
 
-    def transposed(inputs: SSDInputs, precision: KernelPrecision) -> SSDOutput:
+    def transposed(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         return SSDOutput(right(inputs, precision).out.transpose(1, 2), right(inputs, precision).final_states)
 
     register("wrong", skipless)
@@ -204,7 +204,7 @@ def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
 ) -> None:
     calls: list[None] = []
 
-    def once(inputs: SSDInputs, precision: KernelPrecision) -> SSDOutput:
+    def once(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         calls.append(None)
         if len(calls) > 1:
             raise torch.OutOfMemoryError("later")
@@ -332,7 +332,7 @@ def test_an_interruption_of_timing_keeps_the_judgements(
 ) -> None:
     register("a", right)
     finished: list[CaseResult] = []
-    precisions = (EXACT_FP32, Precision(intermediates="exact", state_dtype="fp16"))
+    precisions = (EXACT_FP32, PrecisionRecord(intermediates="exact", state_dtype="fp16"))
     wanted = options("a", precisions=precisions, sampling=QUICK, on_case=finished.append)
     bench = FakeBench({"reference": 200.0, "a": 100.0}, stop_at=13)
     with pytest.raises(KeyboardInterrupt):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ssdprof import schema
-from ssdprof.schema import CaseResult, Deviation, Interval, LayerRef, Match, Precision, RunReport, Status
+from ssdprof.schema import CaseResult, Deviation, Interval, LayerRef, Match, PrecisionRecord, RunReport, Status
 
-EXACT_FP32 = Precision(intermediates="exact", state_dtype="fp32")
-EXACT_FP16 = Precision(intermediates="exact", state_dtype="fp16")
-RELAXED_FP32 = Precision(intermediates="relaxed", state_dtype="fp32")
-RELAXED_FP16 = Precision(intermediates="relaxed", state_dtype="fp16")
+EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+EXACT_FP16 = PrecisionRecord(intermediates="exact", state_dtype="fp16")
+RELAXED_FP32 = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
+RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
 ALL_PRECISIONS = tuple(
-    Precision(intermediates=kind, state_dtype=state)
+    PrecisionRecord(intermediates=kind, state_dtype=state)
     for kind in ("exact", "relaxed")
     for state in ("fp32", "fp16", "bf16")
 )
@@ -29,7 +29,7 @@ def make_report(
     *,
     layers: Sequence[int] = (0, 9, 18, 27),
     seqlens: Sequence[int] = (131_072,),
-    precisions: Sequence[Precision] = (EXACT_FP32, EXACT_FP16, RELAXED_FP32, RELAXED_FP16),
+    precisions: Sequence[PrecisionRecord] = (EXACT_FP32, EXACT_FP16, RELAXED_FP32, RELAXED_FP16),
     gpu: bool = True,
     change: Callable[[CaseResult], CaseResult] = lambda case: case,
     **fields: Any,
@@ -110,18 +110,20 @@ def layer(index: int) -> LayerRef:
     return LayerRef(index=index, name=f"model.layers.{index}.mamba", operator="ssd")
 
 
-def make_cases(index: int, seqlen: int, precisions: Sequence[Precision], *, gpu: bool) -> list[CaseResult]:
+def make_cases(index: int, seqlen: int, precisions: Sequence[PrecisionRecord], *, gpu: bool) -> list[CaseResult]:
     """What a replay of one layer makes: for each state dtype the baseline, then both implementations."""
     cases = []
     for state in dict.fromkeys(precision.state_dtype for precision in precisions):
         of_state = [precision for precision in precisions if precision.state_dtype == state]
-        original = ("unfused", Precision(intermediates="exact", state_dtype=state))
+        original = ("unfused", PrecisionRecord(intermediates="exact", state_dtype=state))
         pairs = [original, *((name, precision) for precision in of_state for name in ("unfused", "fused"))]
         cases += [make_case(index, seqlen, *pair, gpu=gpu) for pair in dict.fromkeys(pairs)]
     return cases
 
 
-def make_case(index: int, seqlen: int, implementation: str, precision: Precision, *, gpu: bool = True) -> CaseResult:
+def make_case(
+    index: int, seqlen: int, implementation: str, precision: PrecisionRecord, *, gpu: bool = True
+) -> CaseResult:
     """A case that passed.  Its numbers differ from layer to layer and from precision to precision."""
     unfused = implementation == "unfused"
     baseline = unfused and precision.intermediates == "exact"
@@ -182,7 +184,7 @@ def make_case(index: int, seqlen: int, implementation: str, precision: Precision
 
 
 def make_accuracy(
-    index: int, seqlen: int, precision: Precision, *, baseline: bool
+    index: int, seqlen: int, precision: PrecisionRecord, *, baseline: bool
 ) -> tuple[schema.TensorAccuracy, ...]:
     relaxed, narrow = precision.intermediates == "relaxed", precision.state_dtype != "fp32"
     equal = 66.823 if relaxed else 99.337 if narrow else 99.696

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 from stalls import synthetic
 
-from ssdprof.schema import Dims, Launch, LayerRef, Precision
-from ssdprof.schema.stalls import Launched, Subject
+from ssdprof.schema import Dims, Launch, LayerRef, PrecisionRecord
+from ssdprof.schema.stalls import Launched, Profiled
 from ssdprof.stalls import facts
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.raw import Point
 
 
-def subject(*kernels: str, launch_count: int = 1) -> Subject:
+def subject(*kernels: str, launch_count: int = 1) -> Profiled:
     launches = tuple(Launch(kernel=name, config={}) for name in kernels)
-    return Subject(
+    return Profiled(
         layer=LayerRef(index=0, name="layers.0", operator="ssd"),
         dims=Dims(operator="ssd", batch=1, seqlen=64, chunk_size=64, dtype="bf16", sizes={}, words="1 head x 64"),
-        precision=Precision(intermediates="exact", state_dtype="fp32"),
+        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
         launched=(Launched(implementation="fused", variant="v", launch_count=launch_count, launches=launches),),
     )
 

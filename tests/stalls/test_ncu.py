@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Refusal
 from ssdprof.stalls import collect, ncu
 
@@ -45,7 +45,7 @@ def test_the_target_gets_the_layer_and_nothing_else() -> None:
         layer=3,
         seqlen=1024,
         implementation="fused",
-        precision=Precision(intermediates="relaxed", state_dtype="fp16"),
+        precision=PrecisionRecord(intermediates="relaxed", state_dtype="fp16"),
     )
     assert collect.target(job, Path("/t/launched.json")) == (
         sys.executable, "-m", "ssdprof.stalls.target", "/c", "--layer", "3", "--seqlen", "1024",
@@ -161,7 +161,7 @@ def job(folder: Path) -> collect.Job:
         layer=0,
         seqlen=1,
         implementation="fused",
-        precision=Precision(intermediates="exact", state_dtype="fp32"),
+        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
     )
 
 

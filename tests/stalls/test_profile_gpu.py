@@ -11,7 +11,7 @@ import ssdprof
 from ssdprof.environment.checks import find_ncu
 from ssdprof.pipeline.replay import Unwatched
 from ssdprof.pipeline.stalls import StallRequest, profile
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 
@@ -29,7 +29,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
     request = StallRequest(
         where=str(captures),
         layer=5,
-        precision=Precision(intermediates="exact", state_dtype="fp32"),
+        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
         out=tmp_path / "run",
     )
     folder, report = profile(request, Unwatched())

@@ -12,12 +12,12 @@ from tuning_fakes import GPU, environment, outcome
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd import tuned
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 from ssdprof.stalls import collect
 from ssdprof.tuning import store, use
 from ssdprof.tuning.records import Finds
 
-PRECISION = Precision(intermediates="exact", state_dtype="fp32")
+PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from ssdprof.kernels.ssd.adapters import mamba_ssm, published
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
-from ssdprof.schema import Precision
+from ssdprof.schema import PrecisionRecord
 
 
 def _mamba_ssm(_checkout: Path | None) -> Peer:
     return Peer(
         implementation=mamba_ssm.load(),
         version=mamba_ssm.version(),
-        precisions=lambda dtype: (Precision(intermediates="exact", state_dtype=dtype),),
+        precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),),
     )
 
 
@@ -26,9 +26,9 @@ def _published(checkout: Path | None) -> Peer:
     )
 
 
-def _published_precisions(dtype: InputDType) -> tuple[Precision, ...]:
-    high = Precision(intermediates="exact", state_dtype="fp32")
-    medium = Precision(intermediates="relaxed", state_dtype="fp16")
+def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+    high = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+    medium = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
     return (high, medium) if dtype == "fp16" else (high,)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group, Pooled, Series, TensorName, baselines, pool
 from ssdprof.report.tables.table import Note, Table, columns
-from ssdprof.schema import TOLERANCES, Deviation, Precision, TensorAccuracy
+from ssdprof.schema import TOLERANCES, Deviation, PrecisionRecord, TensorAccuracy
 
 TENSORS: tuple[TensorName, ...] = ("out", "final_states")
 READING = Note(
@@ -139,7 +139,7 @@ def _budget(series: Series, tensor: TensorName) -> str:
     return "NO" if len(judged) == 1 else f"NO: {judged.count(False)}/{len(judged)}"
 
 
-def _header(precision: Precision) -> str:
+def _header(precision: PrecisionRecord) -> str:
     return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import CaseResult, Clocks, Environment, Launch, Precision, Prompt, RunReport
+from ssdprof.schema import CaseResult, Clocks, Environment, Launch, PrecisionRecord, Prompt, RunReport
 
 _MOST_ROWS = 40  # a run that fails everywhere fails alike
 _LONGEST_REASON = 300  # characters
@@ -167,11 +167,11 @@ def _prompt(prompt: Prompt) -> str:
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
 
 
-def _all_precisions(report: RunReport) -> list[Precision]:
+def _all_precisions(report: RunReport) -> list[PrecisionRecord]:
     return sorted({case.precision for case in report.cases}, key=precision_order)
 
 
-def _precisions(report: RunReport, implementation: str) -> set[Precision]:
+def _precisions(report: RunReport, implementation: str) -> set[PrecisionRecord]:
     return {case.precision for case in report.cases if case.implementation == implementation}
 
 
@@ -185,7 +185,7 @@ def _launch_cells(launch: Launch) -> tuple[str, ...]:
     )
 
 
-def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[Precision]) -> str:
+def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[PrecisionRecord]) -> str:
     """Which prompts and precisions a launch belongs to, if not to all."""
     used_tokens = sorted({case.dims.seqlen for case in cases}, reverse=True)
     used = sorted({case.precision for case in cases}, key=precision_order)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ssdprof.report import format as fmt
 from ssdprof.report.tables import run
 from ssdprof.report.tables.table import Table
-from ssdprof.schema.stalls import Check, KernelStalls, StallReport
+from ssdprof.schema.stalls import KernelStalls, SelfCheck, StallReport
 
 _MARKS = {"failed": "NO"}
 
@@ -72,7 +72,7 @@ def _of_kernel(kernel: KernelStalls) -> Iterator[tuple[str, str, str, str]]:
             yield kernel.kernel, "; ".join(check.name for check in found), status, _detail(kernel, status)
 
 
-def _mark(check: Check) -> tuple[str, str]:
+def _mark(check: SelfCheck) -> tuple[str, str]:
     return _MARKS.get(check.status, check.status), check.detail
 
 
