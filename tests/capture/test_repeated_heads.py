@@ -34,23 +34,26 @@ def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def captured(name: str, model: Any) -> list[CapturedLayer]:
+def captured(name: str, model: Any, segment_length: int = LENGTH) -> list[CapturedLayer]:
     found: list[CapturedLayer] = []
     capture_layers(
         model.base_model,
         tiny_models.prompt(LENGTH),
         tiny_models.layer_refs(name),
         ref=tiny_models.checkpoint_ref(name),
-        segment_length=LENGTH,
+        segment_length=segment_length,
         on_layer=found.append,
     )
     return found
 
 
+@pytest.mark.parametrize("segment_length", [LENGTH, 16])
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
-def test_repeated_heads_are_taken_once_and_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_heads_are_taken_once_and_said(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = captured(name, tiny_models.build(name))
-    repeated = captured(name, repeating(name, monkeypatch))
+    repeated = captured(name, repeating(name, monkeypatch), segment_length)
     for one, other in zip(plain, repeated, strict=True):
         assert one.inputs.q.shape[2] == other.inputs.q.shape[2] == 2
         assert one.inputs.v.shape[2] == other.inputs.v.shape[2] == 4
