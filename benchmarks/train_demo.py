@@ -1,8 +1,9 @@
-"""Train the demo model that ships with ssdprof, on one CPU core.
+"""Train one of the demo models that ship with ssdprof, on one CPU core.
 
-    python benchmarks/train_demo.py [--out FOLDER] [--steps N]
+    python benchmarks/train_demo.py {demo,demo-gdn} [--out FOLDER] [--steps N] [--judge]
 
-A byte-level hybrid in the granitemoehybrid format: four Mamba-2 layers and one attention layer, trained on
+Both are byte-level hybrids: `demo` has four Mamba-2 layers and one attention layer in the granitemoehybrid format,
+`demo-gdn` three gated-delta-rule layers and one attention layer in the qwen3_next format.  They are trained on
 `ssdprof.capture.text.training()` and judged by bits per byte on `held_out()`, beside a byte bigram model fitted on the
 same training text.  The seed is fixed, but another machine's arithmetic differs in the last bits, so the weights will
 differ and the numbers only nearly agree.  Writes config.json, generation_config.json, model.safetensors,
@@ -14,42 +15,24 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
-from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ssdprof.capture import text
 
-CONFIG = {
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "model_type": "granitemoehybrid",
+COMMON = {
     "vocab_size": 256,
     "hidden_size": 128,
-    "num_hidden_layers": 5,
-    "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"],
-    "mamba_n_heads": 4,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 256,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "attention_multiplier": 32**-0.5,
-    "position_embedding_type": None,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "shared_intermediate_size": 256,
     "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
     "initializer_range": 0.05,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
@@ -57,6 +40,48 @@ CONFIG = {
     "eos_token_id": None,
     "pad_token_id": None,
     "dtype": "bfloat16",
+}
+CONFIGS = {
+    "demo": COMMON
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 5,
+        "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "attention_multiplier": 32**-0.5,
+        "position_embedding_type": None,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 256,
+        "rms_norm_eps": 1e-5,
+    },
+    "demo-gdn": COMMON
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "intermediate_size": 256,
+        "rms_norm_eps": 1e-6,
+    },
 }
 SEED = 0
 STAGES = ((0.75, 8, 512), (0.25, 2, 2048))  # share of the steps, sequences per step, bytes per sequence
@@ -66,6 +91,7 @@ OTHER_RATE = 4e-3
 WEIGHT_DECAY = 0.1
 TRAINING_CHUNK = 64  # what the operator computes does not depend on it
 EVALUATION_WINDOW = 4096
+SAVE_EVERY = 100  # steps: a run that is broken off leaves its newest weights
 
 
 # --- the operator, differentiable and lean: the model's own fallback needs several times the memory
@@ -94,6 +120,13 @@ def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]
         carried = carried * cumulative[:, chunk, :, -1].exp()[..., None, None] + states[:, chunk]
     out = out + (C @ torch.stack(entering, 1).mT) * cumulative.exp()[..., None]
     return out.permute(0, 1, 3, 2, 4).reshape(b, l, h, p) + D[:, None] * x
+
+
+def lean_operator(name: str) -> AbstractContextManager[object]:
+    """While it is open, `demo` trains on `ssd`; transformers' own gated delta rule is lean enough as it is."""
+    if name == "demo-gdn":
+        return nullcontext()
+    return patch("transformers.models.granitemoehybrid.modeling_granitemoehybrid.mamba2_chunk_scan", ssd)
 
 
 # --- what it is judged by
@@ -132,10 +165,10 @@ def model_bits_per_byte(model: torch.nn.Module, held_out: bytes) -> float:
 # --- training
 
 
-def new_model() -> torch.nn.Module:
+def new_model(name: str) -> torch.nn.Module:
     """Random weights; A and dt start as in Mamba-2: A uniform in 1..16, dt log-uniform in 1e-3..1e-1."""
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(GraniteMoeHybridConfig(**CONFIG), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -174,8 +207,8 @@ def batches(data: bytes, steps: int) -> Iterator[torch.Tensor]:
             yield ids[starts[:, None] + torch.arange(length + 1)]
 
 
-def train(model: torch.nn.Module, steps: int) -> None:
-    """Linear warm-up, then linear decay to zero."""
+def train(model: torch.nn.Module, steps: int) -> Iterator[int]:
+    """Linear warm-up, then linear decay to zero.  Yields the number of each step that is done."""
     model.train()
     opts = optimizers(model)
     schedules = [
@@ -196,6 +229,7 @@ def train(model: torch.nn.Module, steps: int) -> None:
         if step % 50 == 0:
             print(f"step {step}: {np.mean(recent):.3f} bits per byte, {time.monotonic() - began:.0f} s", flush=True)
             recent.clear()
+        yield step
     model.eval()
 
 
@@ -209,7 +243,7 @@ def byte_characters() -> dict[str, int]:
     return {chr(byte if byte in printing else 256 + others.index(byte)): byte for byte in range(256)}
 
 
-def save(model: torch.nn.Module, folder: Path) -> None:
+def save(model: torch.nn.Module, name: str, folder: Path) -> None:
     """Write the folder as a hub repository has it: weights in bf16, and a tokenizer whose ids are the bytes."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = {
@@ -225,35 +259,43 @@ def save(model: torch.nn.Module, folder: Path) -> None:
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        ("config.json", CONFIG),
+    for file, content in (
+        ("config.json", CONFIGS[name]),
         ("generation_config.json", {"max_new_tokens": 256}),
         ("tokenizer.json", tokenizer),
         ("tokenizer_config.json", settings),
     ):
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    weights = {
-        name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"
-    }
+        (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    weights = {key: tensor.to(torch.bfloat16) for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def judge(name: str, folder: Path) -> None:
+    """Print what the weights in `folder` and the bigram model need on the held-out text."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    print(f"held-out text, {name}: {model_bits_per_byte(model, text.held_out()):.3f} bits per byte")
+    print(f"held-out text, bigram: {best_bigram_bits_per_byte(text.training(), text.held_out()):.3f} bits per byte")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = Path(__file__).parent.parent / "ssdprof" / "checkpoint" / "demo"
-    parser.add_argument("--out", type=Path, default=default, help="where to write (default: the package)")
+    package = Path(__file__).parent.parent / "ssdprof" / "checkpoint"
+    parser.add_argument("name", choices=CONFIGS, help="which demo model")
+    parser.add_argument("--out", type=Path, help="the model's folder (default: in the package)")
     parser.add_argument("--steps", type=int, default=1200, help="optimizer steps of 4096 bytes (default: 1200)")
+    parser.add_argument("--judge", action="store_true", help="train nothing: only measure what the folder holds")
     arguments = parser.parse_args()
+    name, folder = arguments.name, arguments.out or package / arguments.name
     torch.set_num_threads(1)
-    model = new_model()
-    print(f"{sum(p.numel() for p in model.parameters())} parameters")
-    stock, modeling.mamba2_chunk_scan = modeling.mamba2_chunk_scan, ssd
-    train(model, arguments.steps)
-    modeling.mamba2_chunk_scan = stock
-    save(model, arguments.out)
-    shipped = AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.float32).eval()
-    print(f"held-out text, demo model: {model_bits_per_byte(shipped, text.held_out()):.3f} bits per byte")
-    print(f"held-out text, bigram: {best_bigram_bits_per_byte(text.training(), text.held_out()):.3f} bits per byte")
+    if not arguments.judge:
+        model = new_model(name)
+        print(f"{sum(p.numel() for p in model.parameters())} parameters")
+        with lean_operator(name):
+            for step in train(model, arguments.steps):
+                if step % SAVE_EVERY == 0:
+                    save(model, name, folder)
+        save(model, name, folder)
+    judge(name, folder)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssdprof.checkpoint.located import DEMO_FOLDER
+from ssdprof.checkpoint.located import DEMO_FOLDERS
 from ssdprof.errors import SsdprofError
 
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -152,7 +152,7 @@ def try_all(folder: Path, count: int, *, seed: int = 0) -> dict[str, str]:
 def main() -> None:
     count, families = int(sys.argv[1]), sys.argv[2:]
     resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)  # a config may ask for any amount of memory
-    for folder in [saved_family(family) for family in families] or [DEMO_FOLDER]:
+    for folder in [saved_family(family) for family in families] or [DEMO_FOLDERS["demo"]]:
         defects = try_all(folder, count)
         for what, why in defects.items():
             print(what, why, sep="\n")

@@ -394,11 +394,11 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_random_tokens_need_no_tokenizer() -> None:
-    from ssdprof.checkpoint.located import DEMO_FOLDER
+    from ssdprof.checkpoint.located import DEMO_FOLDERS
 
     Path("model").mkdir()
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(DEMO_FOLDER / name, Path("model") / name)
+        shutil.copy(DEMO_FOLDERS["demo"] / name, Path("model") / name)
     words = ["capture", "./model", "--seq", "16", "--layers", "0", "--out", "captures"]
     assert "has no tokenizer" in refused(2, *words)
     answer = Answer(*words, "--prompt", "random", "--json")
@@ -409,10 +409,10 @@ def test_random_tokens_need_no_tokenizer() -> None:
 
 def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     """Before anything is downloaded: the folder has no weights."""
-    from ssdprof.checkpoint.located import DEMO_FOLDER
+    from ssdprof.checkpoint.located import DEMO_FOLDERS
 
     Path("model").mkdir()
-    config = json.loads((DEMO_FOLDER / "config.json").read_text())
+    config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())
     Path("model/config.json").write_text(json.dumps(config | {"mamba_d_state": 512}))
     assert "dstate = 512 in layer 0; kernels take at most 256" in refused(2, "run", "./model", "--seq", "16")
 

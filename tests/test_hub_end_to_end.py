@@ -10,8 +10,9 @@ import pytest
 from minihub import TOKEN, MiniHub
 
 from ssdprof import runs
-from ssdprof.checkpoint.located import DEMO_FOLDER as DEMO
+from ssdprof.checkpoint.located import DEMO_FOLDERS
 
+DEMO = DEMO_FOLDERS["demo"]
 FLAGSHIP = "ibm-granite/granite-4.0-h-small"
 SHORT = ("--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32")
 

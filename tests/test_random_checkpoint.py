@@ -1,15 +1,48 @@
-"""A checkpoint of random weights says so, and runs report it."""
+"""A checkpoint of random weights has the real model's dimensions, says what it is, and runs report it."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from make_random_checkpoint import main
+from random_models import MODELS
+from transformers import AutoModelForCausalLM
+
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.sites import find_sites
 from ssdprof.checkpoint import locate
+from ssdprof.checkpoint.describe import describe
+from ssdprof.checkpoint.families import known
+from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.runs.notes import notes
 from ssdprof.schema import Prompt
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"
 PROMPT = Prompt(kind="default", source="", tokenizer="", seqlen=16, token_sha256="")
+REPOS = {
+    "granite-4.0-h-1b": "ibm-granite/granite-4.0-h-1b",
+    "mamba2-2.7b": "state-spaces/mamba2-2.7b",
+    "qwen3.5-9b": "Qwen/Qwen3.5-9B",
+    "olmo-hybrid-7b": "allenai/Olmo-Hybrid-7B",
+}
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
@@ -22,3 +55,67 @@ def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
 
 def test_trained_weights_are_not() -> None:
     assert not any("random" in note for note in notes(locate("demo").ref, [PROMPT]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_dimensions_are_the_real_models(name: str) -> None:
+    model, real = MODELS[name], known(REPOS[name])
+    description = describe(model.config(model.depth), name)
+    assert real is not None
+    assert description.dims == real.dims
+    assert (len(description.layers), description.layer_count) == (real.operator_layers, real.layers)
+
+
+@pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
+def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the script's, with the model's four first layers at a small width."""
+    model = MODELS[request.param]
+    monkeypatch.setitem(
+        MODELS,
+        request.param,
+        dataclasses.replace(model, dimensions=model.dimensions | NARROW),  # type: ignore[union-attr]
+    )
+    folder = tmp_path / request.param
+    monkeypatch.setattr(sys, "argv", ["make_random_checkpoint", request.param, str(folder), "--layers", "4"])
+    main()
+    return folder
+
+
+def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(narrow, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.dtype == torch.bfloat16
+    assert [layer.index for layer in locate(str(narrow)).ref.layers] == [0, 1, 2]
+
+
+def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32).eval()
+    seen: list[GDNInputs] = []
+
+    def observe(call: OperatorCall) -> Result:
+        assert isinstance(call.inputs, GDNInputs)
+        seen.append(call.inputs)
+        return call.run_original()
+
+    ids = torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), intercept(find_sites(model), observe):
+        logits = model(ids, use_cache=False).logits
+    assert logits.isfinite().all()
+    assert len(seen) == 3
+    largest_beta = 2 if "olmo" in narrow.name else 1
+    for inputs in seen:
+        assert 0.2 < float(inputs.v.std()) < 5
+        decays = inputs.g.exp()
+        assert decays.median() > 0.5  # a step forgets part of the state: neither all of it nor nothing
+        assert decays.min() < 0.9
+        assert inputs.beta.min() < 0.3 * largest_beta
+        assert 0.7 * largest_beta < inputs.beta.max() <= largest_beta
+
+
+def test_too_few_layers_are_refused(tmp_path: Path) -> None:
+    """Olmo-Hybrid's definition wants an attention layer, and the fourth is the first one."""
+    command = [sys.executable, SCRIPT, "olmo-hybrid-7b", tmp_path / "few", "--layers", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "--layers must be from 4 to 32, not 3" in result.stderr
+    assert not (tmp_path / "few").exists()

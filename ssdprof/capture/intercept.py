@@ -27,6 +27,7 @@ class OperatorCall:
     site: Site
     inputs: Any  # views of the model's own tensors
     wants_final_state: bool
+    remark: str  # of `BoundCall`
     original: Callable[[], Any]
 
     def stand_in(self) -> Result:
@@ -42,7 +43,8 @@ class OperatorCall:
 
 @dataclass
 class CallCount:
-    calls: int = 0
+    calls: int = 0  # of the operator
+    steps: int = 0  # for one token with a cached state: the model computed them itself
 
 
 @contextmanager
@@ -62,7 +64,9 @@ def intercept(sites: Sequence[Site], handler: Callable[[OperatorCall], Result]) 
             site = running.pop()
             bound = bind(site.operator, site.mixer, args, kwargs)
             count.calls += 1
-            call = OperatorCall(site, bound.inputs, bound.wants_final_state, lambda: original(*args, **kwargs))
+            call = OperatorCall(
+                site, bound.inputs, bound.wants_final_state, bound.remark, lambda: original(*args, **kwargs)
+            )
             out, final_state = handler(call)
             if bound.wants_final_state:
                 return out, final_state
@@ -70,17 +74,29 @@ def intercept(sites: Sequence[Site], handler: Callable[[OperatorCall], Result]) 
 
         return call_handler
 
+    def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+        def call_step(*args: Any, **kwargs: Any) -> Any:
+            running.clear()
+            count.steps += 1
+            return step(*args, **kwargs)
+
+        return call_step
+
     with ExitStack() as restore:
+
+        def replace(namespace: dict[str, Any], name: str, wrapped: Callable[..., Any]) -> None:
+            restore.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = wrapped
+
         for site in sites:
 
             def enter(_module: torch.nn.Module, _args: Any, site: Site = site) -> None:
                 running[:] = [site]
 
             restore.callback(site.mixer.register_forward_pre_hook(enter).remove)
-        for namespace, function in {
-            (id(site.namespace), site.function): (site.namespace, site.function) for site in sites
-        }.values():
-            original = namespace[function]
-            restore.callback(namespace.__setitem__, function, original)
-            namespace[function] = replacement(function, original)
+        for site in {(id(site.namespace), site.function): site for site in sites}.values():
+            namespace, step = site.namespace, operators.get(site.operator).door.step
+            replace(namespace, site.function, replacement(site.function, namespace[site.function]))
+            if step in namespace:
+                replace(namespace, step, counted(namespace[step]))
         yield count

@@ -116,6 +116,12 @@ class _Prompt:
                 f"This {self.model_type} model does not run: {library_message(error)}.",
                 "Its config is damaged, or the checkpoint is newer than the installed transformers.",
             ) from error
+        if count.steps:
+            raise BadInputError(
+                f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
+                "computes by another function than its operator.",
+                "Use --segment 2 or longer segments.",
+            )
         expected = len(self.sites) * self.segments
         if count.calls != expected:
             raise BadInputError(
@@ -131,7 +137,8 @@ def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer
     def handler(call: OperatorCall) -> Result:
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
-            on_layer(CapturedLayer(layer=layer, inputs=token_major(call.inputs), model_strides=strides(call.inputs)))
+            taken = token_major(call.inputs)
+            on_layer(CapturedLayer(layer=layer, inputs=taken, model_strides=strides(call.inputs), remark=call.remark))
         return call.stand_in()
 
     return prompt.run(handler)
@@ -141,6 +148,7 @@ def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer:
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
     model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
+    remarks: dict[int, str] = {}
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
@@ -149,13 +157,16 @@ def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer:
             if index not in buffers:
                 buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host)
                 model_strides[index] = strides(call.inputs)
+                remarks[index] = call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.stand_in()
 
     calls = prompt.run(handler)
     for index, layer in wanted.items():
         inputs = buffers.pop(index).inputs(prompt.model.device)
-        on_layer(CapturedLayer(layer=layer, inputs=inputs, model_strides=model_strides.pop(index)))
+        on_layer(
+            CapturedLayer(layer=layer, inputs=inputs, model_strides=model_strides.pop(index), remark=remarks[index])
+        )
         del inputs
     return calls
 

@@ -135,6 +135,7 @@ class CaptureWriter:
                 )
                 for name, tensor in stored.items()
             },
+            remark=captured.remark,
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
         )
@@ -207,7 +208,9 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
     buffer = PromptBuffer(inputs, capture.seqlen, device)
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
-    return CapturedLayer(layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides)
+    return CapturedLayer(
+        layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides, remark=capture.remark
+    )
 
 
 def _check_types(inputs: type[Any], arguments: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A model id, a folder or "demo" -> local files, a commit, the layers that hold an operator, and the loaded model.
+"""A model id, a folder or a demo -> local files, a commit, the layers that hold an operator, and the loaded model.
 
 `locate` finds and describes, `fetch` downloads and checks, `load_model` loads.  Importing this package imports none of
 huggingface_hub, torch and transformers.

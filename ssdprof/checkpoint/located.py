@@ -13,13 +13,13 @@ from ssdprof.checkpoint.describe import Description, describe, read_config, refu
 from ssdprof.checkpoint.families import FamilyRow, family_named, known
 from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.local import LocalFolder
-from ssdprof.checkpoint.names import DEMO, close_names, expanded, is_folder, parse_repo
+from ssdprof.checkpoint.names import DEMOS, close_names, expanded, is_folder, parse_repo
 from ssdprof.checkpoint.source import CONFIG, TOKENIZER_FILES, FileInfo, Source, tokenizer_files
 from ssdprof.checkpoint.weights import INDEX, Weights, find_weights
 from ssdprof.errors import BadInputError, ModelUnavailableError
 from ssdprof.schema import CheckpointRef, LayerRef
 
-DEMO_FOLDER = Path(__file__).parent / DEMO
+DEMO_FOLDERS = {name: Path(__file__).parent / name for name in DEMOS}
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a config.json that may say nothing
 
 
@@ -68,7 +68,9 @@ class Located:
                 return None
             named = original.DEFAULT_TOKENIZER
         if not named.strip():
-            raise BadInputError("The tokenizer's name is empty.", "Name a hub repo (org/name), a folder, or demo.")
+            raise BadInputError(
+                "The tokenizer's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn."
+            )
         found = _local(named) or _open_tokenizer(named)
         if not tokenizer_files(found):
             raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
@@ -108,7 +110,7 @@ RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_
 
 
 def locate(model: str, *, revision: str | None = None, tokenizer: str | None = None) -> Located:
-    """Find the checkpoint that `model` names: "demo", a local folder, a family name or a hub id, in this order.
+    """Find the checkpoint that `model` names: a demo, a local folder, a family name or a hub id, in this order.
 
     revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
     tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
@@ -116,7 +118,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     ModelUnavailableError when it cannot be had; BadInputError when it is no checkpoint that ssdprof can measure.
     """
     if not model.strip():
-        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, or demo.")
+        raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
     family = None
     notes: tuple[str, ...] = ()
     source: Source | None = _local(model)
@@ -125,9 +127,9 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
             raise BadInputError(f"{model} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
     else:
         name = parse_repo(model, revision)
-        if name.repo_id.casefold() == DEMO:
+        if (demo := name.repo_id.casefold()) in DEMOS:
             raise BadInputError(
-                f"There is no model {model}; the model that ships with ssdprof is {DEMO}.", "Name demo."
+                f"There is no model {model}; a model that ships with ssdprof is {demo}.", f"Name {demo}."
             )
         family = family_named(name.repo_id)
         source = _open_repo(family.flagship if family and family.flagship else name.repo_id, name.revision)
@@ -136,7 +138,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     config, description = _describe(source)
     ref = CheckpointRef(
         requested=model,
-        source="demo" if model == DEMO else "local" if source.revision is None else "hub",
+        source="demo" if model in DEMOS else "local" if source.revision is None else "hub",
         repo_id=source.label,
         revision=source.revision,
         model_type=description.model_type,
@@ -151,9 +153,9 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
 
 
 def _local(name: str) -> Source | None:
-    """The demo model or a local folder; None for a name on the hub."""
-    if name == DEMO:
-        return LocalFolder(DEMO_FOLDER, DEMO)
+    """A demo model or a local folder; None for a name on the hub."""
+    if name in DEMOS:
+        return LocalFolder(DEMO_FOLDERS[name], name)
     return LocalFolder(expanded(name)) if is_folder(name) else None
 
 

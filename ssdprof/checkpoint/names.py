@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from ssdprof.checkpoint.families import FAMILIES, known
 from ssdprof.errors import BadInputError
 
-DEMO = "demo"
+DEMOS = ("demo", "demo-gdn")
 _ALIKE = 0.83  # difflib's ratio, from which a name may be a typo of another
 _AT_MOST = 4  # suggestions
 
@@ -52,7 +52,7 @@ def parse_repo(typed: str, revision: str | None) -> RepoName:
 
 def close_names(typed: str) -> list[str]:
     """Names that ssdprof knows and that `typed` may be a typo of, the likeliest first."""
-    names = {DEMO, *(name for row in FAMILIES for name in (*row.typed, *(one.repo for one in row.checkpoints)))}
+    names = {*DEMOS, *(name for row in FAMILIES for name in (*row.typed, *(one.repo for one in row.checkpoints)))}
     scored = sorted((-_likeness(typed.casefold(), name.casefold()), name) for name in names)
     return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
 

@@ -32,7 +32,7 @@ def existing_file(text: str) -> Path:
         raise unreadable(f"The file {text}", error, "Give the path of a text file.") from None
 
 
-MODEL_HELP = "Hub id, local folder, family name or [bold]demo[/bold]."
+MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 ModelOrCaptures = Annotated[

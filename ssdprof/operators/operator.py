@@ -39,10 +39,14 @@ Scalar = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class BoundCall:
-    """What a mixer asks of its operator."""
+    """What a mixer asks of its operator.
+
+    remark: what was undone of the call, in a sentence for the report; empty if the inputs are as the mixer passed them.
+    """
 
     inputs: Any
     wants_final_state: bool
+    remark: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class Door(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: the global of a modeling file that a mixer calls for a prompt.
+    step: the global that it calls instead for one token with a cached state; such calls are left to the model.  Empty:
+        there is none.
     bind: (mixer, *args, **kwargs) of that call -> BoundCall, without a copy.  Raises ValueError or TypeError for a call
         that the inputs cannot express.
     refused: arguments of production kernels that change the result and that the inputs cannot express.
@@ -62,6 +68,7 @@ class Door(Generic[I]):
     """
 
     function: str
+    step: str = ""
     bind: Callable[..., BoundCall]
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False

@@ -17,7 +17,7 @@ STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """model: hub id, folder, family name or "demo".  revision, tokenizer: None takes the model's own."""
+    """model: hub id, folder, family name, "demo" or "demo-gdn".  revision, tokenizer: None takes the model's own."""
 
     model: str
     revision: str | None = None

@@ -128,7 +128,7 @@ def _replaying(recorder: Recorder, wanted: ReplayRequest, watcher: Watcher, laye
         )
 
         def replay(captured: CapturedLayer) -> None:
-            recorder.captured(captured.layer)
+            recorder.captured(captured.layer, captured.remark)
             replay_layer(captured.layer, captured.inputs, options)
             if gpu:
                 recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))

@@ -56,10 +56,12 @@ class Recorder:
         if self.report.cases or self.report.state == "complete":
             self.folder.write(self.report)
 
-    def captured(self, layer: LayerRef) -> None:
-        """A layer's inputs have been taken."""
+    def captured(self, layer: LayerRef, remark: str = "") -> None:
+        """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
         if layer not in self.report.captured_layers:
             self.update(captured_layers=(*self.report.captured_layers, layer))
+        if remark and remark not in self.report.notes:
+            self.update(notes=(*self.report.notes, remark))
 
     def finished(self, case: CaseResult) -> None:
         """A case is done."""

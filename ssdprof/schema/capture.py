@@ -23,6 +23,7 @@ Scalar = int | float | bool | str | None
 class LayerCapture(Record):
     """The stored inputs of one layer on one prompt.
 
+    remark: what was undone of the model's call, in a sentence for the report.
     scalars: arguments that are no tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
     scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
     """
@@ -31,6 +32,7 @@ class LayerCapture(Record):
     seqlen: int
     file: str  # safetensors file beside the manifest
     tensors: dict[str, TensorRecord]
+    remark: str = ""
     scalars: dict[str, Scalar]
     scalars_sha256: str | None
 

@@ -16,7 +16,7 @@ class LayerRef(Record):
 class CheckpointRef(Record):
     requested: str  # what the user typed
     source: Literal["hub", "local", "demo"]
-    repo_id: str  # hub id, folder name or "demo"
+    repo_id: str  # hub id, folder name, "demo" or "demo-gdn"
     revision: str | None  # commit hash on the hub
     model_type: str
     layers: tuple[LayerRef, ...]  # those with an operator that ssdprof knows

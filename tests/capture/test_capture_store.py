@@ -8,6 +8,7 @@ import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
             assert again.inputs.dt_softplus
         assert again.inputs.chunk_size == layer.inputs.chunk_size
     assert {file.name for file in out.folder.iterdir()} == {".lock", MANIFEST, *(r.file for r in manifest.layers)}
+
+
+def test_a_remark_on_a_layer_is_kept(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    with writer(tmp_path) as out:
+        out.add(replace(mamba2[0], remark="Each key head was taken once."))
+        out.add(mamba2[1])
+    assert [layer.remark for layer in read_all(tmp_path)] == ["Each key head was taken once.", ""]
 
 
 def test_an_interrupted_capture_is_marked_and_what_is_there_is_valid(

@@ -78,18 +78,6 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
         assert torch.equal(cache.layers[site.layer_index].recurrent_states[0], final_state)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
-def test_a_single_token_with_a_cache_is_left_to_the_model(name: str) -> None:
-    model = tiny_models.shared(name)
-    ids = tiny_models.prompt(LENGTH + 1)
-    with torch.no_grad():
-        cached = model(ids[:, :-1], use_cache=True)
-        key = "cache_params" if "cache_params" in cached else "past_key_values"
-        with intercept(find_sites(model), lambda call: call.stand_in()) as count:
-            model(ids[:, -1:], use_cache=True, **{key: cached[key]})
-    assert count.calls == 0
-
-
 @pytest.mark.parametrize("name", ["bamba", "olmo_hybrid"])
 def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
     """With hub kernels installed, the global is a module of another package: it must not be called."""

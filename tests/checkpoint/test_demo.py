@@ -1,40 +1,49 @@
-"""The demo model is small, loads anywhere, and has learnt what its card says."""
+"""The demo models are small, load anywhere, and have learnt what their cards say."""
 
-import importlib.util
 import json
 import math
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import train_demo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
-import ssdprof
 from ssdprof.capture import text
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.kernels.gdn.inputs import GDNInputs
 
-DEMO = Path(ssdprof.__file__).parent / "checkpoint" / "demo"
 REPOSITORY = Path(__file__).parents[2]
 SLICE = 16384  # bytes of held-out text; all of it takes too long here
+KINDS = {"demo": ("mamba", "attention"), "demo-gdn": ("linear_attention", "full_attention")}
+MIXERS = {"demo": ("mamba", "self_attn"), "demo-gdn": ("linear_attn", "self_attn")}
+
+
+@pytest.fixture(scope="module", params=DEMO_FOLDERS)
+def demo(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def train_demo() -> ModuleType:
-    """The training script: what it measures with, this file measures with."""
-    spec = importlib.util.spec_from_file_location("train_demo", REPOSITORY / "benchmarks" / "train_demo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def folder(demo: str) -> Path:
+    return DEMO_FOLDERS[demo]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> tuple[Any, dict[str, Any]]:
-    model, info = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, output_loading_info=True)
+def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     return model.eval(), info
+
+
+def documents(demo: str) -> tuple[tuple[Path, str], ...]:
+    """The files that state what a model has learnt, and how their tables' rows begin."""
+    return (REPOSITORY / "docs" / "demo-model.md", f"{demo}, "), (DEMO_FOLDERS[demo] / "README.md", "")
 
 
 def stated(document: Path, row: str) -> list[float]:
@@ -43,35 +52,62 @@ def stated(document: Path, row: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
-def test_it_is_at_most_3_mb() -> None:
-    assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 3_000_000
+def test_it_is_at_most_3_mb(folder: Path) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 3_000_000
 
 
-def test_it_has_the_files_of_a_hub_repository() -> None:
-    names = {file.name for file in DEMO.iterdir()}
+def test_it_has_the_files_of_a_hub_repository(folder: Path) -> None:
+    names = {file.name for file in folder.iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
 
 
-def test_stock_transformers_loads_every_weight(loaded: tuple[Any, dict[str, Any]]) -> None:
+def test_stock_transformers_loads_every_weight(folder: Path, loaded: tuple[Any, dict[str, Any]]) -> None:
     model, info = loaded
     assert not any(info.values()), info
-    stored = load_file(DEMO / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     for name, tensor in stored.items():
         assert torch.equal(model.get_parameter(name), tensor.float()), name
 
 
-def test_its_layers_are_mamba_2_and_attention(loaded: tuple[Any, dict[str, Any]]) -> None:
-    kinds = json.loads((DEMO / "config.json").read_text())["layer_types"]
-    assert kinds.count("mamba") >= 3
-    assert kinds.count("attention") >= 1
+def test_it_is_a_hybrid(demo: str, folder: Path, loaded: tuple[Any, dict[str, Any]]) -> None:
+    kinds = json.loads((folder / "config.json").read_text())["layer_types"]
+    operator, attention = KINDS[demo]
+    assert kinds.count(operator) >= 3
+    assert kinds.count(attention) >= 1
     for layer, kind in zip(loaded[0].model.layers, kinds, strict=True):
-        assert (layer.mamba is not None) == (kind == "mamba")
-        assert (layer.self_attn is not None) == (kind == "attention")
+        for module, needed in zip(MIXERS[demo], (operator, attention), strict=True):
+            assert (getattr(layer, module, None) is not None) == (kind == needed)
 
 
-def test_its_token_ids_are_bytes() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+def test_the_gdn_demo_shares_keys_and_has_wider_values() -> None:
+    config = json.loads((DEMO_FOLDERS["demo-gdn"] / "config.json").read_text())
+    assert config["linear_num_value_heads"] == 2 * config["linear_num_key_heads"]
+    assert config["linear_value_head_dim"] == 2 * config["linear_key_head_dim"]
+
+
+def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
+    """In every layer some head forgets within bytes and another remembers for a while, and beta uses its range."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDERS["demo-gdn"], dtype=torch.float32).eval()
+    seen: list[GDNInputs] = []
+
+    def observe(call: OperatorCall) -> Result:
+        seen.append(call.inputs)
+        return call.run_original()
+
+    with torch.no_grad(), intercept(find_sites(model), observe):
+        model(torch.tensor([list(text.held_out()[:2048])]), use_cache=False)
+    assert len(seen) == 3
+    for inputs in seen:
+        half_lives = math.log(2) / -inputs.g[0].mean(0)
+        assert half_lives.min() < 5
+        assert half_lives.max() > 10
+        low, high = inputs.beta.float().quantile(torch.tensor([0.01, 0.99]))
+        assert high - low > 0.5
+
+
+def test_its_token_ids_are_bytes(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     sample = "".join(chr(point) for point in (*range(0x100), 0x20AC, 0x1F600)) + "plain words\r\n\ttoo"
     ids = tokenizer(sample)["input_ids"]
     assert ids == list(sample.encode())
@@ -80,8 +116,10 @@ def test_its_token_ids_are_bytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_logits_are_finite_over_4096_tokens(loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype) -> None:
-    model = loaded[0] if dtype == torch.float32 else AutoModelForCausalLM.from_pretrained(DEMO, dtype="auto").eval()
+def test_its_logits_are_finite_over_4096_tokens(
+    folder: Path, loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype
+) -> None:
+    model = loaded[0] if dtype == torch.float32 else AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     assert model.dtype == dtype
     with torch.no_grad():
         logits = model(torch.tensor([list(text.held_out()[:4096])]), use_cache=False).logits
@@ -89,24 +127,22 @@ def test_its_logits_are_finite_over_4096_tokens(loaded: tuple[Any, dict[str, Any
     assert logits.isfinite().all()
 
 
-def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
-    loaded: tuple[Any, dict[str, Any]], train_demo: ModuleType
-) -> None:
+def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(demo: str, loaded: tuple[Any, dict[str, Any]]) -> None:
     held_out = text.held_out()[:SLICE]
     ours = train_demo.model_bits_per_byte(loaded[0], held_out)
     bigram = train_demo.best_bigram_bits_per_byte(text.training(), held_out)
     assert ours < bigram - 1
-    for document in (REPOSITORY / "docs" / "demo-model.md", DEMO / "README.md"):
-        assert stated(document, "first 16,384 bytes") == pytest.approx([ours, bigram], abs=0.002)
+    for document, row in documents(demo):
+        assert stated(document, f"{row}first 16,384 bytes") == pytest.approx([ours, bigram], abs=0.002)
 
 
-def test_the_bigram_model_of_the_card_is_the_one_measured(train_demo: ModuleType) -> None:
+def test_the_bigram_model_of_the_card_is_the_one_measured(demo: str) -> None:
     bigram = train_demo.best_bigram_bits_per_byte(text.training(), text.held_out())
-    for document in (REPOSITORY / "docs" / "demo-model.md", DEMO / "README.md"):
-        assert stated(document, "all 100,000 bytes")[1] == pytest.approx(bigram, abs=0.001)
+    for document, row in documents(demo):
+        assert stated(document, f"{row}all 100,000 bytes")[1] == pytest.approx(bigram, abs=0.001)
 
 
-def test_the_bigram_model_is_right_on_a_text_worked_by_hand(train_demo: ModuleType) -> None:
+def test_the_bigram_model_is_right_on_a_text_worked_by_hand() -> None:
     # In "aaba", a is followed once by a and once by b, and b once by a; add one: p(a) = 4/260, p(b) = 2/260.
     b_after_a = (1 + 2 * 2 / 260) / (2 + 2)
     a_after_b = (1 + 2 * 4 / 260) / (1 + 2)
@@ -114,7 +150,7 @@ def test_the_bigram_model_is_right_on_a_text_worked_by_hand(train_demo: ModuleTy
     assert train_demo.bigram_bits_per_byte(b"aaba", b"aba", prior=2) == pytest.approx(expected)
 
 
-def test_the_operator_used_in_training_is_that_of_transformers(train_demo: ModuleType) -> None:
+def test_the_operator_used_in_training_is_that_of_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

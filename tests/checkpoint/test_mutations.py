@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from mutations import Mutation, damaged, outcome, try_all
 
-from ssdprof.checkpoint.located import DEMO_FOLDER
+from ssdprof.checkpoint.located import DEMO_FOLDERS
 from ssdprof.errors import BadInputError, SsdprofError
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_damage_ends_in_an_internal_error(seed: int) -> None:
-    assert try_all(DEMO_FOLDER, 25, seed=100 + seed) == {}
+    assert try_all(DEMO_FOLDERS["demo"], 25, seed=100 + seed) == {}
 
 
 def refused(file: str, **changes: Any) -> SsdprofError:
     """The error for the demo model with some keys of a file changed."""
-    content = json.loads((DEMO_FOLDER / file).read_text())
-    with damaged(DEMO_FOLDER, Mutation("", file, json.dumps(content | changes).encode())) as folder:
+    content = json.loads((DEMO_FOLDERS["demo"] / file).read_text())
+    with damaged(DEMO_FOLDERS["demo"], Mutation("", file, json.dumps(content | changes).encode())) as folder:
         error = outcome(folder)
     assert isinstance(error, BadInputError), changes
     return error
@@ -72,7 +72,7 @@ def test_a_tokenizer_that_transformers_cannot_use(file: str, change: dict[str, A
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 10**5, b"\xff", b"[]"])
 def test_what_is_no_json_object(file: str, content: bytes) -> None:
-    with damaged(DEMO_FOLDER, Mutation("", file, content)) as folder:
+    with damaged(DEMO_FOLDERS["demo"], Mutation("", file, content)) as folder:
         error = outcome(folder)
     assert isinstance(error, BadInputError)
     assert file.removesuffix("_config.json").removesuffix(".json") in error.message

@@ -13,8 +13,8 @@ from report.make import EXACT_FP32, make_case
 
 from ssdprof import files, runs
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
-from ssdprof.runs.record import recorded
-from ssdprof.schema import CaseResult, CheckpointRef, Environment, RunReport
+from ssdprof.runs.record import Recorder, recorded
+from ssdprof.schema import CaseResult, CheckpointRef, Environment, LayerRef, RunReport
 
 
 def make_report(run_id: str = "a-run", **changes: object) -> RunReport:
@@ -84,6 +84,18 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
     assert path == Path("runs/one")
     assert report == make_report("one")
     assert runs.read("runs/one")[1] == runs.read(Path("runs/one/report.json"))[1] == report
+
+
+def test_a_remark_on_layers_stands_in_the_notes_once() -> None:
+    layers = [LayerRef(index=i, name=f"model.layers.{i}.mixer", operator="gdn") for i in range(2)]
+    with runs.opened(runs.RUNS / "a-run", "demo") as folder:
+        recorder = Recorder(folder, make_report(notes=("Random weights.",)))
+        for layer in layers:
+            recorder.captured(layer, "Each key head was taken once.")
+        recorder.captured(layers[0])
+    _, report = runs.read("a-run")
+    assert report.notes == ("Random weights.", "Each key head was taken once.")
+    assert report.captured_layers == tuple(layers)
 
 
 def test_the_latest_run_is_the_one_written_last() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.operators.operator import BoundCall, Door, Output
+from ssdprof.operators.stand_in import run_kernels
 
 
 def bind(
@@ -39,14 +40,20 @@ def bind(
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         chunk_size=chunk_size,
     )
-    return BoundCall(inputs, output_final_state)
+    remark = ""
+    if copies > 1:
+        remark = (
+            f"The model repeats each query and key head {copies} times before the operator; each was taken once, as "
+            "kernels take it."
+        )
+    return BoundCall(inputs, output_final_state, remark)
 
 
 def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """How often each q and k head was repeated before the call.
+    """How often the mixer repeated each q and k head before the call, by the number of key heads that it has itself.
 
     Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.  The strides of
-    such a capture are those of every n-th head.
+    such a capture are those of every n-th head.  Raises ValueError if the heads are not copies.
     """
     own_heads = getattr(mixer, "num_k_heads", q.shape[2])
     if q.shape[2] == own_heads or q.shape[2] != v.shape[2] or v.shape[2] % own_heads:
@@ -60,13 +67,16 @@ def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def stand_in(inputs: GDNInputs) -> Output:
-    """The chunked form in fp32."""
+    """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
+    if inputs.v.device.type == "cuda":
+        return run_kernels("gdn", inputs, inputs.v.device)
     out, final_states = gdn_chunked(inputs, dtype=torch.float32)
     return out.to(inputs.v.dtype), final_states
 
 
 DOOR = Door(
     function="torch_chunk_gated_delta_rule",
+    step="torch_recurrent_gated_delta_rule",
     bind=bind,
     refused=(
         "cu_seqlens",

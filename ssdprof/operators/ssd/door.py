@@ -8,16 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdprof import kernels
-from ssdprof.errors import BadInputError
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators import tensors
 from ssdprof.operators.operator import BoundCall, Door, Output, Scalar
-
-_PREFERRED_ON_GPU = ("fused", "unfused")
+from ssdprof.operators.stand_in import run_kernels
 
 
 def bind(
@@ -57,26 +52,11 @@ def bind(
 
 
 def stand_in(inputs: SSDInputs) -> Output:
-    """Ours, exact and with fp32 states: transformers' own needs a matrix per chunk and head, which for one layer of a
-    large model at 128K tokens is more than 100 GiB."""
+    """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
     if inputs.x.device.type == "cuda":
-        return _run_on_gpu(inputs)
+        return run_kernels("ssd", inputs, inputs.x.device)
     out, final_states = ssd_chunked(inputs, dtype=torch.float32)
     return out.to(inputs.x.dtype), final_states
-
-
-def _run_on_gpu(inputs: SSDInputs) -> Output:
-    """The first of our implementations that takes these inputs, with exact intermediates and fp32 states."""
-    refusals = []
-    with torch.cuda.device(inputs.x.device):
-        for name in _PREFERRED_ON_GPU:
-            try:
-                out, final_states = kernels.get("ssd", name).run(inputs, Precision())
-            except UnsupportedError as error:
-                refusals.append(f"{name}: {error}")
-            else:
-                return out, final_states
-    raise BadInputError(f"No SSD implementation runs this model's layers ({'; '.join(refusals)}).")
 
 
 def scalars(inputs: SSDInputs) -> dict[str, Scalar]:
@@ -97,6 +77,7 @@ def arguments(stored: dict[str, Scalar]) -> dict[str, Any]:
 
 DOOR = Door(
     function="mamba2_chunk_scan",
+    step="mamba2_selective_state_update",
     bind=bind,
     refused=("seq_idx", "cu_seqlens", "return_varlen_states"),
     views=("x", "B", "C"),

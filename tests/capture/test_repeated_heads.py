@@ -1,0 +1,100 @@
+"""Mixers that repeat query and key heads before the call, as those of transformers up to 5.22 do."""
+
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.sites import find_sites
+
+LENGTH = 40
+REPEAT = """
+        query, key = (x.repeat_interleave(self.num_v_heads // self.num_k_heads, dim=2) for x in (query, key))
+"""
+BEFORE = "        beta = b.sigmoid()\n"
+
+
+def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny model whose mixers repeat: transformers' own forward with the line that older versions had."""
+    model = tiny_models.build(name)
+    mixer = type(find_sites(model)[0].mixer)
+    forward = inspect.unwrap(mixer.forward)
+    source = inspect.getsource(forward)
+    assert source.count(BEFORE) == 1
+    lines = source.replace(BEFORE, REPEAT + BEFORE).splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if line.lstrip().startswith("def "))
+    scope: dict[str, Any] = {}
+    exec(textwrap.dedent("".join(lines[start:])), forward.__globals__, scope)
+    monkeypatch.setattr(mixer, "forward", scope["forward"])
+    return model
+
+
+def captured(name: str, model: Any, segment_length: int = LENGTH) -> list[CapturedLayer]:
+    found: list[CapturedLayer] = []
+    capture_layers(
+        model.base_model,
+        tiny_models.prompt(LENGTH),
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=segment_length,
+        on_layer=found.append,
+    )
+    return found
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 16])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_repeated_heads_are_taken_once_and_said(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = captured(name, tiny_models.build(name))
+    repeated = captured(name, repeating(name, monkeypatch), segment_length)
+    for one, other in zip(plain, repeated, strict=True):
+        assert one.inputs.q.shape[2] == other.inputs.q.shape[2] == 2
+        assert one.inputs.v.shape[2] == other.inputs.v.shape[2] == 4
+        for tensor in ("q", "k", "v", "g", "beta"):
+            torch.testing.assert_close(getattr(one.inputs, tensor), getattr(other.inputs, tensor), rtol=1e-4, atol=1e-5)
+        assert other.model_strides["q"][2] == 2 * 16
+        assert one.remark == ""
+        assert "repeats each query and key head 2 times" in other.remark
+
+
+def test_a_repeating_model_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = repeating("qwen3_next", monkeypatch)
+    ids = tiny_models.prompt(LENGTH)
+    seen: list[tuple[int, ...]] = []
+
+    def observe(call: OperatorCall) -> Result:
+        seen.append(tuple(call.inputs.q.shape))
+        return call.run_original()
+
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        with intercept(find_sites(model), observe):
+            during = model(ids, use_cache=False).logits
+    assert torch.equal(before, during)
+    assert seen == [(1, LENGTH, 2, 16)] * 3
+
+
+def test_equal_heads_that_the_model_made_itself_are_kept() -> None:
+    """Only the mixer's own number of key heads tells of repetition, never equal values: Olmo-Hybrid repeats nothing."""
+    model = tiny_models.build("olmo_hybrid")
+    with torch.no_grad():
+        for site in find_sites(model):
+            for projection in (site.mixer.q_proj, site.mixer.k_proj):  # every head of q, and of k, computes the same
+                heads = projection.weight.view(4, -1, projection.weight.shape[1])
+                heads[:] = heads[:1].clone()
+            width = site.mixer.key_dim
+            kernel = site.mixer.conv1d.weight
+            for start in (0, width):
+                heads = kernel[start : start + width].view(4, -1, 1, 4)
+                heads[:] = heads[:1].clone()
+    for layer in captured("olmo_hybrid", model):
+        assert layer.inputs.k.shape[2] == 4
+        assert torch.equal(layer.inputs.k[:, :, 0], layer.inputs.k[:, :, 3])
+        assert layer.remark == ""
