@@ -41,8 +41,7 @@ from ssdprof.measure.timing import CudaBench, time_in_turns
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.operator import Output
 from ssdprof.pipeline.replay import ReplayOptions, replay_layer
-from ssdprof.schema import LayerRef, Speedup
-from ssdprof.schema import Precision as Named
+from ssdprof.schema import LayerRef, PrecisionRecord, Speedup
 
 OPERATOR = "ssd"
 CHUNK_SIZE = 256  # of unfused
@@ -51,7 +50,10 @@ LENGTHS = (1024, 4096, 16384, 65536)
 IMPLEMENTATIONS = ("unfused", "fused")
 DIFFERENCE = 0.03
 SHORT_WAIT = 1000  # cycles
-LAYERS = (Named(intermediates="exact", state_dtype="fp32"), Named(intermediates="relaxed", state_dtype="fp32"))
+LAYERS = (
+    PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+    PrecisionRecord(intermediates="relaxed", state_dtype="fp32"),
+)
 Row = dict[str, Any]
 Place = tuple[str, int, str]  # shape, tokens, implementation
 

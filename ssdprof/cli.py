@@ -23,8 +23,8 @@ _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 HELP = "What a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
-    "Exit codes: 0 done; 1 a comparison failed; 2 wrong usage or bad input; 3 this machine lacks something; "
-    "4 the model cannot be had."
+    "Exit codes: 0 everything asked for was done and passed; 1 a gate failed; 2 wrong usage or bad input; "
+    "3 this machine lacks something; 4 the model cannot be had."
 )
 
 

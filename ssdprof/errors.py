@@ -65,7 +65,7 @@ def masked(text: str) -> str:
     return re.sub(r"(?<=://)[^/\s]*@", "...@", text)
 
 
-LONGEST_WORD = 80
+LONGEST_WORD = 200  # a path may be long
 LONGEST_SENTENCE = 1000
 
 
@@ -80,11 +80,8 @@ def library_message(error: BaseException) -> str:
     The type of the error is put in front where its text is only a value, as a KeyError's is.  Words and messages that
     a damaged file makes absurdly long are shortened.
     """
-    words = [
-        word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..."
-        for word in printable(str(error)).split()
-    ]
-    text = " ".join(words).rstrip(".")
+    words = printable(str(error)).rstrip(". ").split()
+    text = " ".join(word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words)
     if isinstance(error, LookupError) or len(words) < 3:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= LONGEST_SENTENCE else f"{text[: LONGEST_SENTENCE - 3]}..."

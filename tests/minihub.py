@@ -60,6 +60,7 @@ class MiniHub:
         self.log: list[Request] = []
         self.closed = False
         self.down: int | None = None  # a status to answer everything with
+        self.drops = 0  # requests to hang up on, without an answer
         self._cuts: dict[str, list[int]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -128,6 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
         authorized = self.headers.get("authorization") == f"Bearer {TOKEN}"
         request = Request(self.command, path, query, self.headers.get("range"), authorized)
         self.hub.log.append(request)
+        if self.hub.drops:
+            self.hub.drops -= 1
+            self.close_connection = True
+            return
         if self.hub.down is not None:
             self.fail(self.hub.down, "", "down")
             return

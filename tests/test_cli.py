@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ class Answer:
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))  # for processes of their own
 
 
 def refused(code: int, *words: str) -> str:
@@ -64,6 +66,11 @@ def test_version() -> None:
         ["run", "demo", "--prompt", "poem"],
         ["run", "demo", "--segment", "0"],
         ["run", "demo", "--prompt-file", "absent.txt"],
+        ["run", "demo", "--prompt-file", ""],
+        ["run", "demo", "--out", ""],
+        ["capture", "demo", "--out", ""],
+        ["export", "-o", ""],
+        ["stalls", "--from", ""],
         ["run", "demo", "--prompt-file", "."],
         ["export", "--format", "xml"],
     ],
@@ -157,6 +164,12 @@ def test_another_run_in_the_same_folder() -> None:
         (KeyboardInterrupt(), 130, "interrupted: Nothing was kept."),
         (KeyboardInterrupt("Two cases are kept."), 130, "interrupted: Two cases are kept."),
         (OSError(errno.ENOSPC, "No space left on device", "file"), 3, "error: The disk is full"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/b"),
+            3,
+            "error: /a/b cannot be used: Permission denied.",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/a"), 3, "error: /a cannot be used: Read-only file system."),
     ],
 )
 def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str) -> None:
@@ -174,7 +187,7 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(_: object) -> None:
-        raise ZeroDivisionError("somewhere deep")
+        raise ZeroDivisionError("somewhere deep at http://user:secret@host")
 
     monkeypatch.setattr(runs, "read", fail)
     monkeypatch.setattr(sys, "argv", ["ssdprof", "export"])
@@ -184,10 +197,12 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     assert ended.value.code == cli.INTERNAL_ERROR
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "ZeroDivisionError: somewhere deep" in shown.err
+    assert shown.err.startswith("internal error: ZeroDivisionError: somewhere deep at http://...@host\n")
+    assert "secret" not in shown.err
     assert "Traceback" not in shown.err
     (log,) = tmp_path.glob("ssdprof-*.log")
     assert "in fail" in log.read_text()
+    assert "secret" not in log.read_text().partition("ZeroDivisionError: ")[2]
 
 
 def test_models_as_a_table_and_as_json() -> None:
@@ -241,6 +256,165 @@ def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"])
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
+
+
+WRONG = [
+    "run demo --seq 0",
+    "run demo --layers x",
+    "run demo --layers 99",
+    "run demo --states x",
+    "run demo --dtypes x",
+    "run demo --bogus",
+    "run demo --prompt-file absent.txt",
+    "run ./nowhere",
+    "run damaged",
+    "capture demo --layers 3-0",
+    "capture ./nowhere",
+    "accuracy nothing",
+    "export nothing",
+]
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_usage_is_answered_before_torch_is_imported(words: str) -> None:
+    """torch takes seconds to import, and nothing of it is needed for the answer."""
+    Path("damaged").mkdir()
+    Path("damaged/manifest.json").write_text("{")
+    code = (
+        "import sys; from ssdprof import cli\n"
+        f"sys.argv = ['ssdprof', *{words.split()!r}]\n"
+        "try: cli.main()\n"
+        "finally: print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode in (2, 4), done.stderr
+    assert done.stdout == "[]\n"
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line with PROGRAM for `python -m ssdprof`."""
+    return subprocess.run(
+        ["bash", "-c", command.replace("PROGRAM", f"{sys.executable} -m ssdprof")],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("PROGRAM models >&-", 3, "error: Standard output is closed."),
+        ("PROGRAM models > /dev/full", 3, "error: The disk is full"),
+        ("PROGRAM models --json > /dev/full", 3, "error: The disk is full"),
+        ("PROGRAM export nothing 2> /dev/full", 2, ""),
+        ("PROGRAM export nothing 2>&-", 2, ""),
+        (
+            "mkdir gone; cd gone; rmdir ../gone; PROGRAM doctor",
+            2,
+            "error: The working directory does not exist any more.",
+        ),
+    ],
+)
+def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: str) -> None:
+    done = shell(command)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(words)
+    assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["encoding", "locale"],
+)
+def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, str]) -> None:
+    Path("printing.py").write_text(
+        "import json\n"
+        "from ssdprof.commands import terminal\n"
+        "terminal.prepare()\n"
+        "print(json.dumps('\\u00b5 \\U0001f600', ensure_ascii=False))\n"
+    )
+    done = shell(f"{sys.executable} printing.py", **environment)
+    assert done.stdout == '"\\u00b5 \\ud83d\\ude00"\n'
+    assert json.loads(done.stdout) == "µ \N{GRINNING FACE}"
+    assert shell("PROGRAM models", **environment).returncode == 0
+
+
+def test_sigterm_is_told_as_ctrl_c_is(tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(
+        "import os, signal, sys, time\n"
+        "from ssdprof import cli\n"
+        "def wait():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(30)\n"
+        "cli.app.command('wait')(wait)\n"
+        "sys.argv = ['ssdprof', 'wait']\n"
+        "cli.main()\n"
+    )
+    done = shell(f"{sys.executable} waiting.py")
+    assert (done.returncode, done.stderr) == (130, "interrupted: Nothing was kept.\n")
+
+
+def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: the administrator, who may run the tests, may write everywhere."""
+    monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loads the model"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16", "--out", "captures")
+    assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may read and write everything")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("run demo --seq 16 --out closed/run", "closed/run cannot be written: permission denied"),
+        ("capture demo --seq 16 --out closed/captures", "closed/captures cannot be written: permission denied"),
+        ("export closed", "cannot be used: Permission denied"),
+        ("run ./closed/model", "cannot be used: Permission denied"),
+        ("run demo --prompt-file closed/prompt.txt", "closed/prompt.txt cannot be read: Permission denied"),
+    ],
+)
+def test_a_closed_folder(command: str, words: str) -> None:
+    Path("closed").mkdir(mode=0)
+    try:
+        assert words in refused(3, *command.split())
+    finally:
+        Path("closed").chmod(0o700)
+
+
+def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    error = refused(3, "run", "demo", "--prompt-file", "prompt.txt")
+    assert "The file prompt.txt cannot be read: Permission denied." in error
+
+
+def test_random_tokens_need_no_tokenizer() -> None:
+    from ssdprof.checkpoint.located import DEMO_FOLDERS
+
+    Path("model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DEMO_FOLDERS["demo"] / name, Path("model") / name)
+    words = ["capture", "./model", "--seq", "16", "--layers", "0", "--out", "captures"]
+    assert "has no tokenizer" in refused(2, *words)
+    answer = Answer(*words, "--prompt", "random", "--json")
+    assert answer.code == 0, answer.err
+    (prompt,) = json.loads(answer.out)["manifest"]["prompts"]
+    assert (prompt["kind"], prompt["tokenizer"]) == ("random", "none, 256 tokens")
+
+
+def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
+    """Before anything is downloaded: the folder has no weights."""
+    from ssdprof.checkpoint.located import DEMO_FOLDERS
+
+    Path("model").mkdir()
+    config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"mamba_d_state": 512}))
+    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(2, "run", "./model", "--seq", "16")
 
 
 def test_an_interrupt_inside_generated_code_ends_with_its_exit_code(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from ssdprof import runs
+from ssdprof import kernels, runs
 from ssdprof.checkpoint.located import DEMO_FOLDERS
 from ssdprof.cli import app
+from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.runs.document import SCHEMA_FILE
 from ssdprof.schema import RunReport
+from ssdprof.schema.outcome import outcome
 
 DEMO = DEMO_FOLDERS["demo"]
 SEQ = ("--seq", "40")
@@ -68,7 +71,7 @@ def latest() -> RunReport:
 def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     report = latest()
     assert report.state == "complete"
-    assert report.passed
+    assert outcome(report).passed
     assert [layer.index for layer in report.captured_layers] == [1]
     compared = {(case.implementation, str(case.precision)) for case in report.cases}
     assert len(compared) == 12  # unfused and fused; exact and relaxed; three state dtypes
@@ -112,6 +115,12 @@ def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
 def test_the_json_keeps_to_the_published_schema() -> None:
     document = json.loads(Answer("export", "--format", "json").out)
     assert json.loads(Answer("export", "--json").out) == document
+    for words in (["--json"], ["--format", "json"], ["--json", "--format", "json"]):
+        answer = Answer("export", *words, "-o", "report.json", "--force")
+        assert (answer.code, answer.out) == (0, "")
+        assert json.loads(Path("report.json").read_text()) == document
+    Path("report.json").unlink()
+    assert Answer("export", "--json", "--format", "markdown").code == 2
     jsonschema.validate(document, json.loads(SCHEMA_FILE.read_text()))
     assert RunReport.model_validate(document) == latest()
 
@@ -179,9 +188,11 @@ def test_captures_that_were_broken_off(demo_run: Path) -> None:
     shutil.copytree(captures, "captures")
     manifest = json.loads(Path("captures/manifest.json").read_text()) | {"complete": False}
     Path("captures/manifest.json").write_text(json.dumps(manifest))
-    answer = Answer("run", "captures", *ONE_PRECISION, "--json")
-    assert answer.code == 0
-    assert any("broken off" in note for note in RunReport.model_validate_json(answer.out).notes)
+    answer = Answer("run", "captures", *ONE_PRECISION)
+    assert answer.code == 1
+    assert "PARTIAL: the stored capture that was replayed was broken off" in " ".join(answer.out.split())
+    assert not latest().capture_complete
+    assert Answer("accuracy").code == Answer("export").code == 1
     Path("captures/manifest.json").write_text(json.dumps(manifest | {"layers": []}))
     answer = Answer("run", "captures")
     assert (answer.code, "holds no layer" in answer.err) == (2, True)
@@ -223,7 +234,78 @@ def test_weights_that_are_nan_are_found_and_fail() -> None:
     assert {case.status for case in report.cases} == {"nonfinite"}
     (out,) = (found for found in report.cases[0].accuracy if found.tensor == "out")
     assert out.vs_oracle.first_nonfinite is not None
-    assert Answer("accuracy").code == 1
+    for command in ("accuracy", "export"):
+        answer = Answer(command)
+        assert answer.code == 1
+        assert "FAILED: the model's inputs, not the kernels. In layer 1" in " ".join(answer.out.split())
+
+
+@pytest.fixture
+def fused_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("fused: no such state size")
+
+    kernels.names("ssd")
+    fused = replace(kernels.get("ssd", "fused"), plan=refuse, run=refuse)
+    monkeypatch.setitem(registry._implementations, ("ssd", "fused"), fused)
+
+
+@pytest.mark.usefixtures("fused_refuses")
+def test_a_refused_implementation_is_no_pass_unless_it_was_left_out() -> None:
+    run = ("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION)
+    answer = Answer(*run)
+    assert answer.code == 1
+    assert "REFUSED: fused (exact, fp32 states) in layer 1: fused: no such state size." in " ".join(answer.out.split())
+    assert {case.status for case in latest().cases} == {"passed", "refused"}
+    assert Answer("accuracy").code == Answer("export").code == 1
+    left_out = Answer(*run, "--implementations", "unfused")
+    assert left_out.code == 0
+    assert {case.implementation for case in latest().cases} == {"unfused"}
+    assert Answer("export").code == 0
+
+
+def test_an_implementation_that_there_is_not_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ssdprof.pipeline.run.load", lambda *_: pytest.fail("loaded"))
+    answer = Answer("run", "demo", *SEQ, "--implementations", "unfused,quick")
+    assert (answer.code, "'quick'" in answer.err) == (2, True)
+    assert not list(Path("runs").glob("*"))
+
+
+def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan on stdout, and the run's own refusal with its exit code."""
+    monkeypatch.setattr("ssdprof.pipeline.run.load", lambda *_: pytest.fail("loaded"))
+    (captures,) = in_demo_run.glob("runs/*/captures")
+    shutil.copytree(captures, "broken")
+    (file,) = Path("broken").glob("*.safetensors")
+    file.unlink()
+    monkeypatch.setattr("ssdprof.pipeline.limits.device", lambda: torch.device("cpu"))
+    for words, code in {
+        ("demo", "--seq", "128k"): 3,
+        ("demo", *SEQ, "--implementations", "quick"): 2,
+        (str(captures), "--seq", "16"): 2,
+        (str(captures), "--save-captures"): 2,
+        (str(captures), "--layers", "7"): 2,
+        ("broken",): 2,
+        ("no/such/model/here",): 2,
+    }.items():
+        run, dry = Answer("run", *words, "--out", "never"), Answer("run", *words, "--dry-run")
+        assert (run.code, dry.code) == (code, code), words
+        assert words == ("broken",) or dry.err == run.err
+    assert "131,072 tokens" in Answer("run", "demo", "--seq", "128k", "--dry-run").out
+    shutil.rmtree("broken")
+
+
+def test_a_dry_run_of_stored_captures_names_their_files(in_demo_run: Path) -> None:
+    (captures,) = in_demo_run.glob("runs/*/captures")
+    answer = Answer("run", str(captures), "--dry-run", "--json")
+    assert answer.code == 0, answer.err
+    (file,) = json.loads(answer.out)["files"]
+    assert (captures / file["name"]).stat().st_size == file["size_bytes"]
+    assert json.loads(answer.out)["download_bytes"] == 0
+    assert "40 tokens" in Answer("run", str(captures), "--dry-run").out
+    assert "1 token\n" in Answer("run", "demo", "--seq", "1", "--dry-run").out
 
 
 def test_a_config_that_claims_absurd_sizes() -> None:
@@ -293,11 +375,22 @@ def layers_done(report: RunReport) -> int:
     return len({case.layer for case in report.cases})
 
 
-@pytest.mark.parametrize("layers", [0, 1], ids=["in capture", "in replay"])
-def test_interrupted(running: Callable[..., subprocess.Popen[str]], layers: int) -> None:
-    """Ctrl-C before the first layer is done, and after: a valid report that says it is partial."""
-    process = running("run", "demo", "--seq", "300", "--out", "run")
-    wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= layers, process)
+def test_interrupted_before_the_first_case(running: Callable[..., subprocess.Popen[str]]) -> None:
+    """Nothing is kept that could become the latest run."""
+    process = running("run", "demo", "--seq", "300")
+    wait_for(lambda: any(Path("runs").glob("*/.lock")), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert not list(Path("runs").glob("*"))
+    assert runs.latest() is None
+
+
+def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
+    """A valid report that says it is partial, and no command takes it for a pass."""
+    process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
+    wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -308,11 +401,15 @@ def test_interrupted(running: Callable[..., subprocess.Popen[str]], layers: int)
     assert report.state == "partial"
     assert len(report.captured_layers) < 4
     assert {case.layer for case in report.cases} <= set(report.captured_layers)
-    assert "PARTIAL" in Answer("export", "run").out
+    assert all(case.status == "passed" for case in report.cases)
+    for command in ("export", "accuracy"):
+        answer = Answer(command, "run")
+        assert answer.code == 1
+        assert "PARTIAL" in answer.out
 
 
 def test_killed(running: Callable[..., subprocess.Popen[str]]) -> None:
-    process = running("run", "demo", "--seq", "300", "--out", "run")
+    process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
     wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
     process.kill()
     process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,3 +244,20 @@ def test_on_a_gpu_everything_about_it_is_known() -> None:
     assert watch.clocks is not None
     assert watch.clocks.sm_mhz[0] > 0
     assert {check("gpu").status, check("gpu memory").status, check("clocks").status} == {"ok"}
+
+
+def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the sources are run from where they lie."""
+
+    def absent(_: str) -> None:
+        raise PackageNotFoundError("ssdprof")
+
+    monkeypatch.setattr(checks, "requires", absent)
+    (check,) = checks._packages()
+    assert (check.name, check.status) == ("ssdprof", "warn")
+    assert "without package metadata" in check.detail
+
+
+def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://user:secret@hub")
+    assert checks._hub().detail == "https://...@hub, not contacted by this check"

@@ -57,8 +57,9 @@ def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]
         missing += [] if found else [f"{first}-{last}" if last else first]
         wanted |= found
     if missing:
+        named = ", ".join(sorted(missing, key=lambda word: int(word.split("-")[0])))
         raise BadInputError(
-            f"Layer {', '.join(missing)} has no SSD or GDN operator; the model has {_listed(layers)}.",
+            f"Layer {named} has no SSD or GDN operator; the model has {_listed(layers)}.",
             "Numbers are decoder layer indices, counted from 0.",
         )
     return tuple(layer for layer in layers if layer.index in wanted)

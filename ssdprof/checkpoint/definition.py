@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, 
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+SEARCH_S = 3.0  # for the field that is to blame; a large model takes a while to build, even without weights
 
 
 def empty_model(folder: Path, repo_id: str) -> PreTrainedModel:
@@ -42,10 +45,13 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _refused_field(config: Mapping[str, Any]) -> str | None:
-    """A field of a config that transformers refuses, without which it does not; None if there is no such field."""
+    """A field of a config that transformers refuses, without which it does not; None if none is found in time."""
     from transformers import AutoConfig
 
+    deadline = time.monotonic() + SEARCH_S
     for field in sorted(config.keys() - {"model_type"}):
+        if time.monotonic() > deadline:
+            break
         with quiet_transformers(), suppress(Exception):  # still refused
             _build(AutoConfig.for_model(**{key: value for key, value in config.items() if key != field}))
             return f"{field} = {shown(config[field])}"

@@ -19,7 +19,8 @@ from ssdprof.checkpoint.weights import INDEX, is_needed
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
 _WAYS: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil.copyfile)
-_DROPPED = ("auto_map", "vision_config")  # remote code; a part that is not loaded
+# Remote code; a part that is not loaded; classes of a classifier, of which transformers makes tables of any length.
+_DROPPED = ("auto_map", "vision_config", "num_labels", "id2label", "label2id")
 
 
 def cut_config(description: Description, depth: int) -> dict[str, Any]:

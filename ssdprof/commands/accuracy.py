@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
 from ssdprof.commands import options, terminal
-from ssdprof.errors import ExitCode
 
 
 def accuracy(
@@ -16,21 +13,21 @@ def accuracy(
 ) -> None:
     """Show how exact each implementation was in a run.
 
-    Exit code 1 says that a case shown was inaccurate or not finite.
+    Exit code 0 says that everything asked of the run, at the precisions shown, was compared and passed.  Exit code 1
+    says that a case was inaccurate, not finite or refused, or that the run is partial.
     """
     from ssdprof import runs
     from ssdprof.pipeline.request import parse_states, precisions
     from ssdprof.report import accuracy_table
     from ssdprof.runs import document
+    from ssdprof.schema.outcome import at_precisions
 
     folder, report = runs.read(run)
-    table = accuracy_table(report, dtypes, parse_states(states))
-    chosen = precisions(dtypes, states)
-    shown = report.model_copy(update={"cases": tuple(case for case in report.cases if case.precision in chosen)})
+    table = accuracy_table(report, dtypes, parse_states(states), every_state=states != "all")
+    shown = at_precisions(report, precisions(dtypes, states))
     if as_json:
         print(document.dump(shown))
     else:
         terminal.out().print(table)
         terminal.err().print(f"From {folder}.")
-    if any(case.status not in ("passed", "refused") for case in shown.cases):
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    terminal.exit_by(shown)

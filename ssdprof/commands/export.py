@@ -12,26 +12,34 @@ from ssdprof.commands import options, terminal
 
 def export(
     run: options.Run = None,
-    format: Annotated[Literal["markdown", "json"], typer.Option(help="What to write.")] = "markdown",
+    format: Annotated[
+        Literal["markdown", "json"] | None, typer.Option(help="What to write.", show_default="markdown")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", parser=options.path, help="Where to.", show_default="stdout"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
-    as_json: options.Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Write a run's report as Markdown or JSON."""
+    """Write a run's report as Markdown or JSON.
+
+    It is written whatever the run came to.  Exit code 1 says that not everything asked of the run was compared and
+    passed.
+    """
     from ssdprof import files, runs
+    from ssdprof.errors import BadInputError
     from ssdprof.pipeline import stall_files
     from ssdprof.report import markdown
     from ssdprof.runs import document
 
+    if as_json and format == "markdown":
+        raise BadInputError("--json and --format markdown exclude each other.", "Give one of them.")
     folder, report = runs.read(run)
     to_stdout = output is None or str(output) == "-"
-    as_data = format == "json" or (as_json and to_stdout)
     if output is not None and not to_stdout:
         files.check_target(output, replace=force)
-    if as_data:
+    if as_json or format == "json":
         text = document.dump(report)
     else:
         text = markdown.render(report)
@@ -41,9 +49,7 @@ def export(
             text += "\n" + stall_files.as_markdown(stalls, figures)
     if output is None or to_stdout:
         print(text)
-        return
-    files.write_text(output, text.rstrip("\n") + "\n", replace=force)
-    if as_json:
-        terminal.print_json({"run": str(folder), "format": format, "file": str(output)})
     else:
+        files.write_text(output, text.rstrip("\n") + "\n", replace=force)
         terminal.err().print(f"Wrote {output} from {folder}.")
+    terminal.exit_by(report)

@@ -85,7 +85,9 @@ SmallestDifference = Annotated[
         metavar="P%", help="Call nothing faster or slower unless its whole 95 % interval differs by more than this."
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and stop.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and what is in the way, and stop.")
+]
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")
 ]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdprof.commands import options, terminal
-from ssdprof.errors import ExitCode
 
 if TYPE_CHECKING:
     from ssdprof.pipeline.request import CaptureRequest
@@ -26,6 +25,9 @@ def run(
     segment: options.Segment = None,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
+    implementations: Annotated[
+        str, typer.Option(metavar="I[,I...]", help="What to compare; one that is left out cannot be refused.")
+    ] = "unfused,fused",
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
@@ -41,29 +43,33 @@ def run(
 ) -> None:
     """Run a model on a prompt and compare the SSD implementations on what its layers compute.
 
-    Exit code 1 says that a case was inaccurate or not finite.
+    Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
+    not finite or refused, that nothing was compared, or that the stored capture was broken off.
     """
-    from ssdprof.pipeline.request import Keep, parse_percent, precisions
-    from ssdprof.pipeline.subject import find, find_to_replay
+    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, precisions
+    from ssdprof.pipeline.subject import find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
-    chosen = precisions(dtypes, states)
-    smallest = parse_percent("--smallest-difference", smallest_difference)
+    replay = ReplayRequest(
+        precisions=precisions(dtypes, states),
+        implementations=parse_implementations(implementations),
+        smallest_difference=parse_percent("--smallest-difference", smallest_difference),
+    )
+    found = find_to_replay(request, save_captures=save_captures)
+    from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
+    from ssdprof.pipeline.run import run as run_model
+
     if dry_run:
         from ssdprof.pipeline.dry_run import plan
 
-        terminal.show_plan(plan(find(request)), as_json)
+        terminal.show_plan(plan(found), as_json)
+        check(found, replay)
         return
-    subject = find_to_replay(request)
-    from ssdprof.pipeline.run import run as run_model  # torch comes with it: after all that can be wrong without
-
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = run_model(
-        request, chosen, keep, terminal.TerminalWatcher(), subject=subject, smallest_difference=smallest
-    )
+    folder, report = run_model(request, replay, keep, terminal.TerminalWatcher(), found=found)
     if as_json:
         print(document.dump(report))
     else:
@@ -71,8 +77,7 @@ def run(
         terminal.err().print(f"Kept in {folder}.")
     if stalls:
         _stalls(request, folder, report, tuned, as_json)
-    if not report.passed:
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    terminal.exit_by(report)
 
 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:

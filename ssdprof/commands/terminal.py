@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ssdprof.progress import Advance
+    from ssdprof.schema import RunReport
     from ssdprof.schema.plan import DryRun
 
 WIDTH_OF_A_PIPE = 120
@@ -95,6 +97,15 @@ def command_line() -> tuple[str, ...]:
     return ("ssdprof", *(masked(word) for word in sys.argv[1:]))
 
 
+def exit_by(report: RunReport) -> None:
+    """End with exit code 1 unless everything that the run was asked for was compared and passed."""
+    from ssdprof.errors import ExitCode
+    from ssdprof.schema.outcome import outcome
+
+    if not outcome(report).passed:
+        raise typer.Exit(ExitCode.GATE_FAILED)
+
+
 def show_plan(plan: DryRun, as_json: bool) -> None:
     """The answer of --dry-run, on stdout."""
     if as_json:
@@ -108,7 +119,7 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
     indices = ", ".join(str(layer.index) for layer in plan.layers)
     rows = {
         "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
-        "prompt": f"{', '.join(f'{seqlen:,}' for seqlen in plan.seqlens)} tokens",
+        "prompt": f"{_tokens(plan.seqlens)}",
         "download": _megabytes(plan.download_bytes),
         "weights": f"{_megabytes(plan.weight_bytes)} loaded; {_megabytes(plan.free_bytes)} are free on {plan.device}",
     }
@@ -117,6 +128,11 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
     for file in plan.files:
         size = _megabytes(file.size_bytes)
         console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))
+
+
+def _tokens(seqlens: tuple[int, ...]) -> str:
+    """ "1 token", "1,024, 16,384 tokens"."""
+    return f"{', '.join(f'{seqlen:,}' for seqlen in seqlens)} {'token' if seqlens == (1,) else 'tokens'}"
 
 
 def _megabytes(size: int) -> str:

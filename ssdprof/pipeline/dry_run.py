@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from ssdprof.errors import BadInputError
+from ssdprof.files import why
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.subject import Subject
+from ssdprof.pipeline.subject import Stored, Subject
 from ssdprof.schema.plan import DryRun, PlannedFile
 
+_BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, and a run of it cannot pass."
 
-def plan(subject: Subject) -> DryRun:
-    """What `run` or `capture` would download and load."""
+
+def plan(found: Subject | Stored) -> DryRun:
+    """What `run` or `capture` would download and load.  BadInputError for a file of a capture that is not there."""
+    return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+
+
+def _of_model(subject: Subject) -> DryRun:
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
@@ -20,3 +30,28 @@ def plan(subject: Subject) -> DryRun:
         free_bytes=limits.free_bytes(),
         notes=subject.located.notes,
     )
+
+
+def _of_stored(stored: Stored) -> DryRun:
+    """Nothing is downloaded, and no weights are loaded."""
+    return DryRun(
+        checkpoint=stored.ref,
+        layers=stored.layers,
+        dims="stored captures",
+        seqlens=stored.seqlens,
+        files=tuple(
+            PlannedFile(name=capture.file, size_bytes=_size(stored.folder / capture.file), cached=True)
+            for capture in stored.chosen
+        ),
+        weight_bytes=0,
+        device=str(limits.device()),
+        free_bytes=limits.free_bytes(),
+        notes=() if stored.manifest.complete else (_BROKEN_OFF,),
+    )
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {why(error)}.", "Capture again.") from error

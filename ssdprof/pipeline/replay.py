@@ -72,18 +72,22 @@ def unready(operator: str, implementations: Sequence[str] = COMPARED) -> str:
     return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
 
 
+def refuse_unknown(implementations: Sequence[str], operator: str) -> None:
+    """BadInputError for a name that is not registered."""
+    known = kernels.names(operator)
+    for name in implementations:
+        if name not in known:
+            raise BadInputError(
+                f"There is no implementation {name!r} of {operator}.", f"There are: {', '.join(known) or 'none'}."
+            )
+
+
 def replay_layer(layer: LayerRef, inputs: Any, options: ReplayOptions) -> tuple[CaseResult, ...]:
     """The result of every case, grouped by state dtype, the baseline first.  What went wrong is in a case's status.
 
     Raises BadInputError for an implementation that is not registered.
     """
-    operator = operators.of(inputs).name
-    known = kernels.names(operator)
-    for name in (options.baseline, *options.implementations):
-        if name not in known:
-            raise BadInputError(
-                f"There is no implementation {name!r} of {operator}.", f"There are: {', '.join(known) or 'none'}."
-            )
+    refuse_unknown((options.baseline, *options.implementations), operators.of(inputs).name)
     device = tensors.device(inputs)
     bench = CudaBench(device) if options.timed and device.type == "cuda" and not INTERPRETED else None
     return LayerReplay(layer, inputs, options, bench).run()

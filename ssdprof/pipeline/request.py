@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import DType, Intermediates, PrecisionRecord
+from ssdprof.schema import Asked, DType, Intermediates, LayerRef, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
+IMPLEMENTATIONS = ("unfused", "fused")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 
 
@@ -42,6 +43,19 @@ class CaptureRequest:
     prompt: PromptRequest = field(default_factory=PromptRequest)
     layers: str = "all"
     segment_length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayRequest:
+    """What to compare.  smallest_difference: of two times that counts, relative."""
+
+    precisions: tuple[PrecisionRecord, ...]
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    smallest_difference: float = 0.01
+
+    def asked(self, layers: tuple[LayerRef, ...]) -> Asked:
+        """For the report of a run of these layers."""
+        return Asked(implementations=self.implementations, precisions=self.precisions, layers=layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +91,16 @@ def parse_states(states: str) -> tuple[DType, ...]:
             )
         chosen += [dtype for dtype in match if dtype not in chosen]
     return tuple(chosen)
+
+
+def parse_implementations(words: str) -> tuple[str, ...]:
+    """ "fused,unfused" -> names, each once.  Which there are depends on the operator and is not checked here."""
+    names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
+    if "" in names:
+        raise BadInputError(
+            f"--implementations has an empty name: {words!r}.", f"Give one or more of {', '.join(IMPLEMENTATIONS)}."
+        )
+    return names
 
 
 def parse_percent(option: str, text: str) -> float:

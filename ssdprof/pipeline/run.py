@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ssdprof import operators, runs
-from ssdprof.capture import CapturedLayer, select_layers, store
+from ssdprof.capture import CapturedLayer, store
 from ssdprof.environment import ClockWatch
 from ssdprof.errors import BadInputError
 from ssdprof.measure.memory import forget_peak, peak_bytes
@@ -20,100 +20,91 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
-from ssdprof.pipeline.replay import ReplayOptions, replay_layer, unready
-from ssdprof.pipeline.request import CaptureRequest, Keep, ModelRequest
-from ssdprof.pipeline.subject import Subject, captures_of, find_to_replay
+from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
+from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
+from ssdprof.pipeline.subject import Stored, Subject, find_to_replay
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
-from ssdprof.schema import CheckpointRef, LayerRef, PrecisionRecord, RunReport
+from ssdprof.schema import RunReport
 
 
 def run(
     request: CaptureRequest,
-    precisions: tuple[PrecisionRecord, ...],
+    replay: ReplayRequest,
     keep: Keep,
     watcher: Watcher,
     *,
-    subject: Subject | None = None,
-    smallest_difference: float = 0.01,
+    found: Subject | Stored | None = None,
 ) -> tuple[Path, RunReport]:
-    """Capture a model's layers on each prompt and replay them.  Returns the run's folder and its report.
+    """Capture a model's layers on each prompt, or open stored captures, and replay them.
 
-    subject: what `find_to_replay` gave for the request, if it was asked already.
-    smallest_difference: of two times that counts, relative.
+    found: what `find_to_replay` gave for the request, if it was asked already.
+    Returns the run's folder and its report.
     """
-    sampling = SamplingPlan(smallest_difference=smallest_difference)
-    if captures_of(request) is not None:
-        return _run_stored(request, precisions, keep, watcher, sampling)
+    found = found or find_to_replay(request, save_captures=keep.save_captures)
+    if isinstance(found, Stored):
+        return _run_stored(found, replay, keep, watcher)
     with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
-        subject = subject or find_to_replay(request)
-        assert subject is not None, "the request names no captures"
-        _refuse_unready(subject.ref, subject.layers)
-        limits.check_replay(subject.seqlens)
-        loaded = load(request, subject, watcher)
-        report = draft(folder, keep.command, subject.ref, loaded.prompts, max(loaded.segment_lengths))
+        check(found, replay)
+        loaded = load(request, found, watcher)
+        report = draft(
+            folder,
+            keep.command,
+            found.ref,
+            loaded.prompts,
+            max(loaded.segment_lengths),
+            asked=replay.asked(found.layers),
+        )
         recorder = stack.enter_context(recorded(folder, report, watcher))
-        count = len(subject.layers) * len(loaded.ids)
-        replay = stack.enter_context(_replaying(recorder, precisions, watcher, count, sampling))
+        count = len(found.layers) * len(loaded.ids)
+        on_layer = stack.enter_context(_replaying(recorder, replay, watcher, count))
         if keep.save_captures:
-            writer = stack.enter_context(store_in(folder.captures, subject, loaded))
-            run_model(subject, loaded, writer.add, replay)
+            writer = stack.enter_context(store_in(folder.captures, found, loaded))
+            run_model(found, loaded, writer.add, on_layer)
         else:
-            run_model(subject, loaded, replay)
+            run_model(found, loaded, on_layer)
     return folder.path, recorder.report
 
 
-def _run_stored(
-    request: CaptureRequest,
-    precisions: tuple[PrecisionRecord, ...],
-    keep: Keep,
-    watcher: Watcher,
-    sampling: SamplingPlan,
-) -> tuple[Path, RunReport]:
-    """Replay stored captures: `request.model.model` is their folder."""
-    plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
-    if request != plain or keep.save_captures:
-        raise BadInputError(
-            f"{request.model.model} holds stored captures: their model, prompt and segments are what they are.",
-            "Only --layers, --dtypes, --states and --out go with stored captures.",
-        )
-    manifest, load_layer = store.load(Path(request.model.model).expanduser())
-    layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
-    chosen = [stored for stored in manifest.layers if stored.layer in layers]
-    if not chosen:
-        raise BadInputError(f"{request.model.model} holds no layer: its capture was broken off.", "Capture again.")
-    _refuse_unready(manifest.checkpoint, layers)
-    limits.check_replay([stored.seqlen for stored in chosen])
-    remarks = () if manifest.complete else ("The stored capture was broken off: it may lack layers or prompts.",)
-    with runs.opened(keep.out, manifest.checkpoint.repo_id) as folder:
+def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher) -> tuple[Path, RunReport]:
+    check(stored, replay)
+    manifest, load_layer = store.load(stored.folder)
+    with runs.opened(keep.out, stored.ref.repo_id) as folder:
         report = draft(
-            folder, keep.command, manifest.checkpoint, manifest.prompts, manifest.segment_length, remarks=remarks
+            folder,
+            keep.command,
+            stored.ref,
+            manifest.prompts,
+            manifest.segment_length,
+            asked=replay.asked(stored.layers),
+            capture_complete=manifest.complete,
         )
         with (
             recorded(folder, report, watcher) as recorder,
-            _replaying(recorder, precisions, watcher, len(chosen), sampling) as replay,
+            _replaying(recorder, replay, watcher, len(stored.chosen)) as on_layer,
         ):
-            for stored in chosen:
-                replay(load_layer(stored, limits.device()))
+            for capture in stored.chosen:
+                on_layer(load_layer(capture, limits.device()))
     return folder.path, recorder.report
 
 
-def _refuse_unready(ref: CheckpointRef, layers: tuple[LayerRef, ...]) -> None:
-    """BadInputError if the operator of a layer can be captured and not yet be replayed."""
-    for name in dict.fromkeys(layer.operator for layer in layers):
-        why = unready(name)
-        if why:
+def check(found: Subject | Stored, replay: ReplayRequest) -> None:
+    """Raise what keeps this machine from replaying what was found.  Loads nothing; `--dry-run` asks the same."""
+    for name in dict.fromkeys(layer.operator for layer in found.layers):
+        if why := unready(name):
             raise BadInputError(
-                f"{ref.repo_id} has {operators.outline(name).layers} layers: their inputs can be captured, but not be "
-                f"replayed yet, because {why}.",
+                f"{found.ref.repo_id} has {operators.outline(name).layers} layers: their inputs can be captured, but "
+                f"not be replayed yet, because {why}.",
                 "Use 'ssdprof capture' for now, or run a model with other layers.",
             )
+        refuse_unknown(replay.implementations, name)
+    limits.check_replay(found.seqlens)
+    if isinstance(found, Subject):
+        limits.check_weights(found.located, found.layers)
 
 
 @contextmanager
-def _replaying(
-    recorder: Recorder, precisions: tuple[PrecisionRecord, ...], watcher: Watcher, layers: int, sampling: SamplingPlan
-) -> Iterator[OnLayer]:
+def _replaying(recorder: Recorder, wanted: ReplayRequest, watcher: Watcher, layers: int) -> Iterator[OnLayer]:
     """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
@@ -127,8 +118,9 @@ def _replaying(
             recorder.update(ceilings=measure_ceilings(gpu))
             forget_peak(gpu)
         options = ReplayOptions(
-            precisions=precisions,
-            sampling=sampling,
+            precisions=wanted.precisions,
+            implementations=wanted.implementations,
+            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
             ceilings=recorder.report.ceilings,
             watcher=watcher,
             on_case=recorder.finished,

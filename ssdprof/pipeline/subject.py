@@ -10,8 +10,8 @@ from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.capture.select import select_layers
 from ssdprof.checkpoint import Located, locate
 from ssdprof.errors import BadInputError
-from ssdprof.pipeline.request import CaptureRequest
-from ssdprof.schema import CheckpointRef, LayerRef
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,27 @@ class Subject:
         return max(layer.index for layer in self.layers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What a request for stored captures came to: the wanted layers of each prompt."""
+
+    folder: Path
+    manifest: CaptureManifest
+    chosen: tuple[LayerCapture, ...]
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return self.manifest.checkpoint
+
+    @property
+    def layers(self) -> tuple[LayerRef, ...]:
+        return tuple(dict.fromkeys(capture.layer for capture in self.chosen))
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(capture.seqlen for capture in self.chosen))
+
+
 def captures_of(request: CaptureRequest) -> Path | None:
     """The folder, if the request names one of stored captures."""
     folder = Path(request.model.model).expanduser()
@@ -47,18 +68,33 @@ def find(request: CaptureRequest) -> Subject:
     return Subject(located=located, layers=layers, seqlens=request.prompt.seqlens or limits.default_seqlens())
 
 
-def find_to_replay(request: CaptureRequest) -> Subject | None:
-    """As `find`, and None for stored captures, of which the manifest and the wanted layers are checked.
+def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> Subject | Stored:
+    """As `find`, or the wanted layers of stored captures.
 
-    BadInputError for a model whose layers are larger than any implementation takes.
+    BadInputError for options that do not go with stored captures, and for a model whose layers are larger than any
+    implementation takes.
     """
     folder = captures_of(request)
     if folder is not None:
-        select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in read_manifest(folder).layers)))
-        return None
+        return _find_stored(folder, request, save_captures=save_captures)
     subject = find(request)
     refuse_large(subject)
     return subject
+
+
+def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) -> Stored:
+    plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
+    if request != plain or save_captures:
+        raise BadInputError(
+            f"{folder} holds stored captures: their model, prompt and segments are what they are.",
+            "Of the options of a model, only --layers goes with stored captures.",
+        )
+    manifest = read_manifest(folder)
+    layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
+    chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
+    if not chosen:
+        raise BadInputError(f"{folder} holds no layer: its capture was broken off.", "Capture again.")
+    return Stored(folder=folder, manifest=manifest, chosen=chosen)
 
 
 def refuse_large(subject: Subject) -> None:

@@ -14,19 +14,23 @@ from ssdprof.report import format as fmt
 from ssdprof.report import summary, terminal
 from ssdprof.report.groups import Group, groups, precision_order, tokens
 from ssdprof.report.tables import accuracy
-from ssdprof.schema import CaseResult, DType, Intermediates, RunReport
+from ssdprof.schema import CaseResult, DType, Intermediates, PrecisionRecord, RunReport
+from ssdprof.schema.outcome import at_precisions, outcome
 
 
 def accuracy_table(
     report: RunReport,
     intermediates: Intermediates | Literal["all"] = "all",
     state_dtypes: Sequence[DType] = ("fp32", "fp16", "bf16"),
+    *,
+    every_state: bool = False,
 ) -> RenderableType:
     """Match percentages against the baseline and fp64, one column per chosen precision, under a verdict.
 
-    Raises BadInputError if the run compared nothing at these precisions.
+    Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also if it compared
+    nothing with one of the state dtypes.
     """
-    kinds = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+    kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
 
     def chosen(case: CaseResult) -> bool:
         return case.precision.intermediates in kinds and case.precision.state_dtype in state_dtypes
@@ -37,11 +41,15 @@ def accuracy_table(
         for name in group.compared
         if any(chosen(case) for case in group.cases if case.implementation == name)
     ]
-    if not found:
-        raise _nothing_compared(report, f"{fmt.words(kinds, 'or')} with {fmt.words(state_dtypes, 'or')} states")
+    held = {case.precision.state_dtype for group, _ in found for case in group.cases if chosen(case)}
+    absent = [state for state in state_dtypes if state not in held]
+    if not found or (every_state and absent):
+        raise _nothing_compared(report, f"{fmt.words(kinds, 'or')} with {fmt.words(absent, 'or')} states")
     parts: list[RenderableType] = [Text(f"{report.checkpoint.repo_id}, run {report.run_id}", style="bold")]
-    if report.state == "partial":
-        parts.append(terminal.verdict("PARTIAL: this run did not reach its end.", good=False))
+    shown = at_precisions(
+        report, [PrecisionRecord(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
+    )
+    parts += [terminal.verdict(line, good=False) for line in summary.shortcomings(outcome(shown))]
     advice: dict[tuple[str, bool], list[Group]] = {}
     for group, name in found:
         series = group.series(name)

@@ -10,6 +10,7 @@ from ssdprof.report import summary
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.tables import Figure, Note, Table, accuracy, run, speed
 from ssdprof.schema import RunReport
+from ssdprof.schema.outcome import outcome
 
 Depth = Literal["main", "detail", "file"]
 
@@ -42,7 +43,7 @@ def compose(report: RunReport) -> Document:
     return Document(
         title=f"ssdprof: {', '.join(part for part in parts if part)}",
         verdict=summary.verdict(report),
-        failed=not report.passed,
+        failed=not outcome(report).passed,
         summary=summary.statements(report),
         caveats=summary.caveats(report),
         sections=tuple(section for section in _sections(report, found) if section.blocks),

@@ -131,6 +131,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def tokens(seqlen: int, batch: int = 1) -> str:
+    """ "1 token", "131,072 tokens", "32 x 1,024 tokens"."""
+    return plural(seqlen, "token") if batch == 1 else f"{batch} x {plural(seqlen, 'token')}"
+
+
 def _three_digits(value: float) -> str:
     if value == 0:
         return "0"

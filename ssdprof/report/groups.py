@@ -66,7 +66,7 @@ class Group:
     @property
     def tokens(self) -> str:
         """ "131,072 tokens", "32 x 1,024 tokens"."""
-        return f"{self.seqlen:,} tokens" if self.batch == 1 else f"{self.batch} x {self.seqlen:,} tokens"
+        return fmt.tokens(self.seqlen, self.batch)
 
     @property
     def layers(self) -> tuple[LayerRef, ...]:
@@ -134,7 +134,10 @@ def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
 
 def tokens(prompts: Iterable[Group]) -> str:
     """ "131,072, 16,384 and 1,024 tokens"."""
-    return fmt.words(group.tokens.removesuffix(" tokens") for group in prompts) + " tokens"
+    first, *others = (group.tokens for group in prompts)
+    if not others:
+        return first
+    return fmt.words(text.removesuffix("s").removesuffix(" token") for text in (first, *others)) + " tokens"
 
 
 def precision_order(precision: PrecisionRecord) -> tuple[int, int]:

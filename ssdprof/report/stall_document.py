@@ -21,7 +21,7 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
     parts = [
         "ssdprof stalls",
         *(
-            [subject.model.split(",")[0], subject.layer.name, f"{subject.dims.seqlen:,} tokens", str(subject.precision)]
+            [subject.model.split(",")[0], subject.layer.name, fmt.tokens(subject.dims.seqlen), str(subject.precision)]
             if subject
             else ()
         ),

@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
+from ssdprof.schema.outcome import Outcome, exact_answer_is_finite, outcome
 
-GOOD = ("PASSED", "So far")  # how a line begins that holds no bad news
+GOOD = ("PASSED", "So far", "The other")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
+_NO_ANSWER = "without a finite exact answer"
 
 
 def verdict(report: RunReport) -> tuple[str, ...]:
-    """A line each on whether the run is whole, what passed or failed, and what was refused."""
-    lines = []
-    if report.state == "partial":
-        lines.append("PARTIAL: this run did not reach its end.  What is here is valid; the rest is missing.")
-    if not report.cases:
-        return (*lines, "Nothing was compared.")
-    failed = [case for case in report.cases if case.status not in ("passed", "refused")]
-    refused = [case for case in report.cases if case.status == "refused"]
-    judged = len(report.cases) - len(refused)
-    if failed:
-        lines.append(f"FAILED: {len(failed)} of {fmt.plural(judged, 'case')}: {_which(failed)}.")
-    elif judged:
-        head = "So far" if report.state == "partial" else "PASSED:"
-        who = "the one case is" if judged == 1 else f"all {judged} cases are"
-        lines.append(f"{head} {who} within the error budget against the fp64 oracle.")
-    if refused:
-        lines.append(f"Refused: {_which(refused)}.")
+    """A line each on whether the run is whole, what failed, what was refused, and what passed."""
+    found = outcome(report)
+    lines = list(shortcomings(found))
+    if not found.judged:
+        lines.append("Nothing was compared.")
+    elif not found.failed:
+        if found.passed:
+            who = "PASSED: the one case is" if found.judged == 1 else f"PASSED: all {found.judged} cases are"
+        elif found.broken_off:
+            who = "So far the one case is" if found.judged == 1 else f"So far all {found.judged} cases are"
+        else:
+            who = "The other case is" if found.judged == 1 else f"The other {found.judged} cases are"
+        lines.append(f"{who} within the error budget against the fp64 oracle.")
     return tuple(lines)
+
+
+def shortcomings(found: Outcome) -> Iterator[str]:
+    """A line for each thing that keeps a run from passing, if any of its cases ran."""
+    if found.broken_off:
+        yield f"PARTIAL: {found.broken_off}.  What is here is valid; the rest is missing."
+    elif found.missing:
+        yield f"MISSING: {fmt.plural(found.missing, 'case')} that the run was asked for."
+    of_inputs = [case for case in found.failed if not exact_answer_is_finite(case)]
+    of_kernels = [case for case in found.failed if exact_answer_is_finite(case)]
+    if of_inputs:
+        yield (
+            f"FAILED: the model's inputs, not the kernels.  In {_layers([case.layer.index for case in of_inputs])} the "
+            "exact answer itself is not finite: weights or activations hold NaN or infinity, or overflow the output's "
+            "dtype."
+        )
+    if of_kernels:
+        yield f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: {_which(of_kernels)}."
+    if found.refused:
+        yield f"REFUSED: {_which(found.refused)}: {_why(found.refused)}"
+
+
+def _why(refused: Iterable[CaseResult]) -> str:
+    """The reasons, each once."""
+    return ";  ".join(dict.fromkeys(case.reason.rstrip(".") for case in refused)) + "."
 
 
 @dataclass(frozen=True)
@@ -91,7 +114,7 @@ def _trouble(series: Series) -> str:
     found: dict[str, list[int]] = {}
     for case in series.cases:
         if case.status != "passed":
-            found.setdefault(_STATUSES.get(case.status, case.status), []).append(case.layer.index)
+            found.setdefault(_status(case), []).append(case.layer.index)
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
 
 
@@ -167,17 +190,23 @@ def _of_results(report: RunReport) -> Iterator[str]:
     for group in groups(report):
         chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
         if chunks and group.seqlen <= min(chunks):
+            are = "is" if group.seqlen == 1 else "are"
             yield (
-                f"{group.tokens} are no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
+                f"{group.tokens} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."
             )
 
 
-def _which(cases: list[CaseResult]) -> str:
+def _status(case: CaseResult) -> str:
+    """In words; a case whose exact answer is not finite is not its kernel's fault."""
+    return _STATUSES.get(case.status, case.status) if exact_answer_is_finite(case) else _NO_ANSWER
+
+
+def _which(cases: Iterable[CaseResult]) -> str:
     """ "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..." """
     found: dict[str, list[int]] = {}
     for case in cases:
-        status = "" if case.status == "refused" else f" {_STATUSES.get(case.status, case.status)}"
+        status = "" if case.status == "refused" else f" {_status(case)}"
         found.setdefault(f"{case.implementation} ({case.precision}){status}", []).append(case.layer.index)
     return "; ".join(f"{name} in {_layers(layers)}" for name, layers in found.items())
 

@@ -33,10 +33,6 @@ class RunFolder:
         """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
         write_text(self.path / REPORT, document.dump(report) + "\n")
 
-    def discard(self) -> None:
-        """Take the report back: there is nothing worth keeping."""
-        (self.path / REPORT).unlink(missing_ok=True)
-
 
 @contextmanager
 def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iterator[RunFolder]:

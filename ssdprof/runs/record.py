@@ -11,7 +11,7 @@ from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes
-from ssdprof.schema import CaseResult, CheckpointRef, LayerRef, Prompt, RunReport
+from ssdprof.schema import Asked, CaseResult, CheckpointRef, LayerRef, Prompt, RunReport
 
 
 def draft(
@@ -21,27 +21,30 @@ def draft(
     prompts: Sequence[Prompt],
     segment_length: int,
     *,
-    remarks: Sequence[str] = (),
+    asked: Asked,
+    capture_complete: bool = True,
 ) -> RunReport:
-    """The report of a run that is about to start.  command: as typed.  remarks: to add to its notes."""
+    """The report of a run that is about to start.  command: as typed."""
     return RunReport(
         ssdprof_version=__version__,
         run_id=folder.path.resolve().name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         state="partial",
+        asked=asked,
+        capture_complete=capture_complete,
         checkpoint=ref,
         environment=environment.collect(),
         prompts=tuple(prompts),
         captured_layers=(),
         segment_length=segment_length,
         cases=(),
-        notes=(*notes(ref, prompts), *remarks),
+        notes=tuple(notes(ref, prompts)),
     )
 
 
 class Recorder:
-    """The report of one run as it grows.  After the first update, `report` is what report.json holds."""
+    """The report of one run as it grows, on disk from its first case on: before that there is nothing to read."""
 
     def __init__(self, folder: RunFolder, draft: RunReport) -> None:
         self.folder = folder
@@ -50,7 +53,8 @@ class Recorder:
     def update(self, **fields: Any) -> None:
         """Replace fields of the report, on disk too."""
         self.report = self.report.model_copy(update=fields)
-        self.folder.write(self.report)
+        if self.report.cases or self.report.state == "complete":
+            self.folder.write(self.report)
 
     def captured(self, layer: LayerRef, remark: str = "") -> None:
         """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
@@ -69,21 +73,20 @@ def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[
     """The context's value records.  The report is complete if the context ends well; else it stays partial, and the
     user hears what there is.
 
-    A run that failed before its first case is not kept.  One that was interrupted is.
+    A run that ended before its first case is not kept, and so does not become the latest.
     """
     recorder = Recorder(folder, draft)
     try:
-        recorder.update()
         yield recorder
     except KeyboardInterrupt:
+        if not recorder.report.cases:
+            raise KeyboardInterrupt("Nothing had been compared yet, and no report is kept.") from None
         raise KeyboardInterrupt(
             f"What was done is kept in {folder.path}, marked as partial: {_count(recorder)}."
         ) from None
     except BaseException:
         if recorder.report.cases:
             watcher.say(f"Kept in {folder.path}, marked as partial: {_count(recorder)}.")
-        else:
-            folder.discard()
         raise
     recorder.update(state="complete")
 

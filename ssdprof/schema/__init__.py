@@ -10,12 +10,13 @@ from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import CaseResult, RunReport, Status
+from ssdprof.schema.run import Asked, CaseResult, RunReport, Status
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
     "SCHEMA_VERSION",
     "TOLERANCES",
+    "Asked",
     "CaptureManifest",
     "CaseResult",
     "Ceilings",

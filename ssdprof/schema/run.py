@@ -41,6 +41,14 @@ class CaseResult(Record):
         return self
 
 
+class Asked(Record):
+    """What a run was to compare: every implementation at every precision, in every layer, on every prompt."""
+
+    implementations: tuple[str, ...]
+    precisions: tuple[PrecisionRecord, ...]
+    layers: tuple[LayerRef, ...]
+
+
 class RunReport(Record):
     schema_version: int = SCHEMA_VERSION
     ssdprof_version: str
@@ -48,6 +56,8 @@ class RunReport(Record):
     created: str  # ISO 8601, UTC
     command: tuple[str, ...]  # as typed, without tokens
     state: Literal["complete", "partial"]
+    asked: Asked | None = None  # None in reports from before it was recorded
+    capture_complete: bool = True  # False: what was replayed is a stored capture that was broken off
     checkpoint: CheckpointRef
     environment: Environment
     prompts: tuple[Prompt, ...]
@@ -59,7 +69,3 @@ class RunReport(Record):
     cases: tuple[CaseResult, ...]
     baseline: str = "unfused"
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
-
-    @property
-    def passed(self) -> bool:
-        return self.state == "complete" and all(case.status in ("passed", "refused") for case in self.cases)

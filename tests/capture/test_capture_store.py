@@ -3,7 +3,9 @@
 import json
 import math
 import multiprocessing
+import os
 import resource
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +18,7 @@ import torch
 
 from ssdprof.capture import CapturedLayer, capture_layers
 from ssdprof.capture.layout import tensors
-from ssdprof.capture.store import MANIFEST, CaptureWriter, default_folder, is_capture, load
+from ssdprof.capture.store import MANIFEST, CaptureWriter, check_folder, default_folder, is_capture, load
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt
@@ -241,6 +243,91 @@ def test_a_damaged_manifest(stored: Path) -> None:
         (stored / MANIFEST).write_bytes(content)
         with pytest.raises(BadInputError, match="it is not JSON"):
             load(stored)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_users_permissions(tmp_path: Path, mamba2: list[CapturedLayer], umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with writer(tmp_path) as out:
+            out.add(mamba2[0])
+        modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir() if file.name != ".lock"}
+    finally:
+        os.umask(before)
+    assert modes == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_size": 64}, "the scalars of model.layers.0.mixer are not those that were written"),
+        ({"chunk_size": 32.0}, "the scalars of"),
+        ({"dt_softplus": 1}, "the scalars of"),
+    ],
+)
+def test_a_changed_scalar(stored: Path, change: dict[str, Any], message: str) -> None:
+    edit(stored, lambda manifest: manifest["layers"][0]["scalars"].update(change))
+    with pytest.raises(BadInputError, match=message):
+        read_all(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_size": "32"}, "chunk_size = '32': Input should be a valid integer"),
+        ({"chunk_size": True}, "chunk_size = True"),
+        ({"dt_softplus": "yes"}, "dt_softplus = 'yes'"),
+        ({"dt_limit_low": "0"}, "dt_limit"),
+        ({"unheard": 1}, "unheard is no argument of SSDInputs"),
+    ],
+)
+def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:
+    """In a capture of schema version 1, which has no hash of them."""
+
+    def damage(manifest: dict[str, Any]) -> None:
+        manifest["layers"][0]["scalars"].update(change)
+        manifest["layers"][0].pop("scalars_sha256")
+        manifest["schema_version"] = 1
+        for layer in manifest["layers"][1:]:
+            layer.pop("scalars_sha256")
+
+    edit(stored, damage)
+    with pytest.raises(BadInputError, match=message):
+        read_all(stored)
+
+
+def test_a_deeply_nested_manifest(stored: Path) -> None:
+    (stored / MANIFEST).write_text("[" * 10**5)
+    with pytest.raises(BadInputError, match="it is not JSON: maximum recursion depth"):
+        load(stored)
+
+
+@pytest.mark.parametrize("opener", ["read_text", "safe_open"])
+def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str) -> None:
+    """Simulated: the administrator, who may run the tests, may read everything."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    if opener == "read_text":
+        monkeypatch.setattr(Path, "read_text", refuse)
+    else:
+        monkeypatch.setattr("ssdprof.capture.store.safe_open", refuse)
+    with pytest.raises(MissingCapabilityError, match="cannot be read: Permission denied"):
+        read_all(stored)
+
+
+def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInputError, match="holds a complete capture"):
+        check_folder(stored, overwrite=False)
+    check_folder(stored, overwrite=True)
+    check_folder(stored / "new" / "folder", overwrite=False)
+    (stored / "file").write_text("")
+    with pytest.raises(MissingCapabilityError, match="file/inside cannot be written: not a directory"):
+        check_folder(stored / "file" / "inside", overwrite=False)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(MissingCapabilityError, match="cannot be written: permission denied"):
+        check_folder(stored / "new", overwrite=False)
 
 
 def test_no_manifest(tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ LAYERS = tuple(LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd")
         ("7,3", [3, 7]),
         (" 3 , 7, 3 ", [3, 7]),
         ("FIRST:2", [0, 1]),
+        ("0-3", [0, 1, 3]),
+        ("3-7", [3, 4, 6, 7]),
+        (" 0 - 1 , 7 ", [0, 1, 7]),
+        ("6-6,0", [0, 6]),
     ],
 )
 def test_selects(spec: str, indices: list[int]) -> None:
@@ -36,6 +40,16 @@ def test_selects(spec: str, indices: list[int]) -> None:
 def test_a_layer_that_is_not_there_is_named_and_the_others_are_listed() -> None:
     with pytest.raises(BadInputError, match=r"Layer 2, 9 .* 6: 0, 1, 3, 4, 6, 7"):
         select_layers("3,9,2", LAYERS)
+
+
+def test_a_range_without_any_such_layer_is_named() -> None:
+    with pytest.raises(BadInputError, match=r"Layer 2-2, 8-9 has no SSD"):
+        select_layers("8-9,2-2,3", LAYERS)
+
+
+def test_a_range_that_runs_backwards() -> None:
+    with pytest.raises(BadInputError, match="the range 7-3 is empty"):
+        select_layers("7-3", LAYERS)
 
 
 def test_more_layers_than_there_are() -> None:
@@ -50,7 +64,7 @@ def test_selecting_nothing(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "none", "first", "first:", "first:-1", "every:x", "3-7", "3,,7", "3,", "-3", "3.5"]
+    "spec", ["", "none", "first", "first:", "first:-1", "every:x", "3-", "3-7-9", "3,,7", "3,", "-3", "3.5"]
 )
 def test_a_spec_that_cannot_be_read(spec: str) -> None:
     with pytest.raises(BadInputError, match="cannot be read") as raised:

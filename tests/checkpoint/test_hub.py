@@ -172,6 +172,34 @@ def test_a_broken_connection_continues_where_it_broke(
     checkpoint.load_model(local, device="cpu")
 
 
+@pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
+def test_a_connection_that_drops_between_requests(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """As keep-alive connections do: the server hangs up instead of answering."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    hub.publish("org/tiny", saved("mamba2"))
+    hub.drops = at == "config"
+    repo = hub_module.HubRepo("org/tiny")
+    hub.drops = at == "listing"
+    shard = min(name for name in repo.sizes if name.endswith(".safetensors"))
+    assert repo.complete
+    hub.drops = 2 * (at == "header")
+    assert repo.header(shard)
+    hub.drops = 2 * (at == "shard")
+    assert repo.path(shard).stat().st_size == repo.sizes[shard]
+    assert hub.drops == 0
+
+
+def test_a_connection_that_keeps_dropping_ends(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    hub.publish("org/tiny", saved("mamba2"))
+    repo = hub_module.HubRepo("org/tiny")
+    hub.drops = 1000
+    with pytest.raises(ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "):
+        repo.path("model.safetensors.index.json")
+
+
 def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.publish("org/tiny", saved("mamba2"))
     located = checkpoint.locate("org/tiny")
@@ -374,6 +402,62 @@ def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: 
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "answered 503" in error.message
+
+
+def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client would try for 24 s."""
+    hub.close()
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+    error = failure("allenai/Olmo-Hybird-7B")
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert "cannot be reached: " in error.message
+    assert "Names like it: allenai/Olmo-Hybrid-7B." in error.hint
+
+
+def test_a_password_in_the_endpoint_is_masked(
+    hub: MiniHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("http://", "http://user:secret@"))
+    hub.close()
+    error = failure("org/tiny")
+    assert "http://...@127.0.0.1" in error.message
+    assert "secret" not in str(vars(error)) + "".join(capsys.readouterr())
+
+
+def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+    import logging
+
+    hub_module.api()
+    logging.getLogger("huggingface_hub.utils._http").warning("%s thrown at %s", "Error", "http://user:secret@host/a")
+    shown = capsys.readouterr().err
+    assert "secret" not in shown
+
+
+def test_a_cache_that_may_not_be_written(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/cache/models--org--tiny")
+
+    monkeypatch.setattr("os.makedirs", refuse)
+    error = failure("org/tiny")
+    assert error.exit_code == ExitCode.MISSING_CAPABILITY
+    assert "/cache/models--org--tiny cannot be written: Permission denied" in error.message
+    assert "HF_HOME" in error.hint
+
+
+def test_a_pasted_address_and_a_revision_behind_an_at(hub: MiniHub, saved: Save, copied: Save) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    commit = hub.publish("org/tiny", copied("bamba"), revision="v1")
+    for typed in (f"{hub.url}/org/tiny/tree/v1", "org/tiny@v1"):
+        ref = checkpoint.locate(typed).ref
+        assert (ref.requested, ref.repo_id, ref.revision) == (typed, "org/tiny", commit)
+
+
+def test_the_tokenizer_of_the_demo_model(saved: Save) -> None:
+    local = checkpoint.fetch(checkpoint.locate(str(saved("mamba2")), tokenizer="demo"))
+    assert local.tokenizer_name == "demo"
+    assert (local.tokenizer_folder / "tokenizer.json").is_file()
 
 
 # --- local names

@@ -36,6 +36,7 @@ class Case:
     l2norm: bool = True
     chunk_size: int = 64
     seed: int = 0
+    device: str = "cpu"
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -45,7 +46,7 @@ class Case:
         return self.length if self.lengths is None else sum(self.lengths)
 
     def inputs(self, **overrides: Any) -> GDNInputs:
-        """GDNInputs on the CPU; keyword arguments replace fields."""
+        """GDNInputs, drawn on the CPU; keyword arguments replace fields."""
         generator = torch.Generator().manual_seed(self.seed)
         batch, length, heads = self.batch, self.tokens, self.key_heads * self.values_per_key
         sequences = batch if self.lengths is None else len(self.lengths)
@@ -70,4 +71,7 @@ class Case:
             chunk_size=self.chunk_size,
             cu_seqlens=bounds,
         )
+        fields = {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in fields.items()
+        }
         return GDNInputs(**(fields | overrides))

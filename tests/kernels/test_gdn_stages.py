@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gdn_stages as oracle
 import pytest
@@ -159,7 +160,7 @@ def test_recompute_w_u(case: Case, dtype: torch.dtype, precision: Precision) -> 
     )  # fmt: skip
     for chunk, piece in zip(stages.chunks, pieces, strict=True):
         k, v, beta = (stages.piece(name, chunk) for name in ("k", "v", "beta"))
-        given = (piece["A"], k, v, beta, g_of(piece))
+        given: tuple[Any, ...] = (piece["A"], k, v, beta, g_of(piece))
         assert_stage(w[chunk.b, chunk.c], lambda a, x=given: oracle.recompute_w_u(*x, a)[0], inputs, precision)
         assert_stage(u[chunk.b, chunk.c], lambda a, x=given: oracle.recompute_w_u(*x, a)[1], inputs, precision)
 
@@ -198,10 +199,11 @@ def test_chunk_output(case: Case, dtype: torch.dtype, precision: Precision) -> N
         inputs.q, inputs.k, S, v_new, g, Chunks.of(inputs), scale=0.3, out_dtype=dtype, precision=precision
     )
     for chunk, piece in zip(stages.chunks, pieces, strict=True):
-        given = (stages.piece("q", chunk), stages.piece("k", chunk), piece["S"], piece["v_new"], g_of(piece), 0.3)
+        q, k = stages.piece("q", chunk), stages.piece("k", chunk)
+        given = (q, k, piece["S"], piece["v_new"], g_of(piece), 0.3)
         ours = out[chunk.b, chunk.start : chunk.stop].transpose(0, 1)
 
-        def formula(a: Arithmetic, given: tuple[torch.Tensor, ...] = given, n: int = ours.shape[1]) -> torch.Tensor:
+        def formula(a: Arithmetic, given: tuple[Any, ...] = given, n: int = ours.shape[1]) -> torch.Tensor:
             return oracle.chunk_output(*given, a)[:, :n]
 
         assert_stage(ours, formula, inputs, precision)

@@ -39,15 +39,17 @@ LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for lab
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("label", CASES)
 def test_compiles_within_the_limits(label: str, capability: int) -> None:
-    case, _ = CASES[label]
+    case, precision = CASES[label]
     kernels = compiled("test_gdn_unfused_compile", capability)[label]
     stages = ["gate_cumsum", "scaled_dot_kkt", "solve_tril", "recompute_w_u", "chunk_state", "chunk_output"]
     names = ["_gdn_qk_l2norm_kernel"] * 2 + (["_chunk_table_kernel"] if case.lengths else [])
     names += [f"_gdn_{stage}_kernel" for stage in stages]
     assert [kernel.kernel for kernel in kernels] == names
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size
-        most = 0 if case.dtype != FP32 or case.key_dim < 128 else 512 if case.key_dim == 256 else 64
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size.  Where
+        # products read no operand from shared memory (sm_80), two words of the 16-bit chunk_state do
+        fp32 = case.dtype == FP32 and precision == EXACT
+        most = 320 if fp32 and case.key_dim == 256 else 64 if fp32 else 8 if capability == 80 else 0
         assert kernel.spilled_bytes <= most, kernel
         assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel

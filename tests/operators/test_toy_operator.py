@@ -26,6 +26,7 @@ from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import assert_passes
 from ssdprof.schema import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema.outcome import outcome
 
 SEQLEN = 40
 LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i in (0, 3))
@@ -76,7 +77,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     shown = ssdprof("run", str(captures), "--out", "run")
     assert "toy" in shown
     _, report = runs.read("run")
-    assert report.passed
+    assert outcome(report).passed
     assert len(report.cases) == len(LAYERS) * 2 * 6
     assert {case.status for case in report.cases} == {"passed"}
     case = report.cases[0]

@@ -8,6 +8,7 @@ from report.make import (
     RELAXED_FP32,
     around,
     failed,
+    layer,
     make_checkpoint,
     make_clocks,
     make_report,
@@ -15,7 +16,8 @@ from report.make import (
 
 from ssdprof.report import format as fmt
 from ssdprof.report import summary
-from ssdprof.report.groups import groups
+from ssdprof.report.groups import groups, tokens
+from ssdprof.schema import Asked
 
 
 def said(report):
@@ -109,16 +111,86 @@ def test_a_partial_run_never_passes():
     assert summary.verdict(make_report(state="partial", cases=()))[1] == "Nothing was compared."
 
 
-def test_a_refusal_is_no_failure():
+def test_a_refusal_is_named_with_its_reason_and_is_no_pass():
     def change(case):
         wanted = case.precision == RELAXED_FP32 and case.implementation == "fused"
-        return failed(case, "refused", "no") if wanted else case
+        return failed(case, "refused", "fused: no such states") if wanted else case
 
     report = make_report(change=change)
-    lines = summary.verdict(report)
-    assert lines[0].startswith("PASSED: all 28 cases")
-    assert lines[1] == "Refused: fused (relaxed, fp32 states) in layers 0, 9, 18, 27."
+    assert summary.verdict(report) == (
+        "REFUSED: fused (relaxed, fp32 states) in layers 0, 9, 18, 27: fused: no such states.",
+        "The other 28 cases are within the error budget against the fp64 oracle.",
+    )
     assert "fused, relaxed with fp32 states:" not in said(report)
+
+
+def test_a_run_in_which_everything_was_refused_compared_nothing():
+    report = make_report(change=lambda case: failed(case, "refused", "no GPU"), layers=(0,), precisions=(EXACT_FP32,))
+    assert summary.verdict(report) == (
+        "REFUSED: unfused (exact, fp32 states) in layer 0; fused (exact, fp32 states) in layer 0: no GPU.",
+        "Nothing was compared.",
+    )
+
+
+def test_a_capture_that_was_broken_off_is_partial():
+    lines = summary.verdict(make_report(capture_complete=False))
+    assert lines[0].startswith("PARTIAL: the stored capture that was replayed was broken off")
+    assert lines[1].startswith("So far all 32 cases are")
+
+
+def test_what_was_asked_for_and_is_not_there_is_missing():
+    report = make_report(layers=(0,), precisions=(EXACT_FP32,), seqlens=(1024,))
+    asked = Asked(implementations=("fused",), precisions=(EXACT_FP32,), layers=(layer(0), layer(9)))
+    assert summary.verdict(report.model_copy(update={"asked": asked}))[0] == (
+        "MISSING: 1 case that the run was asked for."
+    )
+
+
+def without_exact_answer(case):
+    """As NaN weights make it: the oracle's own answer is not finite."""
+    nan = {"nonfinite": 5, "first_nonfinite": (0, 0, 0, 0)}
+    accuracy = tuple(
+        tensor.model_copy(
+            update={
+                "vs_oracle": tensor.vs_oracle.model_copy(update=nan),
+                "floor": tensor.floor.model_copy(update=nan),
+                "passed": False,
+            }
+        )
+        for tensor in case.accuracy
+    )
+    return failed(case, "nonfinite").model_copy(update={"accuracy": accuracy})
+
+
+def test_an_exact_answer_that_is_not_finite_is_the_inputs_fault():
+    report = make_report(
+        change=lambda case: without_exact_answer(case) if case.layer.index == 9 else case, precisions=(EXACT_FP32,)
+    )
+    (line,) = summary.verdict(report)
+    assert line.startswith(
+        "FAILED: the model's inputs, not the kernels.  In layer 9 the exact answer itself is not finite"
+    )
+    text = said(report)["fused, exact with fp32 states:"]
+    assert text.startswith("FAILED: without a finite exact answer in layer 9.")
+
+
+def test_a_kernel_that_failed_elsewhere_is_named_beside_it():
+    def change(case):
+        if case.layer.index == 9:
+            return without_exact_answer(case)
+        return failed(case, "nonfinite") if case.implementation == "fused" and case.layer.index == 18 else case
+
+    inputs, kernels = summary.verdict(make_report(change=change, precisions=(EXACT_FP32,)))
+    assert "the model's inputs" in inputs
+    assert kernels == "FAILED: 1 of 8 cases: fused (exact, fp32 states) not finite in layer 18."
+
+
+def test_one_token_is_singular():
+    report = make_report(seqlens=(1,), layers=(9,), precisions=(EXACT_FP32,))
+    assert "at 1 token, in layer 9." in said(report)["fused, exact with fp32 states:"]
+    assert summary.caveats(report)[0].startswith("1 token is no more than one chunk")
+    assert tokens(groups(make_report(seqlens=(1, 1024)))) == "1,024 and 1 tokens"
+    assert tokens(groups(report)) == "1 token"
 
 
 def test_without_a_gpu_nothing_was_timed_and_the_interpreter_is_named():

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from report.make import EXACT_FP32, make_case
 
 from ssdprof import files, runs
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
-from ssdprof.runs.record import Recorder
-from ssdprof.schema import CheckpointRef, Environment, LayerRef, RunReport
+from ssdprof.runs.record import Recorder, recorded
+from ssdprof.schema import CaseResult, CheckpointRef, Environment, LayerRef, RunReport
 
 
 def make_report(run_id: str = "a-run", **changes: object) -> RunReport:
@@ -231,3 +233,39 @@ def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         runs.opened(Path("r"), "demo"),
     ):
         pytest.fail("the folder was handed out")
+
+
+class Silent:
+    """A watcher that nobody looks at."""
+
+    def say(self, text: str) -> None:
+        """Nobody hears it."""
+
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> Any:
+        raise AssertionError(f"no step of {text}, {total} {unit}")
+
+
+def run_that_ends(ended_by: Any, *cases: CaseResult) -> None:
+    """After it has finished these cases."""
+    with runs.opened(None, "demo") as folder, recorded(folder, make_report(), Silent()) as recorder:
+        recorder.update(segment_length=32)
+        for case in cases:
+            recorder.finished(case)
+        assert (folder.path / "report.json").exists() == bool(cases)
+        raise ended_by
+
+
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
+def test_a_run_that_ended_before_its_first_case_does_not_become_the_latest(ended_by: BaseException) -> None:
+    store("before")
+    with pytest.raises(type(ended_by)):
+        run_that_ends(ended_by)
+    assert runs.latest() == runs.RUNS / "before"
+
+
+def test_a_run_is_on_disk_from_its_first_case_on() -> None:
+    case = make_case(3, 1024, "unfused", EXACT_FP32)
+    with pytest.raises(KeyboardInterrupt, match="1 case of 0 layers"):
+        run_that_ends(KeyboardInterrupt(), case)
+    _, report = runs.read(None)
+    assert (report.state, report.cases) == ("partial", (case,))

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 import ssdprof
-from ssdprof.operators.ssd.stages import STAGES
+from ssdprof.operators import outlines
+from ssdprof.operators.outline import Stages
 from ssdprof.stalls.stages import UNKNOWN, Place, Sources, parse
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
+STAGES = Stages.together([one.stages for one in outlines()])
 FILES = sorted(file for file in KERNELS.rglob("*.py") if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
 WITH_BARRIERS = {file.stem: text for file in FILES if "mbarrier.wait(" in (text := file.read_text())}
 

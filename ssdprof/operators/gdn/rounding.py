@@ -7,7 +7,7 @@ is computed in fp32 and rounded
     where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it:
                                         q and k (normalised ones too), the inverse, beta times v and beta times decay
                                         times k, w, u, the state, what a chunk writes, the scores
-    in products between the inverse's 16-row blocks     to tf32; fp32 operands to two tf32 numbers
+    in products between the inverse's 16-row blocks     cut to tf32; for fp32 inputs to two tf32 numbers
     where states pass from chunk to chunk, and at the end     to the state dtype
     as the output     to the input's dtype
     if relaxed: decays, q k^T, beta and their products, and what a chunk writes   to 16 bit (the input's dtype;
@@ -154,6 +154,5 @@ def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
 
 
 def _tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to the 11 significant bits of tf32, by Veltkamp's splitting (Dekker 1971)."""
-    scaled = tensor * 8193.0  # 2 ** (24 - 11) + 1
-    return scaled - (scaled - tensor)
+    """As a tensor core reads an fp32 operand: its low 13 bits are dropped."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)

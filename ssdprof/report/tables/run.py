@@ -109,7 +109,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     for prompt in report.prompts:
         yield "prompt", _prompt(prompt)
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
-    yield "segments", f"{report.segment_length:,} tokens per forward call of the model"
+    yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
     yield "baseline", report.baseline
     yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
@@ -162,7 +162,7 @@ def _shapes(report: RunReport) -> dict[str, list[int]]:
 
 
 def _prompt(prompt: Prompt) -> str:
-    size = f"{prompt.seqlen:,} tokens" if prompt.batch == 1 else f"{prompt.batch} x {prompt.seqlen:,} tokens"
+    size = fmt.tokens(prompt.seqlen, prompt.batch)
     kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
 
@@ -193,7 +193,8 @@ def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[PrecisionRe
     if set(used) != precisions:
         parts.append("; ".join(str(p) for p in used))
     if set(used_tokens) != tokens:
-        parts.append(f"{fmt.words(f'{n:,}' for n in used_tokens)} tokens")
+        lengths = fmt.words(f"{n:,}" for n in used_tokens)
+        parts.append(f"{lengths} {'token' if used_tokens == [1] else 'tokens'}")
     return " at ".join(parts) or "all"
 
 

@@ -30,7 +30,7 @@ def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
         yield "layer", f"{subject.layer.name} (layer {subject.layer.index})"
         yield (
             "dimensions",
-            f"{fmt.plural(subject.dims.batch, 'sequence')} of {subject.dims.seqlen:,} tokens, " + str(subject.dims),
+            f"{fmt.plural(subject.dims.batch, 'sequence')} of {fmt.tokens(subject.dims.seqlen)}, " + str(subject.dims),
         )
         yield "precision", str(subject.precision)
         yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in subject.launched)

@@ -90,6 +90,6 @@ class ChunkOutputConfig:
     @classmethod
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkOutputConfig:
         if operand == torch.float32:
-            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32))
+            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_warps=8)
         block_v = _block(value_dim, 128)
         return cls(block_k=_block(key_dim, 64), block_v=block_v, num_warps=8 if block_v == 128 else 4)

@@ -1,6 +1,7 @@
 """Seeded damage to a checkpoint's small files, and how far such a checkpoint gets.
 
-`python tests/checkpoint/mutations.py 500 [family ...]` tries so many and prints those that do not end well.
+`PYTHONPATH=.:tests python tests/mutations.py 500 [family ...]` tries so many of each tiny model, or of the demo model,
+and prints those that do not end well.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import shutil
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,63 +115,59 @@ def damaged(folder: Path, mutation: Mutation) -> Iterator[Path]:
 
 def outcome(folder: Path) -> SsdprofError | None:
     """Take `folder` as far as its first operator's inputs; the error that a user would see, if any."""
-    import warnings
-
     import torch
 
     from ssdprof import checkpoint
     from ssdprof.capture import capture_layers
     from ssdprof.capture.prompt import build_prompt
 
-    warnings.simplefilter("ignore")
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
             located = checkpoint.locate(str(folder))
             layers = located.ref.layers[:1]
             local = checkpoint.fetch(located, deepest_layer=layers[0].index)
             ids, _ = build_prompt(local.tokenizer_folder, TOKENS)
             model = checkpoint.load_model(local, device="cpu")
             capture_layers(model, ids, layers, ref=located.ref, segment_length=TOKENS, on_layer=lambda _: None)
-        except SsdprofError as error:
-            return error
+    except SsdprofError as error:
+        return error
     return None
 
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)
-    count, families = int(sys.argv[1]), [word for word in sys.argv[2:] if word != "-v"]
-    folders = [DEMO_FOLDERS["demo"]] if not families else []
-    if families:
-        import tiny_models
-        from checkpoint.conftest import save_tokenizer
+def try_all(folder: Path, count: int, *, seed: int = 0) -> dict[str, str]:
+    """What each mutation that does not end well came to: a defect of ssdprof."""
+    defects = {}
+    for mutation in mutations(folder, count, seed):
+        with damaged(folder, mutation) as copy:
+            try:
+                error = outcome(copy)
+            except Exception as unexpected:
+                defects[mutation.what] = "".join(traceback.format_exception(unexpected, limit=-3))
+                continue
+        if error is not None and error.exit_code not in (2, 4):
+            defects[mutation.what] = repr(vars(error))
+    return defects
 
-        for family in families:
-            folder = Path(tempfile.mkdtemp()) / family
-            tiny_models.shared(family).save_pretrained(folder)
-            save_tokenizer(folder)
-            folders.append(folder)
-    seed = 0
-    ends: dict[str, int] = {}
-    for folder in folders:
-        for number, mutation in enumerate(mutations(folder, count, seed)):
-            with damaged(folder, mutation) as copy:
-                try:
-                    error = outcome(copy)
-                except Exception as unexpected:
-                    last = traceback.extract_tb(unexpected.__traceback__)
-                    ours = [frame for frame in last if "/ssdprof/" in frame.filename][-1]
-                    print(f"{number} {mutation.what}\n    {type(unexpected).__name__}: {str(unexpected)[:300]}")
-                    print(
-                        f"    {Path(ours.filename).name}:{ours.lineno} ... {last[-1].filename.split('site-packages/')[-1]}:{last[-1].lineno}"
-                    )
-                    end = "INTERNAL"
-                else:
-                    end = "ok" if error is None else str(int(error.exit_code))
-                    if error is not None and "-v" in sys.argv:
-                        print(f"{number} {mutation.what}\n    {end} {error.message[:400]}")
-            ends[end] = ends.get(end, 0) + 1
-    print(ends)
+
+def main() -> None:
+    count, families = int(sys.argv[1]), sys.argv[2:]
+    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)  # a config may ask for any amount of memory
+    for folder in [saved_family(family) for family in families] or [DEMO_FOLDERS["demo"]]:
+        defects = try_all(folder, count)
+        for what, why in defects.items():
+            print(what, why, sep="\n")
+        print(f"{folder.name}: {len(defects)} of {count} mutations do not end well", flush=True)
+
+
+def saved_family(name: str) -> Path:
+    """A tiny model of a family, with a tokenizer, in a new folder."""
+    import tiny_models
+    from checkpoint.conftest import save_tokenizer
+
+    folder = Path(tempfile.mkdtemp()) / name
+    tiny_models.shared(name).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""What came of a run: the one answer behind its headline and the exit codes of `run`, `accuracy` and `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ssdprof.schema.base import PrecisionRecord
+from ssdprof.schema.run import CaseResult, RunReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """broken_off: why the run is not whole, in a sentence; empty if it is.
+    judged: how many cases ran and were compared, or failed to.
+    failed: those of them that did not pass.
+    refused: cases of an implementation that does not do what was asked, and was not left out by the user.
+    missing: how many cases were asked for and are not in the report.
+    """
+
+    broken_off: str
+    judged: int
+    failed: tuple[CaseResult, ...]
+    refused: tuple[CaseResult, ...]
+    missing: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything asked for was compared and passed.  Nothing compared is never a pass."""
+        return self.judged > 0 and not (self.broken_off or self.failed or self.refused or self.missing)
+
+
+def outcome(report: RunReport) -> Outcome:
+    refused = tuple(case for case in report.cases if case.status == "refused")
+    asked = report.asked
+    return Outcome(
+        broken_off=_broken_off(report),
+        judged=len(report.cases) - len(refused),
+        failed=tuple(case for case in report.cases if case.status not in ("passed", "refused")),
+        refused=tuple(case for case in refused if asked is None or case.implementation in asked.implementations),
+        missing=_missing(report),
+    )
+
+
+def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) -> RunReport:
+    """The report as if only these precisions had been asked for."""
+    asked = report.asked
+    if asked is not None:
+        kept = tuple(precision for precision in asked.precisions if precision in precisions)
+        asked = asked.model_copy(update={"precisions": kept})
+    cases = tuple(case for case in report.cases if case.precision in precisions)
+    return report.model_copy(update={"cases": cases, "asked": asked})
+
+
+def exact_answer_is_finite(case: CaseResult) -> bool:
+    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel can be."""
+    return not any(tensor.floor.nonfinite for tensor in case.accuracy)
+
+
+def _broken_off(report: RunReport) -> str:
+    if report.state == "partial":
+        return "this run did not reach its end"
+    if not report.capture_complete:
+        return "the stored capture that was replayed was broken off, and may lack layers or prompts"
+    return ""
+
+
+def _missing(report: RunReport) -> int:
+    if report.asked is None:
+        return 0
+    there = {(case.layer, case.dims.seqlen, case.implementation, case.precision) for case in report.cases}
+    return sum(
+        (layer, prompt.seqlen, implementation, precision) not in there
+        for prompt in report.prompts
+        for layer in report.asked.layers
+        for implementation in report.asked.implementations
+        for precision in report.asked.precisions
+    )

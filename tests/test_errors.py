@@ -1,0 +1,55 @@
+"""What a user is told: whole, on one line, and without secrets."""
+
+import pytest
+
+from ssdprof.errors import BadInputError, library_message, masked, printable, unreadable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:secret@host:80/org/name", "http://...@host:80/org/name"),
+        ("https://u:p@ss@host/a, https://v:q@other", "https://...@host/a, https://...@other"),
+        ("token hf_AbCd1234 was refused", "token hf_... was refused"),
+        ("https://huggingface.co/org/name@v1", "https://huggingface.co/org/name@v1"),
+        ("org/name@v1 by a@b.c", "org/name@v1 by a@b.c"),
+    ],
+)
+def test_secrets_are_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+    error = BadInputError(text, text)
+    assert (error.message, error.hint, str(error)) == (shown, shown, shown)
+
+
+def test_a_librarys_sentence_is_whole() -> None:
+    sentence = "Field 'attention_multiplier' with value [1, 2] doesn't match any type in (int, float, NoneType). " * 5
+    assert library_message(ValueError(sentence.replace(". ", ".\n"))) == sentence.strip().rstrip(".")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (KeyError("swish_7"), "KeyError: 'swish_7'"),
+        (RecursionError(), "RecursionError"),
+        (ValueError("nan"), "ValueError: nan"),
+        (TypeError("expected a float. "), "expected a float"),
+        (ValueError("a value of " + "x" * 5000), "a value of " + "x" * 197 + "..."),
+    ],
+)
+def test_a_librarys_error_that_is_no_sentence(error: Exception, shown: str) -> None:
+    assert library_message(error) == shown
+
+
+def test_an_endless_message_ends() -> None:
+    assert len(library_message(ValueError("word " * 5000))) == 1000
+
+
+def test_no_escape_sequence_reaches_the_terminal() -> None:
+    assert printable("a\x1b[31m\n b\ud800µ") == r"a\x1b[31m b\ud800µ"
+
+
+def test_unreadable_is_not_missing() -> None:
+    missing = unreadable("The file a", FileNotFoundError(2, "No such file or directory"), "Name a file.")
+    denied = unreadable("The file a", PermissionError(13, "Permission denied"), "Name a file.")
+    assert (missing.exit_code, missing.hint) == (2, "Name a file.")
+    assert (denied.exit_code, denied.message) == (3, "The file a cannot be read: Permission denied.")
