@@ -93,6 +93,7 @@ def test_a_remark_on_layers_stands_in_the_notes_once() -> None:
         for layer in layers:
             recorder.captured(layer, "Each key head was taken once.")
         recorder.captured(layers[0])
+        recorder.update(state="complete")
     _, report = runs.read("a-run")
     assert report.notes == ("Random weights.", "Each key head was taken once.")
     assert report.captured_layers == tuple(layers)
