@@ -21,7 +21,7 @@ from ssdprof.schema import Speedup
 PLACEMENT = 0.003  # standard deviation, of a recording
 FIRST = 0.004  # by how much who comes first in a round is faster
 DRIFT = 0.02  # over a comparison
-DEVICE_NOISE, CALL_NOISE = 0.005, 0.03  # standard deviations, of a round
+DEVICE_NOISE, CALL_NOISE = 0.01, 0.06  # standard deviations, of a round
 INTERRUPTED = 0.03  # the share of calls that take up to twice as long
 
 
@@ -58,7 +58,7 @@ class SimulatedGpu:
         return us * (1 + self._draw.random()) if interrupted else us
 
     def _time(self, run: Run, placement: float, noise: float) -> float:
-        is_first = self._samples % 4 < 2
+        is_first = self._samples % 2 == 0
         self._samples += 1
         drift = DRIFT * math.sin(self._samples / 100)
         return run.us * math.exp(placement + drift - FIRST * is_first + self._draw.normal(0, noise))  # type: ignore[attr-defined]
