@@ -74,15 +74,16 @@ def _decided(log_ratio: float, half_width: float, smallest_difference: float) ->
     """Whether the interval of a ratio is as narrow as its verdict needs.
 
     Below: all of it is within twice the smallest difference of 1, so that a larger difference is ruled out.
-    Beyond: all of it is a difference that counts, known to within three times the smallest.
+    Beyond: all of it is a difference that counts, and would be if it were half as wide again; known to within three
+        times the smallest.
     Otherwise, since the ratio is near the smallest difference: known to within half of it.
 
-    To look again and again until an interval is beyond, by chance also for equal times, would make false verdicts.
-    They stay rare since a mean must be off by its half width and the smallest difference at once.
+    To look again and again until an interval is beyond, by chance also for equal times, would make false verdicts.  That
+    half as wide again keeps them rare.
     """
     off = abs(log_ratio)
     below = off + half_width <= 2 * smallest_difference
-    beyond = off - half_width > math.log1p(smallest_difference) and half_width <= 3 * smallest_difference
+    beyond = off - 1.5 * half_width > math.log1p(smallest_difference) and half_width <= 3 * smallest_difference
     return below or beyond or half_width <= smallest_difference / 2
 
 

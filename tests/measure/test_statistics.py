@@ -107,8 +107,8 @@ def test_settled_asks_every_pair() -> None:
         (0.0, 0.019, True),  # a difference of 2 % is ruled out
         (0.0, 0.021, False),
         (-0.009, 0.012, False),
-        (0.03, 0.019, True),  # faster, as it is
-        (-0.03, 0.021, False),
+        (0.03, 0.013, True),  # faster, with half a half width to spare
+        (-0.03, 0.014, False),
         (0.7, 0.029, True),
         (0.7, 0.031, False),  # faster beyond doubt, by how much is still open
         (0.015, 0.006, False),  # near the smallest difference
