@@ -78,8 +78,8 @@ def _decided(log_ratio: float, half_width: float, smallest_difference: float) ->
         times the smallest.
     Otherwise, since the ratio is near the smallest difference: known to within half of it.
 
-    To look again and again until an interval is beyond, by chance also for equal times, would make false verdicts.  That
-    half as wide again keeps them rare.
+    To look again and again until an interval is beyond, by chance also for equal times, would make false verdicts.
+    That margin keeps them rare.
     """
     off = abs(log_ratio)
     below = off + half_width <= 2 * smallest_difference
