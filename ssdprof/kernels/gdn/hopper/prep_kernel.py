@@ -140,7 +140,7 @@ def _prep_kernel(
     t = (slot - sequence.slot) * CHUNK
     if t < sequence.length:
         k = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], tiles)
-        full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
         mbarrier.init(full, count=1)
         role_barrier()
         mbarrier.expect(full, 2 * CHUNK * DIM)
@@ -151,7 +151,7 @@ def _prep_kernel(
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         if NORMALISE:
             q = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], tiles)
-            q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
             mbarrier.init(q_full, count=1)
             role_barrier()
             mbarrier.expect(q_full, 2 * CHUNK * DIM)
