@@ -21,14 +21,14 @@ REACH = 10  # chunks of a first pass of heads whose gates are as models' are dra
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig:
     """segment: chunks of 64 positions that a program takes of one head
-    stays: segments are whole sequences, and programs take one after the other
+    stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
     enough: log2 of what may be left of a state where a first pass begins; -inf: it goes over all that is before
     key_ring, ring: places for k and v, and for all else
     state_registers, other_registers: a thread's, of the role with the state, and of gates, loads and stores
     """
 
     segment: int
-    stays: bool = False
+    stays: int = 0
     enough: float = -24.0
     key_ring: int = 2
     ring: int = 2
@@ -47,7 +47,7 @@ class HopperConfig:
         sequences = 1 if batch_invariant else inputs.sequences
         config = _cut(nchunks, sequences * heads, sm_count)
         if config.stays and inputs.cu_seqlens is not None:
-            return replace(config, stays=False, reason="packed: a program for each sequence and head")
+            return replace(config, stays=0, reason="packed: a program for each sequence and head")
         return config
 
 
@@ -55,7 +55,7 @@ class HopperConfig:
 def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
     """The even cut of `pairs` of `nchunks` chunks with the least time, if SMs take programs as they come free."""
     if pairs >= sm_count:
-        return HopperConfig(segment=nchunks, stays=True, reason=f"whole sequences for {sm_count} programs")
+        return HopperConfig(segment=nchunks, stays=sm_count, reason=f"whole sequences for {sm_count} programs")
     counts = range(1, min(nchunks, sm_count // pairs) + 1)
     count = min(counts, key=lambda count: _time(ceil_div(nchunks, count), nchunks))
     reason = f"least estimated time: {pairs} x {nchunks} chunks on {sm_count} SMs"

@@ -8,10 +8,10 @@ have roles (`rings.py`): `states` goes from chunk to chunk, and `scores` makes w
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
       inverse, decays, bounds, norms: of `prep_kernel.py`
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32
-Grid: (segments * hv), heads fastest, then sequences, segments; or one program for each SM, which takes whole sequences
-      one after the other
-Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3; docs/gdn-performance.md
-for the form of its products.
+Grid: (segments * hv), heads fastest, then sequences, segments; or one program for each SM, which takes whole
+      sequences one after the other
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3; why its products have
+this form: docs/gdn-performance.md.
 """
 
 from triton.experimental import gluon

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.core import _aggregate as aggregate
 
-from ssdprof.kernels._gluon import product_layout, role_barrier
+from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
 BLOCK = gl.constexpr(16)
@@ -43,7 +43,9 @@ in_blocks = gl.constexpr(
     )
 )
 
-STAGES = {name: "inverse" for name in ("allocate_scratch", "diagonal_blocks", "inverse_of_blocks", "block_row", "invert")}
+STAGES = {
+    name: "inverse" for name in ("allocate_scratch", "diagonal_blocks", "inverse_of_blocks", "block_row", "invert")
+}
 
 
 @aggregate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ssdprof.kernels._launch import Launcher
@@ -32,7 +30,7 @@ class HopperLaunch:
         self._inverse = Rows(self._dtype, self._slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
         self._prep_programs = self._slots * key_heads
         if config.stays:
-            self._programs = min(_sm_count(inputs), inputs.sequences * heads)
+            self._programs = min(config.stays, inputs.sequences * heads)
         else:
             segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
             self._programs = segments * inputs.sequences * heads
@@ -41,7 +39,13 @@ class HopperLaunch:
         self._prep = Launcher(
             _prep_kernel,
             (_vector_strides(inputs.g), _vector_strides(inputs.beta), cu_strides, *sizes),
-            {"KEY_HEADS": key_heads, "HEADS": heads, "NORMALISE": self._normalise, "num_warps": 4},
+            {
+                "KEY_HEADS": key_heads,
+                "HEADS": heads,
+                "NORMALISE": self._normalise,
+                "num_warps": 4,
+                "maxnreg": 128,  # four programs an SM
+            },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
         self._main = Launcher(
@@ -50,7 +54,7 @@ class HopperLaunch:
             {
                 "KEY_HEADS": key_heads,
                 "HEADS": heads,
-                "STAYS": config.stays,
+                "STAYS": config.stays > 0,
                 "KEY_RING": config.key_ring,
                 "RING": config.ring,
                 "STATE_REGISTERS": config.state_registers,
@@ -87,12 +91,6 @@ def gdn_fused_hopper(inputs: GDNInputs, precision: Precision, *, config: HopperC
     return HopperLaunch(inputs, precision, config)(inputs)
 
 
-def _sm_count(inputs: GDNInputs) -> int:
-    from ssdprof.kernels import _gpu
-
-    return _gpu.sm_count(inputs.q) if inputs.q.is_cuda else 132
-
-
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:
     """Tiles of one head and a chunk's positions."""
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
@@ -102,7 +100,3 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Of g or beta (b, l, hv)."""
     return tensor.stride(0), row_stride(tensor), tensor.stride(2)
-
-
-def _scalars(*values: Any) -> tuple[Any, ...]:
-    return values

@@ -116,7 +116,7 @@ def state_tile(ptr, segment, strides):
 def scan_segment(rings, segment, n, initial_ptr, final_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr):
     """Outputs of a segment, after n chunks of others, and the final state if its sequence ends with it."""
     state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
-    if initial_ptr is not None:
+    if initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # what enters is that of the sequence
             state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
     role_barrier()
