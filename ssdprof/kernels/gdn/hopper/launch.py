@@ -19,7 +19,7 @@ class HopperLaunch:
 
     def __init__(self, inputs: GDNInputs, precision: Precision, config: HopperConfig) -> None:
         del precision  # the state is in registers, in fp32; nothing else is rounded that 16 bits do not hold
-        batch, seqlen, key_heads, _ = inputs.q.shape
+        seqlen, key_heads = inputs.q.shape[1:3]
         heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
         self._heads, self._key_heads, self._slots = heads, key_heads, slot_count(inputs)
         self._index, self._dtype = inputs.q.get_device(), inputs.q.dtype
