@@ -24,7 +24,9 @@ import ptx
 import pytest
 import torch
 
+from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
+from ssdprof.kernels.gdn.hopper import slow_heads
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 
 THREADS = 256  # of the first role
@@ -37,33 +39,35 @@ SLOW = 0.02  # how often it is the turn of a slow one, beside others
 class Source:
     """Kernels of one operator.
 
-    launch: the module that launches them
+    launches: the modules that launch them, the first of them in the kernels' package
     modules: their files' names, each after those that it imports
     lanes: in how many threads the first role runs
     """
 
-    launch: ModuleType
+    launches: tuple[ModuleType, ...]
     modules: tuple[str, ...]
     lanes: int
 
     @classmethod
-    def of(cls, launch: ModuleType, files: tuple[str, ...], *, lanes: int, shared: tuple[str, ...] = ()) -> Source:
-        package = launch.__name__.rpartition(".")[0]
-        return cls(launch, (*shared, *(f"{package}.{file}" for file in files)), lanes)
+    def of(
+        cls, *launches: ModuleType, files: tuple[str, ...], lanes: int, shared: tuple[str, ...] = ()
+    ) -> Source:  # fmt: skip
+        package = launches[0].__name__.rpartition(".")[0]
+        return cls(launches, (*shared, *(f"{package}.{file}" for file in files)), lanes)
 
 
 SSD = Source.of(
     ssd_launch,
-    (
+    files=(
         "rings", "weights", "lanes", "halves", "role_gates", "role_loads", "role_scores", "role_stores",
         "look_back", "first_pass", "role_states", "assignment", "hopper_kernel",
     ),
     lanes=2,
 )  # fmt: skip
 GDN = Source.of(
-    gdn_launch,
-    (
-        "rings", "assignment", "inverse", "prep_kernel", "role_gates", "role_loads", "role_scores", "role_stores",
+    gdn_launch, slow_heads,
+    files=(
+        "rings", "assignment", "parts", "inverse", "prep_kernel", "role_gates", "role_loads", "role_scores", "role_stores",
         "role_states", "hopper_kernel",
     ),
     lanes=1,
@@ -557,6 +561,8 @@ class Machine:
         kernels = self.kernels()
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
+            if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
+                return Launcher(jitted, scalars, options)
             constants = {name: value for name, value in options.items() if name.isupper()}
             kernel = kernels[jitted.__name__]
 
@@ -620,4 +626,6 @@ def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
 
 def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD) -> None:
     """From now on, the Hopper kernels of `source` are launched here."""
-    monkeypatch.setattr(source.launch, "Launcher", Machine(source, seed, resident).launcher())
+    launcher = Machine(source, seed, resident).launcher()
+    for module in source.launches:
+        monkeypatch.setattr(module, "Launcher", launcher)

@@ -7,8 +7,8 @@ that state, from the nearest chunk before which nothing counts any more:
     |what entered chunk c, as far as it is left in the state at chunk f|  <=  2^(sum of bounds of chunks c .. f - 1)
 
 times its own size, for the transition of a token is exp(g) (I - beta k k^T), whose 2-norm is at most
-exp(g) max(1, |1 - beta |k|^2|).  `prep_kernel.py` sums the logarithms over each chunk.  A head that forgets slowly has
-a first pass over all that is before.
+exp(g) max(1, |1 - beta |k|^2|).  `prep_kernel.py` sums the logarithms over each chunk.  Where a head forgets slowly, the
+state that enters a segment comes from earlier launches (`parts.py`), or the first pass goes over all that is before.
 """
 
 from triton.experimental import gluon
@@ -52,15 +52,18 @@ class Segment:
 
     sequence: Sequence
     head: gl.tensor
+    value_head: gl.tensor  # whose v is loaded; past the last one are zeros
     first: gl.tensor  # chunk
     back: gl.tensor  # chunks before it, over which the first pass goes
     nchunks: gl.tensor
     last: gl.tensor  # the sequence ends with it
+    row: gl.tensor  # of the state that enters it, or that it makes, among those of slow heads; -1: there is none
+    MAKES_PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, sequence, head, first, back, nchunks, last):
-        self.sequence, self.head, self.first, self.back = sequence, head, first, back
-        self.nchunks, self.last = nchunks, last
+    def __init__(self, sequence, head, value_head, first, back, nchunks, last, row):
+        self.sequence, self.head, self.value_head, self.first, self.back = sequence, head, value_head, first, back
+        self.nchunks, self.last, self.row, self.MAKES_PARTS = nchunks, last, row, gl.constexpr(False)
 
     @gluon.jit
     def segments(self):
@@ -81,11 +84,13 @@ class Wholes:
     seqlen: gl.tensor
     nchunks: gl.tensor
     HEADS: gl.constexpr
+    MAKES_PARTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, program, programs, pairs, seqlen, nchunks, HEADS):
         self.program, self.programs, self.pairs = program, programs, pairs
         self.seqlen, self.nchunks, self.HEADS = seqlen, nchunks, gl.constexpr(HEADS)
+        self.MAKES_PARTS = gl.constexpr(False)
 
     @gluon.jit
     def segments(self):
@@ -97,8 +102,8 @@ class Wholes:
         pair = self.program + k * self.programs
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
-        zero = gl.to_tensor(0)
-        return Segment(sequence, pair % self.HEADS, zero, zero, self.nchunks, k >= 0), k * self.nchunks
+        zero, head = gl.to_tensor(0), pair % self.HEADS
+        return Segment(sequence, head, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
 
 
 @gluon.jit
@@ -126,18 +131,25 @@ def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
 
 @gluon.jit
 def segment_of(
-    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, HEADS: gl.constexpr
+    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, backs_ptr,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Heads fastest, then sequences, then segments of K chunks."""
+    """Heads fastest, then sequences, then segments of K chunks.  backs: what `parts.py` found, if it was asked."""
     rank = program // HEADS
     sequence = sequence_at(rank % sequences, seqlen, cu_seqlens_ptr, cu_stride)
     head, first = program % HEADS, rank // sequences * K
     length = gl.cdiv(sequence.length, CHUNK)
     nchunks = gl.maximum(gl.minimum(K, length - first), 0)
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, which copies its state
-    bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
-    back = first_pass_of(bounds, gl.where(exists, first, 0), enough)
-    return Segment(sequence, head, first, back, nchunks, first + nchunks >= length), exists
+    row = gl.to_tensor(-1)
+    if backs_ptr is None:
+        bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
+        back = first_pass_of(bounds, gl.where(exists, first, 0), enough)
+    else:
+        of_segment = program - sequences * HEADS
+        back = gl.load(backs_ptr + of_segment, mask=(first > 0) & exists, other=0)
+        row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
+    return Segment(sequence, head, head, first, back, nchunks, first + nchunks >= length, row), exists
 
 
 @gluon.jit

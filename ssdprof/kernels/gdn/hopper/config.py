@@ -9,6 +9,7 @@ import torch
 
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels.gdn.hopper.parts import ROWS
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
@@ -16,13 +17,19 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 FIRST_PASS = 0.55  # a chunk of the first pass
 START = 3.0  # a program's start and end
 REACH = 10  # chunks of a first pass of heads whose gates are as models' are drawn
+# Chunks before the last segment from which on slow heads are computed in parts: two more launches, whatever the gates
+WORTH_PARTS = 128
+LONG_SEGMENT = 128  # chunks of a segment from which on it has two parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig:
     """segment: chunks of 64 positions that a program takes of one head
     stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
-    enough: log2 of what may be left of a state where a first pass begins; -inf: it goes over all that is before
+    enough: log2 of what may be left of a state where a first pass begins; -inf: nothing, whatever the gates
+    slow_parts: of a segment, for heads whose first pass would be as long as a segment (`parts.py`), its chunks divisible by
+        it; 0: such a first pass goes over all that is before
+    carriers: programs that compute those parts
     key_ring, ring: places for k and v, and for all else
     state_registers, other_registers: a thread's, of the role with the state, and of gates, loads and stores
     """
@@ -30,6 +37,8 @@ class HopperConfig:
     segment: int
     stays: int = 0
     enough: float = -24.0
+    slow_parts: int = 0
+    carriers: int = 132
     key_ring: int = 2
     ring: int = 2
     state_registers: int = 192
@@ -48,7 +57,8 @@ class HopperConfig:
         config = _cut(nchunks, sequences * heads, sm_count)
         if config.stays and inputs.cu_seqlens is not None:
             return replace(config, stays=0, reason="packed: a program for each sequence and head")
-        return config
+        # the number of rows depends on the batch
+        return config if batch_invariant else _with_parts(config, inputs, nchunks, sm_count)
 
 
 @lru_cache(maxsize=1024)
@@ -60,6 +70,21 @@ def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
     count = min(counts, key=lambda count: _time(ceil_div(nchunks, count), nchunks))
     reason = f"least estimated time: {pairs} x {nchunks} chunks on {sm_count} SMs"
     return HopperConfig(segment=ceil_div(nchunks, count), reason=reason)
+
+
+def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> HopperConfig:
+    """For long sequences: the same cut, rounded up to whole parts."""
+    parts = 2 if config.segment >= LONG_SEGMENT else 1
+    segment = parts * ceil_div(config.segment, parts)
+    if nchunks - segment <= WORTH_PARTS or row_count(inputs, segment) > ROWS.value:
+        return config
+    return replace(config, segment=segment, slow_parts=parts, carriers=sm_count)
+
+
+def row_count(inputs: GDNInputs, segment: int) -> int:
+    """Segments that do not begin their sequence, for all heads; an upper bound if sequences are packed."""
+    segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
+    return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
 def _time(segment: int, nchunks: int) -> float:

@@ -1,4 +1,4 @@
-"""Launching the two Hopper kernels: what they are called with, what a call allocates, how many programs they have."""
+"""Launching the Hopper kernels: what they are called with, what a call allocates, how many programs they have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 
@@ -48,20 +49,18 @@ class HopperLaunch:
             },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-        self._main = Launcher(
-            _hopper_kernel,
-            (initial, cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment),
-            {
-                "KEY_HEADS": key_heads,
-                "HEADS": heads,
-                "STAYS": config.stays > 0,
-                "KEY_RING": config.key_ring,
-                "RING": config.ring,
-                "STATE_REGISTERS": config.state_registers,
-                "OTHER_REGISTERS": config.other_registers,
-                "num_warps": 8,
-            },
-        )
+        scalars = (initial, cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
+        options = {
+            "KEY_HEADS": key_heads,
+            "HEADS": heads,
+            "KEY_RING": config.key_ring,
+            "RING": config.ring,
+            "STATE_REGISTERS": config.state_registers,
+            "OTHER_REGISTERS": config.other_registers,
+            "num_warps": 8,
+        }
+        self._slow_heads = SlowHeads(inputs, config, scalars, options)
+        self._main = Launcher(_hopper_kernel, scalars, options | {"STAYS": config.stays > 0})
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         q, v = inputs.q, inputs.v
@@ -79,9 +78,11 @@ class HopperLaunch:
                 self._prep_programs, k_desc, q_desc, inverse_desc, inputs.g, inputs.beta, inputs.cu_seqlens,
                 decays, bounds, norms,
             )  # fmt: skip
+            descriptors = (q_desc, k_desc, self._v.of(v), inverse_desc, self._out.of(out))
+            entering = self._slow_heads(descriptors, inputs, (decays, bounds, norms))
             self._main(
-                self._programs, q_desc, k_desc, self._v.of(v), inverse_desc, self._out.of(out), inputs.initial_state,
-                inputs.cu_seqlens, final_states, decays, bounds, norms,
+                self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, *entering, final_states,
+                decays, bounds, norms,
             )  # fmt: skip
         return GDNOutput(out, final_states)
 

@@ -27,6 +27,8 @@ STAGES = {
     "pass_chunk": "state.update",
     "scan_chunk": "output",
     "state_tile": "caller",
+    "row_tile": "caller",
+    "pass_part": "setup",
     "scan_segment": "setup",
     "states": "setup",
 }
@@ -113,9 +115,36 @@ def state_tile(ptr, segment, strides):
 
 
 @gluon.jit
-def scan_segment(rings, segment, n, initial_ptr, final_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr):
+def row_tile(ptr, segment):
+    """Pointers (V, K) to the state of a segment's row among (rows, V, K)."""
+    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    return ptr + segment.row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
+
+
+@gluon.jit
+def pass_part(rings, segment, n, initial_ptr, parts_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr):
+    """What a part of a slow head's sequence adds to a zero state, or, of zeros for v, makes of the identity."""
+    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == HEADS), 1.0, 0.0)
+    if initial_ptr is not None:  # noqa: SIM102
+        if segment.back == segment.first:
+            state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
+    role_barrier()
+    for j in range(segment.back):
+        state = pass_chunk(rings, state, n + j)
+    if segment.back > 0:
+        gl.store(row_tile(parts_ptr, segment), state)
+
+
+@gluon.jit
+def scan_segment(
+    rings, segment, n, initial_ptr, entering_ptr, final_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
     """Outputs of a segment, after n chunks of others, and the final state if its sequence ends with it."""
     state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
+    if entering_ptr is not None:  # noqa: SIM102
+        if segment.row >= 0:
+            state = gl.load(row_tile(entering_ptr, segment))
     if initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # what enters is that of the sequence
             state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
@@ -129,8 +158,13 @@ def scan_segment(rings, segment, n, initial_ptr, final_ptr, INITIAL_STRIDES: gl.
 
 
 @gluon.jit
-def states(rings, work, initial_ptr, final_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr):
-    """The role that begins with the program's first thread."""
+def states(
+    rings, work, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
+    """The role that begins with the program's first thread.  to: final states, or parts."""
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
-        scan_segment(rings, segment, n, initial_ptr, final_ptr, INITIAL_STRIDES, HEADS)
+        if work.MAKES_PARTS:
+            pass_part(rings, segment, n, initial_ptr, to_ptr, INITIAL_STRIDES, HEADS)
+        else:
+            scan_segment(rings, segment, n, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES, HEADS)
