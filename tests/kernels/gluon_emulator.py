@@ -23,6 +23,7 @@ from typing import Any
 import ptx
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
@@ -562,7 +563,7 @@ class Machine:
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
             if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
-                return Launcher(jitted, scalars, options)
+                return Launcher(InterpretedFunction(jitted.fn), scalars, options)
             constants = {name: value for name, value in options.items() if name.isupper()}
             kernel = kernels[jitted.__name__]
 

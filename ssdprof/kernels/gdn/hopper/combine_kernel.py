@@ -12,6 +12,8 @@ Grid: pairs of a sequence and a head * V / BLOCK_V; rows are the pairs of one bo
 import triton
 import triton.language as tl
 
+from ssdprof.kernels._triton import DOT_PRECISION
+
 STAGES = {"_combine_kernel": "state_passing.load"}
 
 
@@ -36,7 +38,7 @@ def _combine_kernel(
             of_part = parts_ptr + (row * PARTS + part).to(tl.int64) * (2 * DIM * DIM)
             N = tl.load(of_part + tile, mask=slow, other=0.0)
             M = tl.load(of_part + DIM * DIM + matrix, mask=slow & (known == 0), other=0.0)
-            moved = tl.dot(state, M, input_precision="tf32x3")
+            moved = tl.dot(state, M, input_precision=DOT_PRECISION)
             state = N + tl.where(known, 0.0, moved)
             entering = entering_ptr + row.to(tl.int64) * (DIM * DIM) + tile
             tl.store(entering, state, mask=slow & (part == PARTS - 1))

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Segments whose head forgets too slowly: which they are, and the parts of a sequence that are computed for them.
 
-A first pass of a segment that would go back by a segment or more is not made.  What enters such a segment comes from
-parts of the segment before it instead, each computed by a program of its own from a zero state (N) and with the
+A first pass of a segment that would go back by a segment or more, or 32 chunks, is not made.  What enters such a segment
+comes from parts of the segment before it instead, each computed by a program of its own from a zero state (N) and with the
 identity as state and zeros as values (M, the transition matrix of the part):
 
     state after a part = M (state before it) + N
@@ -100,15 +100,15 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl
     previous: chunks of the first pass of the row of the segment before, -1 if that one forgets too slowly
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    part, transition = t % PARTS, t // PARTS % 2 == 1
+    part, transition = t % PARTS, t // PARTS % 2
     begin = row // pairs * K + part * (K // PARTS)
     known = (part == 0) & (previous >= 0)
     # the transition matrix where the state before is known: nothing
-    chunks = gl.where(known, gl.where(transition, 0, K // PARTS + previous), K // PARTS)
+    chunks = K // PARTS + gl.where(known, gl.where(transition == 1, -(K // PARTS), previous), 0)
     head = row % HEADS
     fields = (
         sequence.index, sequence.begin, sequence.length, sequence.tile, sequence.row, sequence.slot,
-        head, gl.where(transition, HEADS, head), begin + K // PARTS, chunks, (row * PARTS + part) * 2 + transition,
+        head, gl.where(transition == 1, HEADS, head), begin + K // PARTS, chunks, (row * PARTS + part) * 2 + transition,
         before,
     )  # fmt: skip
     for i in gl.static_range(FIELDS):
