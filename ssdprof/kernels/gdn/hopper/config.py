@@ -27,8 +27,8 @@ class HopperConfig:
     """segment: chunks of 64 positions that a program takes of one head
     stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
     enough: log2 of what may be left of a state where a first pass begins; -inf: nothing, whatever the gates
-    slow_parts: of a segment, for heads whose first pass would be as long as a segment (`parts.py`), its chunks divisible by
-        it; 0: such a first pass goes over all that is before
+    slow_parts: into which a segment is divided evenly for heads whose first pass would be as long as a segment
+        (`parts.py`); 0: their first pass goes over all that is before
     carriers: programs that compute those parts
     key_ring, ring: places for k and v, and for all else
     state_registers, other_registers: a thread's, of the role with the state, and of gates, loads and stores

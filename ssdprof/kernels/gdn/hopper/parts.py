@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Segments whose head forgets too slowly: which they are, and the parts of a sequence that are computed for them.
 
-A first pass of a segment that would go back by a segment or more, or 32 chunks, is not made.  What enters such a segment
-comes from parts of the segment before it instead, each computed by a program of its own from a zero state (N) and with the
-identity as state and zeros as values (M, the transition matrix of the part):
+A first pass of a segment that would go back by a segment or more, or 32 chunks, is not made.  What enters such a
+segment comes from parts of the segment before it instead, each computed by a program of its own from a zero state (N)
+and with the identity as state and zeros as values (M, the transition matrix of the part):
 
     state after a part = M (state before it) + N
 
