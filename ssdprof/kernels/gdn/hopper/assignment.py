@@ -8,7 +8,8 @@ that state, from the nearest chunk before which nothing counts any more:
 
 times its own size, for the transition of a token is exp(g) (I - beta k k^T), whose 2-norm is at most
 exp(g) max(1, |1 - beta |k|^2|).  `prep_kernel.py` sums the logarithms over each chunk.  Where a head forgets slowly,
-the state that enters a segment comes from earlier launches (`parts.py`), or the first pass goes over all that is before.
+the state that enters a segment comes from earlier launches (`parts.py`), or the first pass goes over all that is
+before.
 """
 
 from triton.experimental import gluon
