@@ -43,10 +43,10 @@ def whole_past(config: HopperConfig) -> HopperConfig:
 
 
 def mixed() -> GDNInputs:
-    """Head 0 forgets, but not in the middle, head 1 nothing, head 2 everything at once, head 3 in the first half."""
+    """Head 0 forgets nothing, heads 1 and 2 forget, and head 3 does in the second half."""
     inputs = GDNCase(seqlen=640, heads=4, gate=-1.0, initial_state=True).inputs()
     g = inputs.g.clone()
-    g[:, 200:400, 0], g[..., 1], g[:, 320:, 3] = -1e-4, 0.0, -1e-4
+    g[..., 0], g[:, :320, 3] = -1e-4, -1e-4
     return replace(inputs, g=g)
 
 
@@ -61,18 +61,31 @@ def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert all(a < 1.02 * b for a, b in zip(ours, whole, strict=True))
 
 
-def test_heads_that_forget_here_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment that can be reached by a first pass has one; its neighbours' parts go on from there."""
+def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=2, source=GDN)
     inputs = mixed()
     result, whole = (run(inputs, config) for config in (TWO, whole_past(TWO)))
     assert max(errors(result, inputs)) < 4.5e-3
-    assert torch.equal(result.out[:, :, 2], whole.out[:, :, 2])
-    assert not torch.equal(result.out[:, :, 1], whole.out[:, :, 1])
+    assert torch.equal(result.out[:, :, 1:3], whole.out[:, :, 1:3])
+    assert not torch.equal(result.out[:, :, 0], whole.out[:, :, 0])
+
+
+def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts begin where that first pass does: the head forgets until position 500, and nothing after it."""
+    inputs = GDNCase(seqlen=2700, heads=1, gate=-1.0, initial_state=True).inputs()
+    g = inputs.g.clone()
+    g[:, 500:] = 0.0
+    emulate(monkeypatch, seed=8, source=GDN)
+    inputs = replace(inputs, g=g)
+    config = HopperConfig(segment=20, slow_parts=2)
+    result, whole = (run(inputs, config) for config in (config, whole_past(config)))
+    assert torch.equal(result.out[:, :2560], whole.out[:, :2560])
+    assert not torch.equal(result.out[:, 2560:], whole.out[:, 2560:])
+    assert (result.final_states - whole.final_states).norm() < 4e-3 * whole.final_states.norm()
 
 
 def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = GDNCase(seqlen=700, gate=-0.5, initial_state=True).inputs()
+    inputs = GDNCase(seqlen=700, gate=-0.1, initial_state=True).inputs()  # first passes of three chunks
     emulate(monkeypatch, seed=3, source=GDN)
     config = HopperConfig(segment=3, slow_parts=1, carriers=4)
     assert all(map(torch.equal, run(inputs, config), run(inputs, whole_past(config))))
@@ -155,3 +168,10 @@ def test_long_sequences_are_cut_into_whole_parts(seqlen: int, key_heads: int, he
     assert (config.slow_parts > 0) == (nchunks - config.segment > 128 and rows <= ROWS.value)
     assert not config.slow_parts or config.segment % config.slow_parts == 0
     assert HopperConfig.choose(shape, 132, batch_invariant=True).slow_parts == 0
+
+
+@pytest.mark.parametrize("config", [HopperConfig(segment=3, slow_parts=2), HopperConfig(segment=2, slow_parts=2)])
+def test_refuses_what_cannot_be_divided_and_too_many_rows(config: HopperConfig) -> None:
+    heads = 2 if config.segment == 3 else 32
+    with pytest.raises(ValueError, match="slow_parts = 2 with"):
+        run(GDNCase(seqlen=1000, heads=heads).inputs(), config)

@@ -10,6 +10,7 @@ from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _parts_kernel
+from ssdprof.kernels.gdn.hopper.parts import ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
@@ -24,7 +25,10 @@ class Entering(NamedTuple):
 
 
 class SlowHeads:
-    """Two launches, or none if `config.slow_parts` is 0 or no segment has one before it."""
+    """Two launches, or none if `config.slow_parts` is 0 or no segment has one before it.
+
+    Raises ValueError if a segment cannot be divided into so many parts, or if there are more rows than `parts.ROWS`.
+    """
 
     def __init__(
         self, inputs: GDNInputs, config: HopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
@@ -32,6 +36,8 @@ class SlowHeads:
         self._rows = row_count(inputs, config.segment) if config.slow_parts else 0
         if not self._rows:
             return
+        if self._rows > ROWS.value or config.segment % config.slow_parts:
+            raise ValueError(f"slow_parts = {config.slow_parts} with {self._rows} rows of {config.segment} chunks")
         pairs, self._parts = inputs.sequences * inputs.v.shape[2], config.slow_parts
         boundaries = self._rows // pairs
         tasks = 2 * config.slow_parts * self._rows
