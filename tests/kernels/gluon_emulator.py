@@ -15,26 +15,65 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, reduce
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ptx
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
-from ssdprof.kernels.ssd.hopper import launch
+from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels.gdn.hopper import launch as gdn_launch
+from ssdprof.kernels.gdn.hopper import slow_heads
+from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 
-FOLDER = Path(launch.__file__).parent
-FILES = (
-    "rings", "weights", "lanes", "halves", "role_gates", "role_loads", "role_scores", "role_stores",
-    "look_back", "first_pass", "role_states", "assignment", "hopper_kernel",
-)  # fmt: skip
-LANE = 128  # threads
+THREADS = 256  # of the first role
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # turns: far more than any test takes
 SLOW = 0.02  # how often it is the turn of a slow one, beside others
+
+
+@dataclass(frozen=True)
+class Source:
+    """Kernels of one operator.
+
+    launches: the modules that launch them, the first of them in the kernels' package
+    modules: their files' names, each after those that it imports
+    lanes: in how many threads the first role runs
+    """
+
+    launches: tuple[ModuleType, ...]
+    modules: tuple[str, ...]
+    lanes: int
+
+    @classmethod
+    def of(
+        cls, *launches: ModuleType, files: tuple[str, ...], lanes: int, shared: tuple[str, ...] = ()
+    ) -> Source:  # fmt: skip
+        package = launches[0].__name__.rpartition(".")[0]
+        return cls(launches, (*shared, *(f"{package}.{file}" for file in files)), lanes)
+
+
+SSD = Source.of(
+    ssd_launch,
+    files=(
+        "rings", "weights", "lanes", "halves", "role_gates", "role_loads", "role_scores", "role_stores",
+        "look_back", "first_pass", "role_states", "assignment", "hopper_kernel",
+    ),
+    lanes=2,
+)  # fmt: skip
+GDN = Source.of(
+    gdn_launch, slow_heads,
+    files=(
+        "rings", "assignment", "parts", "inverse", "prep_kernel", "role_gates", "role_loads", "role_scores",
+        "role_stores", "role_states", "hopper_kernel",
+    ),
+    lanes=1,
+    shared=("ssdprof.kernels._gluon",),
+)  # fmt: skip
 
 
 class Turns:
@@ -271,8 +310,8 @@ def _bitcast(value: torch.Tensor | int, dtype: torch.dtype, *, bitcast: bool) ->
 class Machine:
     """A GPU with room for `resident` programs, and what they see of Gluon."""
 
-    def __init__(self, seed: int, resident: int) -> None:
-        self.random, self.resident = random.Random(seed), resident
+    def __init__(self, source: Source, seed: int, resident: int) -> None:
+        self.source, self.random, self.resident = source, random.Random(seed), resident
         self.turns = Turns(self.random)
 
     def start(self, programs: Iterator[Callable[[], None]]) -> None:
@@ -286,7 +325,8 @@ class Machine:
             program()
             first, *others = self.turns.local.roles or [None]
             meeting = Barrier(2)  # of the first role's lanes
-            roles = [(first, 0), (first, 1), *((role, None) for role in others)] if first else []
+            lanes = range(self.source.lanes) if self.source.lanes > 1 else (None,)
+            roles = [*((first, lane) for lane in lanes), *((role, None) for role in others)] if first else []
             left = len(roles)
 
             def live(role: tuple[Callable[..., None], tuple[Any, ...]], lane: int | None) -> None:
@@ -339,7 +379,8 @@ class Machine:
             maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
             sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
             reduce=lambda value, axis, function: reduce(function, value.unbind(axis)),
-            associative_scan=lambda value, axis, _function: value.cumsum(axis),
+            associative_scan=_scan, min=lambda value, axis: value.amin(axis),
+            exp2=lambda value: torch.exp2(torch.as_tensor(value)), log2=torch.log2, rsqrt=torch.rsqrt, abs=torch.abs,
             permute=lambda value, order: value.permute(order),
             split=lambda value: (value[..., 0], value[..., 1]),
             convert_layout=lambda value, _layout: value, broadcast=torch.broadcast_tensors,
@@ -424,7 +465,7 @@ class Machine:
 
         def arrive_of_lane(barrier: Barrier, increment_count: bool) -> None:
             assert not increment_count
-            arrive(barrier, count=LANE)
+            arrive(barrier, count=THREADS // self.source.lanes)
 
         mbarrier = SimpleNamespace(
             init=init, wait=wait, arrive=arrive,
@@ -457,6 +498,7 @@ class Machine:
             "async_copy": SimpleNamespace(mbarrier_arrive=arrive_of_lane),
             "warpgroup_mma": product,
             "warpgroup_mma_wait": product_wait,
+            "mma_v2": lambda a, b, accumulator: a.float() @ b.float() + accumulator,
         }
 
     def copy_in(self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
@@ -481,8 +523,8 @@ class Machine:
 
     # --- the kernel
 
-    def kernel(self) -> Callable[..., None]:
-        """`_fused_hopper_kernel`, as it is in the source."""
+    def kernels(self) -> dict[str, Callable[..., None]]:
+        """Name -> function, of all the source's, as they are in it."""
         modules = {
             "triton.experimental.gluon": SimpleNamespace(
                 jit=lambda function=None, **_options: function or (lambda one: one), constexpr_function=lambda one: one
@@ -499,24 +541,31 @@ class Machine:
         fakes["triton.experimental"] = ModuleType("triton.experimental")
         fakes["triton.experimental"].gluon = fakes["triton.experimental.gluon"]
         fakes["triton.experimental.gluon"].language = fakes["triton.experimental.gluon.language"]
-        with _modules(fakes):
-            for name in FILES:
-                full = f"ssdprof.kernels.ssd.hopper.{name}"
-                spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name}.py")
+        functions: dict[str, Callable[..., None]] = {}
+        with _modules(fakes, self.source.modules):
+            for full in self.source.modules:
+                found = importlib.util.find_spec(full)
+                assert found is not None
+                assert found.origin is not None
+                spec = importlib.util.spec_from_file_location(full, found.origin)
                 assert spec is not None
                 assert spec.loader is not None
                 sys.modules[full] = fakes[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(fakes[full])
-                if name == "lanes":
+                if full.endswith(".lanes"):
                     fakes[full].LANES, fakes[full].lane_number = 1, lambda: torch.tensor(self.turns.local.lane)
-        return fakes["ssdprof.kernels.ssd.hopper.hopper_kernel"]._fused_hopper_kernel  # type: ignore[no-any-return]
+                functions.update({name: one for name, one in vars(fakes[full]).items() if callable(one)})
+        return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
         """What stands in for `ssdprof.kernels._launch.Launcher`."""
-        kernel = self.kernel()
+        kernels = self.kernels()
 
-        def make(_kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
+        def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
+            if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
+                return Launcher(InterpretedFunction(jitted.fn), scalars, options)
             constants = {name: value for name, value in options.items() if name.isupper()}
+            kernel = kernels[jitted.__name__]
 
             def program(number: int, tensors: tuple[Any, ...]) -> None:
                 self.turns.local.program = number
@@ -529,6 +578,14 @@ class Machine:
             return launch
 
         return make
+
+
+def _scan(value: torch.Tensor, axis: int, function: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The inclusive scan of `function`, from the first element on."""
+    parts = list(value.unbind(axis))
+    for i in range(1, len(parts)):
+        parts[i] = function(parts[i - 1], parts[i])
+    return torch.stack(parts, axis)
 
 
 class _LinearLayout:
@@ -554,10 +611,9 @@ def _argument(value: Any) -> Any:
 
 
 @contextmanager
-def _modules(fakes: dict[str, Any]) -> Iterator[None]:
-    """In place of those that are imported, and of the kernel's own."""
-    names = [*fakes, *(f"ssdprof.kernels.ssd.hopper.{name}" for name in FILES)]
-    kept = {name: sys.modules.get(name) for name in names}
+def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
+    """In place of those that are imported, and of the kernels' own."""
+    kept = {name: sys.modules.get(name) for name in (*fakes, *own)}
     sys.modules.update(fakes)
     try:
         yield
@@ -569,6 +625,8 @@ def _modules(fakes: dict[str, Any]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3) -> None:
-    """From now on, the Hopper kernel is launched here."""
-    monkeypatch.setattr(launch, "Launcher", Machine(seed, resident).launcher())
+def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD) -> None:
+    """From now on, the Hopper kernels of `source` are launched here."""
+    launcher = Machine(source, seed, resident).launcher()
+    for module in source.launches:
+        monkeypatch.setattr(module, "Launcher", launcher)

@@ -1,0 +1,2 @@
+"""Gated DeltaNet for Hopper, in Gluon: `prep_kernel.py` inverts each chunk's triangular system, `hopper_kernel.py` does
+the rest with warp roles and the state in registers."""

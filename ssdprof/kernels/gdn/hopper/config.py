@@ -1,0 +1,133 @@
+"""What the Hopper kernel takes, and how it cuts a call into programs, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ssdprof.kernels._gpu import capability
+from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels.gdn.hopper.parts import ROWS
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
+from ssdprof.kernels.gdn.inputs import GDNInputs
+
+# In units of a chunk of the second pass
+FIRST_PASS = 0.55  # a chunk of the first pass
+START = 3.0  # a program's start and end
+REACH = 10  # chunks of a first pass of heads whose gates are as models' are drawn
+# Chunks before the last segment from which on slow heads are computed in parts: two more launches, whatever the gates
+WORTH_PARTS = 128
+LONG_SEGMENT = 128  # chunks of a segment from which on it has two parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperConfig:
+    """segment: chunks of 64 positions that a program takes of one head
+    stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
+    enough: log2 of what may be left of a state where a first pass begins; -inf: nothing, whatever the gates
+    slow_parts: into which a segment is divided evenly for heads whose first pass would be as long as a segment
+        (`parts.py`); 0: their first pass goes over all that is before
+    carriers: programs that compute those parts
+    key_ring, ring: places for k and v, and for all else
+    state_registers, other_registers: a thread's, of the role with the state, and of gates, loads and stores
+    """
+
+    segment: int
+    stays: int = 0
+    enough: float = -24.0
+    slow_parts: int = 0
+    carriers: int = 132
+    key_ring: int = 2
+    ring: int = 2
+    state_registers: int = 192
+    other_registers: int = 24
+    reason: str = ""
+
+    @classmethod
+    def choose(cls, inputs: GDNInputs, sm_count: int, *, batch_invariant: bool) -> HopperConfig:
+        """By the length and number of sequences, the number of heads and the GPU.
+
+        With `batch_invariant`, as if there were one sequence: a sequence's result is then bitwise the same in any
+        batch.
+        """
+        nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
+        sequences = 1 if batch_invariant else inputs.sequences
+        config = _cut(nchunks, sequences * heads, sm_count)
+        if config.stays and inputs.cu_seqlens is not None:
+            return replace(config, stays=0, reason="packed: a program for each sequence and head")
+        # the number of rows depends on the batch
+        return config if batch_invariant else _with_parts(config, inputs, nchunks, sm_count)
+
+
+@lru_cache(maxsize=1024)
+def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
+    """The even cut of `pairs` of `nchunks` chunks with the least time, if SMs take programs as they come free."""
+    if pairs >= sm_count:
+        return HopperConfig(segment=nchunks, stays=sm_count, reason=f"whole sequences for {sm_count} programs")
+    counts = range(1, min(nchunks, sm_count // pairs) + 1)
+    count = min(counts, key=lambda count: _time(ceil_div(nchunks, count), nchunks))
+    reason = f"least estimated time: {pairs} x {nchunks} chunks on {sm_count} SMs"
+    return HopperConfig(segment=ceil_div(nchunks, count), reason=reason)
+
+
+def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> HopperConfig:
+    """For long sequences: the same cut, rounded up to whole parts."""
+    parts = 2 if config.segment >= LONG_SEGMENT else 1
+    segment = parts * ceil_div(config.segment, parts)
+    if nchunks - segment <= WORTH_PARTS or row_count(inputs, segment) > ROWS.value:
+        return config
+    return replace(config, segment=segment, slow_parts=parts, carriers=sm_count)
+
+
+def row_count(inputs: GDNInputs, segment: int) -> int:
+    """Segments that do not begin their sequence, for all heads; an upper bound if sequences are packed."""
+    segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
+    return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
+
+
+def _time(segment: int, nchunks: int) -> float:
+    return START + segment + FIRST_PASS * min(REACH, nchunks - segment)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def shared_bytes(key_ring: int, ring: int) -> int:
+    """What one program of the second kernel takes of shared memory, all but its barriers."""
+    wide, square = 2 * CHUNK.value * DIM.value, 2 * CHUNK.value * CHUNK.value
+    return int(
+        key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide
+    )  # fmt: skip
+
+
+def slot_count(inputs: GDNInputs) -> int:
+    """Chunks of all sequences; an upper bound if they are packed, for their lengths are on the device."""
+    batch, seqlen = inputs.v.shape[:2]
+    if inputs.cu_seqlens is None:
+        return int(batch * ceil_div(seqlen, CHUNK.value))
+    return int(seqlen // CHUNK.value + inputs.sequences)
+
+
+def unsupported(inputs: GDNInputs) -> str:
+    """Why this kernel cannot take `inputs`; empty if it can."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not q.is_cuda or capability(q) != (9, 0):
+        return "anything but a Hopper GPU"
+    if q.dtype == torch.float32:
+        return "fp32 inputs"
+    if (q.shape[3], v.shape[3]) != (DIM.value, DIM.value):
+        return f"K {q.shape[3]} with V {v.shape[3]}"
+    if inputs.scale_or_default <= 0:
+        return f"a scale of {inputs.scale_or_default}"
+    if slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31:
+        return "2^31 positions of all heads"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        row = row_stride(tensor)
+        if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
+            return f"strides or alignment of {name}, which the copy engine cannot read"
+        if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
+            return f"batch stride of {name}, which the copy engine cannot read"
+    return ""

@@ -1,0 +1,108 @@
+# mypy: ignore-errors
+"""Gated delta rule for Hopper, after `prep_kernel.py`: warp roles, the copy engine, states in registers.
+
+A program takes a segment of a sequence and one value head.  Where a segment does not begin its sequence, a first pass
+over chunks before it makes the state that enters it (`assignment.py`), or, where its head forgets slowly, two launches
+before (`parts.py`): programs wait for no others.  A program's warps
+have roles (`rings.py`): `states` goes from chunk to chunk, and `scores` makes what it needs from the chunk's inverse.
+
+In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
+      inverse, decays, bounds, norms: of `prep_kernel.py` | entering, backs: of `combine_kernel.py` and `parts.py`
+Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32
+Grid: (segments * hv), heads fastest, then sequences, segments; or one program for each SM, which takes whole
+      sequences one after the other
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3; why its products have
+this form: docs/gdn-performance.md.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ssdprof.kernels._gluon import role_barrier
+from ssdprof.kernels.gdn.hopper.assignment import Wholes, segment_of
+from ssdprof.kernels.gdn.hopper.parts import parts_of
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, allocate, begin_barriers
+from ssdprof.kernels.gdn.hopper.role_gates import gates
+from ssdprof.kernels.gdn.hopper.role_loads import loads
+from ssdprof.kernels.gdn.hopper.role_scores import scores
+from ssdprof.kernels.gdn.hopper.role_states import states
+from ssdprof.kernels.gdn.hopper.role_stores import stores
+
+STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup"}
+
+
+@gluon.jit
+def run_roles(
+    rings, work, descs, pointers, scale, INITIAL_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr, HEADS: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Until each role has done its part of `work`."""
+    q_desc, k_desc, v_desc, A_desc, out_desc = descs
+    initial_ptr, entering_ptr, to_ptr, decays_ptr, norms_ptr = pointers
+    AHEAD: gl.constexpr = rings.keys.SIZE - rings.queries.SIZE
+    # of four times 128 threads; the first role has what is left
+    SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
+    gl.warp_specialize(
+        [
+            (states, (rings, work, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES, HEADS)),
+            (scores, (rings, work)),
+            (gates, (rings, work, decays_ptr, norms_ptr, scale, HEADS, KEY_HEADS)),
+            (loads, (rings, work, (q_desc, k_desc, v_desc, A_desc), AHEAD, HEADS, HEADS // KEY_HEADS)),
+            (stores, (rings, work, out_desc)),
+        ],
+        [4, 2, 1, 1],
+        [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    )  # fmt: skip
+
+
+# a constant 1 among the arguments of warp_specialize does not compile in Triton 3.6
+@gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
+def _hopper_kernel(
+    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
+    decays_ptr, bounds_ptr, norms_ptr,
+    INITIAL_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr,
+    KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    rings = allocate(k_desc.dtype, KEY_RING, RING)
+    begin_barriers(rings)
+    exists = True
+    if STAYS:
+        work = Wholes(
+            gl.program_id(0), gl.num_programs(0), sequences * HEADS, seqlen, gl.cdiv(seqlen, CHUNK), HEADS
+        )  # fmt: skip
+    else:
+        work, exists = segment_of(
+            gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr, slots, K, enough,
+            backs_ptr, HEADS,
+        )  # fmt: skip
+    role_barrier()
+    if exists:
+        run_roles(
+            rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
+            (initial_ptr, entering_ptr, final_ptr, decays_ptr, norms_ptr), scale, INITIAL_STRIDES, KEY_HEADS, HEADS,
+            STATE_REGISTERS, OTHER_REGISTERS,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["rows", "seqlen", "sequences", "slots", "K"])
+def _parts_kernel(
+    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, parts_ptr, backs_ptr,
+    decays_ptr, bounds_ptr, norms_ptr,
+    INITIAL_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  Programs stay for several."""
+    rings = allocate(k_desc.dtype, KEY_RING, RING)
+    begin_barriers(rings)
+    work = parts_of(
+        gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
+        slots, K, enough, backs_ptr, HEADS, PARTS, MOST,
+    )  # fmt: skip
+    if work.count > 0:
+        run_roles(
+            rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
+            (initial_ptr, None, parts_ptr, decays_ptr, norms_ptr), scale, INITIAL_STRIDES, KEY_HEADS, HEADS,
+            STATE_REGISTERS, OTHER_REGISTERS,
+        )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Launching the Hopper kernels: what they are called with, what a call allocates, how many programs they have."""
+
+from __future__ import annotations
+
+import torch
+
+from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels._tiles import Rows, Tiles, row_stride, steps
+from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, slot_count
+from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
+from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.precision import Precision
+
+
+class HopperLaunch:
+    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+
+    def __init__(self, inputs: GDNInputs, precision: Precision, config: HopperConfig) -> None:
+        del precision  # the state is in registers, in fp32; nothing else is rounded that 16 bits do not hold
+        seqlen, key_heads = inputs.q.shape[1:3]
+        heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
+        self._heads, self._key_heads, self._slots = heads, key_heads, slot_count(inputs)
+        self._index, self._dtype = inputs.q.get_device(), inputs.q.dtype
+        self._states, self._normalise = inputs.states_shape, inputs.use_qk_l2norm
+        self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
+        row = heads * DIM.value
+        self._out = _tiles(inputs.v, (seqlen * row, row, DIM.value), packed=packed)
+        self._inverse = Rows(self._dtype, self._slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
+        self._prep_programs = self._slots * key_heads
+        if config.stays:
+            self._programs = min(config.stays, inputs.sequences * heads)
+        else:
+            segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
+            self._programs = segments * inputs.sequences * heads
+        sizes = (seqlen, inputs.sequences, self._slots)
+        cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
+        self._prep = Launcher(
+            _prep_kernel,
+            (_vector_strides(inputs.g), _vector_strides(inputs.beta), cu_strides, *sizes),
+            {
+                "KEY_HEADS": key_heads,
+                "HEADS": heads,
+                "NORMALISE": self._normalise,
+                "num_warps": 4,
+                "maxnreg": 128,  # four programs an SM
+            },
+        )
+        initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
+        scalars = (initial, cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
+        options = {
+            "KEY_HEADS": key_heads,
+            "HEADS": heads,
+            "KEY_RING": config.key_ring,
+            "RING": config.ring,
+            "STATE_REGISTERS": config.state_registers,
+            "OTHER_REGISTERS": config.other_registers,
+            "num_warps": 8,
+        }
+        self._slow_heads = SlowHeads(inputs, config, scalars, options)
+        self._main = Launcher(_hopper_kernel, scalars, options | {"STAYS": config.stays > 0})
+
+    def __call__(self, inputs: GDNInputs) -> GDNOutput:
+        q, v = inputs.q, inputs.v
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+            final_states = torch.empty(self._states, dtype=torch.float32, device=v.device)
+            inverse = torch.empty(self._slots, self._heads, CHUNK.value, CHUNK.value, dtype=v.dtype, device=v.device)
+            decays = torch.empty(self._slots, self._heads, CHUNK.value, dtype=torch.float32, device=v.device)
+            bounds = torch.empty(self._heads, self._slots, dtype=torch.float32, device=v.device)
+            norms = None
+            if self._normalise:
+                norms = torch.empty(self._slots, self._key_heads, 2, CHUNK.value, device=v.device)
+            q_desc, k_desc, inverse_desc = self._q.of(q), self._k.of(inputs.k), self._inverse.of(inverse)
+            self._prep(
+                self._prep_programs, k_desc, q_desc, inverse_desc, inputs.g, inputs.beta, inputs.cu_seqlens,
+                decays, bounds, norms,
+            )  # fmt: skip
+            descriptors = (q_desc, k_desc, self._v.of(v), inverse_desc, self._out.of(out))
+            entering = self._slow_heads(descriptors, inputs, (decays, bounds, norms))
+            self._main(
+                self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, *entering, final_states,
+                decays, bounds, norms,
+            )  # fmt: skip
+        return GDNOutput(out, final_states)
+
+
+def gdn_fused_hopper(inputs: GDNInputs, precision: Precision, *, config: HopperConfig) -> GDNOutput:
+    """Output as v, final states in fp32.  Call it only where `config.unsupported` is empty."""
+    return HopperLaunch(inputs, precision, config)(inputs)
+
+
+def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:
+    """Tiles of one head and a chunk's positions."""
+    strides = steps(tensor, tensor.stride(2)) if strides is None else strides
+    return Tiles(tensor, strides, sizes=(tensor.shape[2], DIM.value), block=(1, CHUNK.value, DIM.value), packed=packed)
+
+
+def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Of g or beta (b, l, hv)."""
+    return tensor.stride(0), row_stride(tensor), tensor.stride(2)

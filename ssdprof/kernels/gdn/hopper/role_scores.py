@@ -1,0 +1,98 @@
+# mypy: ignore-errors
+"""The role that makes from a chunk's inverse what the state and the output take: the update X and the weights W.
+
+With B_ij = e_i A_ij beta_j as `prep_kernel.py` stores it, and log2 decays G_i since the chunk's start,
+
+    X_j  = 2^(G_end - G_j) (B^T K)_j                        (j, K)
+    W_ij = scale / |q_i| 2^(G_i - G_j) (tril(Q K^T) B)_ij   (i, j), lower triangular
+
+so that decays multiply products whose operands have none.  X comes first: the state waits for it.
+What the roles share: `rings.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssdprof.kernels._gluon import masked, product_layout
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, COLUMN, DIM, ROW, TO_END
+
+PARTS = gl.constexpr(2)  # of X's columns, one product each: what registers allow
+
+STAGES = {"update_of": "scores.update", "weights_of": "scores.weights", "scores": "scores.weights"}
+WAITS = {
+    "keys": "waiting.chunk",
+    "inverses": "waiting.inverse",
+    "queries": "waiting.chunk",
+    "updates": "ahead",
+    "weights": "ahead",
+}
+
+
+@gluon.jit
+def update_of(rings, n):
+    """X of the program's n-th chunk."""
+    WIDTH: gl.constexpr = DIM // PARTS
+    layout: gl.constexpr = product_layout(WIDTH, 4)
+    rings.keys.wait_full(n)
+    rings.inverses.wait_full(n)
+    k, inverse, X = rings.keys.tile(n), rings.inverses.tile(n), rings.updates.tile(n)
+    zero = gl.full([CHUNK, WIDTH], 0.0, gl.float32, layout)
+    begun = warpgroup_mma(inverse, k.slice(0, WIDTH, dim=1), zero, use_acc=False, is_async=True)
+    to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, layout))
+    rings.updates.wait_empty(n)
+    for p in gl.static_range(PARTS):
+        part = warpgroup_mma_wait(0, deps=[begun])
+        X.slice(p * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
+        if p + 1 < PARTS:
+            begun = warpgroup_mma(
+                inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), zero, use_acc=False, is_async=True
+            )  # fmt: skip
+    fence_async_shared()
+    mbarrier.arrive(rings.updates.full_at(n), count=1)
+
+
+@gluon.jit
+def weights_of(rings, n, m, lower):
+    """W of the program's n-th chunk, the m-th of the second pass."""
+    layout: gl.constexpr = product_layout(CHUNK, 4)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    rings.queries.wait_full(m)
+    k, inverse, q, W = rings.keys.tile(n), rings.inverses.tile(n), rings.queries.tile(m), rings.weights.tile(m)
+    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
+    QK = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    QK = warpgroup_mma_wait(0, deps=[QK])
+    P = gl.convert_layout(masked(QK.to(q.dtype), lower), gl.DotOperandLayout(0, layout, 2))
+    begun = warpgroup_mma(P, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
+    row, column = rings.vector(n, ROW).load(rows), rings.vector(n, COLUMN).load(columns)
+    decay = gl.exp2(row[:, None] - column[None, :])
+    product = warpgroup_mma_wait(0, deps=[begun])
+    rings.weights.wait_empty(m)
+    W.store(masked((product * decay).to(W.dtype), lower))  # masked after all that may overflow above the diagonal
+    fence_async_shared()
+    mbarrier.arrive(rings.weights.full_at(m), count=1)
+
+
+@gluon.jit
+def scores(rings, work):
+    layout: gl.constexpr = product_layout(CHUNK, 4)
+    o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
+        for j in range(segment.back):
+            update_of(rings, n + j)
+            mbarrier.arrive(rings.inverses.empty_at(n + j), count=1)
+            mbarrier.arrive(rings.keys.empty_at(n + j), count=1)
+        for m in range(n, n + segment.nchunks):
+            update_of(rings, m + segment.back)
+            weights_of(rings, m + segment.back, m, lower)
+            mbarrier.arrive(rings.inverses.empty_at(m + segment.back), count=1)
+            mbarrier.arrive(rings.keys.empty_at(m + segment.back), count=1)
+            mbarrier.arrive(rings.queries.empty_at(m), count=1)

@@ -1,0 +1,170 @@
+# mypy: ignore-errors
+"""The role that holds the state in registers and makes the outputs.
+
+State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand straight from registers.  A
+chunk whose keys are K, with X and W of `role_scores.py`, makes of the state S that enters it
+
+    Y  = V - 2^G (K S) / |k|      what the state does not yet know of the values
+    S' = 2^G_end S + X^T Y
+    O  = scale 2^G / |q| (Q S) + W Y
+
+so that two products depend on each other from state to state, K S and X^T Y.  What the roles share: `rings.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ssdprof.kernels._gluon import arrive, product_layout, role_barrier, scalar
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, DECAY, DIM, FROM_STATE, TO_OUTPUT
+
+STAGES = {
+    "unknown_values": "state.values",
+    "pass_chunk": "state.update",
+    "scan_chunk": "output",
+    "state_tile": "caller",
+    "row_tile": "caller",
+    "pass_part": "setup",
+    "scan_segment": "setup",
+    "states": "setup",
+}
+WAITS = {
+    "keys": "waiting.chunk",
+    "values": "waiting.chunk",
+    "queries": "waiting.chunk",
+    "updates": "waiting.update",
+    "weights": "waiting.weights",
+    "outputs": "output",
+}
+by_k = gl.constexpr(product_layout(128, 8))  # (V, K)
+by_i = gl.constexpr(product_layout(64, 8))  # (V, i)
+k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 8), 2))
+i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(64, 8), 2))
+
+
+@gluon.jit
+def unknown_values(rings, state, n):
+    """Y (V, i) of the program's n-th chunk as an operand, the state that enters it, likewise, and the chunk's decay."""
+    dtype: gl.constexpr = rings.keys.tiles.dtype
+    rings.keys.wait_full(n)
+    decay = scalar(rings.vector(n, DECAY).slice(0, 1))
+    entered = gl.convert_layout(state.to(dtype), i_operand)
+    zero = gl.full([DIM, CHUNK], 0.0, gl.float32, by_i)
+    KS = warpgroup_mma(entered, rings.keys.tile(n).permute((1, 0)), zero, use_acc=False, is_async=True)
+    rings.values.wait_full(n)
+    v = rings.values.tile(n).permute((1, 0)).load(i_operand)
+    from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
+    KS = warpgroup_mma_wait(0, deps=[KS])
+    Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand) * from_state[None, :]).to(dtype)
+    return Y, entered, decay
+
+
+@gluon.jit
+def pass_chunk(rings, state, n):
+    """The state after the program's n-th chunk, one of the first pass."""
+    Y, _, decay = unknown_values(rings, state, n)
+    rings.updates.wait_full(n)
+    begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
+    role_barrier()  # all threads have to meet once in each turn of a loop that waits; here it costs least
+    state = warpgroup_mma_wait(0, deps=[begun])
+    arrive(rings.keys.empty_at(n))
+    arrive(rings.values.empty_at(n))
+    arrive(rings.updates.empty_at(n))
+    return state
+
+
+@gluon.jit
+def scan_chunk(rings, state, n, m):
+    """The state after the program's n-th chunk, the m-th of the second pass, whose output goes to `stores`."""
+    dtype: gl.constexpr = rings.keys.tiles.dtype
+    Y, entered, decay = unknown_values(rings, state, n)
+    rings.updates.wait_full(n)
+    state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
+    rings.queries.wait_full(m)
+    zero = gl.full([DIM, CHUNK], 0.0, gl.float32, by_i)
+    QS = warpgroup_mma(entered, rings.queries.tile(m).permute((1, 0)), zero, use_acc=False, is_async=True)
+    QS = warpgroup_mma_wait(0, deps=[QS])
+    to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
+    rings.weights.wait_full(m)
+    out_begun = warpgroup_mma(Y, rings.weights.tile(m).permute((1, 0)), QS * to_output[None, :], is_async=True)
+    role_barrier()  # as in `pass_chunk`
+    state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
+    arrive(rings.keys.empty_at(n))
+    arrive(rings.values.empty_at(n))
+    arrive(rings.updates.empty_at(n))
+    arrive(rings.queries.empty_at(m))
+    arrive(rings.weights.empty_at(m))
+    rings.outputs.wait_empty(m)
+    rings.outputs.tile(m).permute((1, 0)).store(out.to(dtype))
+    fence_async_shared()
+    arrive(rings.outputs.full_at(m))
+    return state
+
+
+@gluon.jit
+def state_tile(ptr, segment, strides):
+    """Pointers (V, K) to the state of a segment's sequence and head among (sequences, HV, K, V)."""
+    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    own = segment.sequence.index.to(gl.int64) * strides[0] + segment.head.to(gl.int64) * strides[1]
+    rows = ptr + own + o_v.to(gl.int64) * strides[3]
+    return rows[:, None] + (o_k.to(gl.int64) * strides[2])[None, :]
+
+
+@gluon.jit
+def row_tile(ptr, segment):
+    """Pointers (V, K) to the state of a segment's row among (rows, V, K)."""
+    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    return ptr + segment.row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
+
+
+@gluon.jit
+def pass_part(rings, segment, n, initial_ptr, parts_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr):
+    """What a part of a slow head's sequence adds to a zero state, or, of zeros for v, makes of the identity."""
+    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == HEADS), 1.0, 0.0)
+    if initial_ptr is not None:  # noqa: SIM102
+        if segment.back == segment.first:
+            state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
+    role_barrier()
+    for j in range(segment.back):
+        state = pass_chunk(rings, state, n + j)
+    if segment.back > 0:
+        gl.store(row_tile(parts_ptr, segment), state)
+
+
+@gluon.jit
+def scan_segment(
+    rings, segment, n, initial_ptr, entering_ptr, final_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
+    """Outputs of a segment, after n chunks of others, and the final state if its sequence ends with it."""
+    state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
+    if entering_ptr is not None:  # noqa: SIM102
+        if segment.row >= 0:
+            state = gl.load(row_tile(entering_ptr, segment))
+    if initial_ptr is not None:  # noqa: SIM102
+        if segment.back == segment.first:  # what enters is that of the sequence
+            state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
+    role_barrier()
+    for j in range(segment.back):
+        state = pass_chunk(rings, state, n + j)
+    for m in range(n, n + segment.nchunks):
+        state = scan_chunk(rings, state, m + segment.back, m)
+    if segment.last:
+        gl.store(state_tile(final_ptr, segment, (HEADS * DIM * DIM, DIM * DIM, DIM, 1)), state)
+
+
+@gluon.jit
+def states(
+    rings, work, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr
+):  # fmt: skip
+    """The role that begins with the program's first thread.  to: final states, or parts."""
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
+        if work.MAKES_PARTS:
+            pass_part(rings, segment, n, initial_ptr, to_ptr, INITIAL_STRIDES, HEADS)
+        else:
+            scan_segment(rings, segment, n, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES, HEADS)

@@ -1,0 +1,24 @@
+# mypy: ignore-errors
+"""The role that stores a chunk's output, by the copy engine.  What the roles share: `rings.py`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ssdprof.kernels._gluon import async_store
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+
+STAGES = {"stores": "output"}
+WAITS = {"outputs": "output"}
+
+
+@gluon.jit
+def stores(rings, work, out_desc):
+    """Up to the sequence's end."""
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
+        for i in range(segment.nchunks):
+            rings.outputs.wait_full(n + i)
+            where = [segment.sequence.tile, segment.head, segment.sequence.row + (segment.first + i) * CHUNK, 0]
+            async_store(out_desc, where, rings.outputs.tile(n + i).reshape([1, 1, CHUNK, DIM]))
+            tma.store_wait(0)
+            mbarrier.arrive(rings.outputs.empty_at(n + i), count=1)

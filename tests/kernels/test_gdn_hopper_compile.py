@@ -1,0 +1,74 @@
+"""GDN's Hopper kernels compile without a GPU, and within their registers and shared memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from compile_target import SHARED_BYTES, Compiled, compiled, on_meta
+from gdn_cases import GDNCase
+
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
+from ssdprof.kernels.precision import Precision
+
+CUT = HopperConfig(segment=4)
+STAYS = HopperConfig(segment=8, stays=2)
+PARTS = HopperConfig(segment=4, slow_parts=2)
+PLAIN = GDNCase(seqlen=512, key_heads=2, heads=4)
+
+CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
+    "bf16": (PLAIN, CUT),
+    "fp16, normalised": (replace(PLAIN, dtype=torch.float16, normalise=True), CUT),
+    "programs that stay, initial state": (replace(PLAIN, batch=3, initial_state=True), STAYS),
+    "packed, initial state": (GDNCase(lengths=(300, 9), initial_state=True), CUT),
+    "slow heads": (PLAIN, PARTS),
+    "slow heads, packed, normalised, initial state": (
+        GDNCase(lengths=(700, 9), initial_state=True, normalise=True),
+        PARTS,
+    ),
+}
+# instructions that wait for products: of X and of W in the scores; of K S and of X^T Y, and of Q S, in the states
+SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2, 3
+
+
+def launch(case: GDNCase, config: HopperConfig) -> None:
+    gdn_fused_hopper(on_meta(case.inputs()), Precision(), config=config)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
+
+
+def kernel_of(label: str, name: str) -> Compiled:
+    (kernel,) = (one for one in compiled("test_gdn_hopper_compile", 90)[label] if one.kernel == name)
+    return kernel
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_launches(label: str) -> None:
+    """Two more for heads that forget slowly."""
+    names = [kernel.kernel for kernel in compiled("test_gdn_hopper_compile", 90)[label]]
+    slow = ["_parts_kernel", "_combine_kernel"] if CASES[label][1].slow_parts else []
+    assert names == ["_prep_kernel", *slow, "_hopper_kernel"]
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_nothing_is_spilled_where_states_are_in_registers(label: str) -> None:
+    for kernel in compiled("test_gdn_hopper_compile", 90)[label]:
+        assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+        if kernel.kernel in ("_hopper_kernel", "_parts_kernel"):
+            assert kernel.registers == 128, kernel  # at entry: 512 threads share the register file, then roles trade
+        if kernel.kernel != "_prep_kernel":
+            assert kernel.spilled_bytes == 0, kernel
+        assert kernel.lost_addresses == 0, kernel
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
+    """ptxas adds waits where it thinks, or registers make, that a product's operands change while it runs."""
+    first = 0 if CASES[label][1].stays else SCORES_FIRST + STATES_FIRST  # Triton leaves out the loop over no chunks
+    waits = kernel_of(label, "_hopper_kernel").product_waits
+    assert waits == first + SCORES_SECOND + STATES_SECOND
+    if CASES[label][1].slow_parts:
+        assert kernel_of(label, "_parts_kernel").product_waits == SCORES_FIRST + STATES_FIRST

@@ -1,0 +1,94 @@
+"""GDN's Hopper kernels' source on a CPU (`gluon_emulator.py`), against the recurrence."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gdn_hopper_cases import GDNCase, errors
+from gluon_emulator import GDN, emulate
+
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.precision import Precision
+
+WHOLE_PAST = float("-inf")  # a first pass goes over all that is before
+CASES = {
+    "one chunk": (GDNCase(seqlen=64), HopperConfig(segment=1)),
+    "one position": (GDNCase(seqlen=1, initial_state=True), HopperConfig(segment=1)),
+    "ragged batch": (GDNCase(batch=2, seqlen=330, initial_state=True), HopperConfig(segment=2, enough=WHOLE_PAST)),
+    "four heads a key head": (GDNCase(seqlen=200, heads=4), HopperConfig(segment=4)),
+    "programs that stay": (GDNCase(batch=3, seqlen=150), HopperConfig(segment=3, stays=4)),
+    "more places": (GDNCase(seqlen=400), HopperConfig(segment=4, enough=WHOLE_PAST, key_ring=3)),
+    "no gate": (GDNCase(seqlen=200, gate=0.0), HopperConfig(segment=2)),
+    "normalised": (GDNCase(seqlen=200, normalise=True, key_heads=2), HopperConfig(segment=4)),
+    "beta up to 2": (GDNCase(seqlen=200, beta=2.0), HopperConfig(segment=4)),
+    "fp16": (GDNCase(seqlen=200, dtype=torch.float16, normalise=True), HopperConfig(segment=4)),
+    "packed": (
+        GDNCase(lengths=(3, 0, 64, 200, 70), initial_state=True, normalise=True),
+        HopperConfig(segment=2, enough=WHOLE_PAST),
+    ),
+}
+
+
+def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
+    return gdn_fused_hopper(inputs, Precision(), config=config)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case, config = CASES[name]
+    for seed in range(2):
+        emulate(monkeypatch, seed=seed, source=GDN)
+        inputs = case.inputs(seed)
+        out, states = errors(run(inputs, config), inputs)
+        limit = 6e-4 if case.dtype == torch.float16 else 4.5e-3
+        assert max(out, states) < limit
+
+
+def test_a_first_pass_begins_where_little_enough_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(seqlen=576, gate=-0.05).inputs()  # 2^-4.6 a chunk
+    emulate(monkeypatch, seed=1, source=GDN)
+    whole = run(inputs, HopperConfig(segment=8, enough=WHOLE_PAST)).final_states  # of nine chunks
+    for enough, at_least in ((-1.0, 2.0**-20), (-8.0, 2.0**-28), (-24.0, 0.0)):
+        states = run(inputs, HopperConfig(segment=8, enough=enough)).final_states
+        # what is left out may make a product's operand round the other way
+        assert at_least <= (states - whole).norm() / whole.norm() < 2 ** max(enough, -14)
+
+
+def test_a_cut_changes_no_bit_if_the_whole_past_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(seqlen=330, initial_state=True).inputs()
+    emulate(monkeypatch, seed=2, source=GDN)
+    one, cut = (run(inputs, HopperConfig(segment=segment, enough=WHOLE_PAST)) for segment in (6, 2))
+    assert all(map(torch.equal, one, cut))
+
+
+def test_nan_stays_in_its_head_and_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=3, source=GDN)
+    for name, place in (("v", (1, 70, 0, 5)), ("g", (1, 70, 0)), ("beta", (1, 70, 0))):
+        inputs = GDNCase(batch=2, seqlen=150).inputs()
+        poisoned = getattr(inputs, name).clone()
+        poisoned[place] = float("nan")
+        clean, result = (run(one, HopperConfig(segment=3)) for one in (inputs, replace(inputs, **{name: poisoned})))
+        assert result.out[1, 70:, 0].isnan().any()
+        assert not result.out[0].isnan().any()
+        assert torch.equal(result.out[1, :, 1], clean.out[1, :, 1])
+        assert torch.equal(result.out[1, :64, 0], clean.out[1, :64, 0])
+
+
+def test_decays_of_minus_infinity_and_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(seqlen=150).inputs()
+    g = inputs.g.clone()
+    g[:, 30], g[:, 100], g[:, 40:60] = -torch.inf, -1e30, 0.5
+    emulate(monkeypatch, seed=4, source=GDN)
+    inputs = replace(inputs, g=g)
+    assert max(errors(run(inputs, HopperConfig(segment=3)), inputs)) < 4.5e-3
+
+
+def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(seqlen=330, initial_state=True, normalise=True).inputs()
+    results = []
+    for seed in range(6):
+        emulate(monkeypatch, seed=seed, resident=1 + seed, source=GDN)
+        results.append(run(inputs, HopperConfig(segment=2, key_ring=2 + seed % 2)))
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))

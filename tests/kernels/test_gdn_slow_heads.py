@@ -1,0 +1,177 @@
+"""Heads that forget slowly on GDN's Hopper kernels: parts and transition matrices, on a CPU (`gluon_emulator.py`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gdn_hopper_cases import GDNCase, errors
+from gluon_emulator import GDN, emulate
+
+from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.parts import ROWS
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.precision import Precision
+
+TWO = HopperConfig(segment=2, slow_parts=2, carriers=3)
+CASES = {
+    "no gate": (GDNCase(seqlen=500, gate=0.0), TWO),
+    "-1e-4, initial state, batch": (
+        GDNCase(batch=2, seqlen=450, gate=-1e-4, initial_state=True),
+        HopperConfig(segment=3, slow_parts=1, carriers=5),
+    ),
+    "four parts, normalised keys": (
+        GDNCase(seqlen=520, gate=-1e-3, normalise=True, heads=1),
+        HopperConfig(segment=4, slow_parts=4, carriers=4),
+    ),
+    "packed": (
+        GDNCase(lengths=(3, 0, 64, 400, 200), gate=-1e-4, initial_state=True, normalise=True),
+        HopperConfig(segment=2, slow_parts=2, carriers=7),
+    ),
+    "fp16": (GDNCase(seqlen=330, gate=0.0, dtype=torch.float16, normalise=True), TWO),
+}
+
+
+def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
+    return gdn_fused_hopper(inputs, Precision(), config=config)
+
+
+def whole_past(config: HopperConfig) -> HopperConfig:
+    return replace(config, slow_parts=0)
+
+
+def mixed() -> GDNInputs:
+    """Head 0 forgets nothing, heads 1 and 2 forget, and head 3 does in the second half."""
+    inputs = GDNCase(seqlen=640, heads=4, gate=-1.0, initial_state=True).inputs()
+    g = inputs.g.clone()
+    g[..., 0], g[:, :320, 3] = -1e-4, -1e-4
+    return replace(inputs, g=g)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case, config = CASES[name]
+    emulate(monkeypatch, seed=1, source=GDN)
+    inputs = case.inputs()
+    limit = 6e-4 if case.dtype == torch.float16 else 4.5e-3
+    ours, whole = (errors(run(inputs, one), inputs) for one in (config, whole_past(config)))
+    assert max(ours) < limit
+    assert all(a < 1.02 * b for a, b in zip(ours, whole, strict=True))
+
+
+def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=2, source=GDN)
+    inputs = mixed()
+    result, whole = (run(inputs, config) for config in (TWO, whole_past(TWO)))
+    assert max(errors(result, inputs)) < 4.5e-3
+    assert torch.equal(result.out[:, :, 1:3], whole.out[:, :, 1:3])
+    assert not torch.equal(result.out[:, :, 0], whole.out[:, :, 0])
+
+
+def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts begin where that first pass does: the head forgets until position 500, and nothing after it."""
+    inputs = GDNCase(seqlen=2700, heads=1, gate=-1.0, initial_state=True).inputs()
+    g = inputs.g.clone()
+    g[:, 500:] = 0.0
+    emulate(monkeypatch, seed=8, source=GDN)
+    inputs = replace(inputs, g=g)
+    config = HopperConfig(segment=20, slow_parts=2)
+    result, whole = (run(inputs, config) for config in (config, whole_past(config)))
+    assert torch.equal(result.out[:, :2560], whole.out[:, :2560])
+    assert not torch.equal(result.out[:, 2560:], whole.out[:, 2560:])
+    assert (result.final_states - whole.final_states).norm() < 4e-3 * whole.final_states.norm()
+
+
+def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(seqlen=700, gate=-0.1, initial_state=True).inputs()  # first passes of three chunks
+    emulate(monkeypatch, seed=3, source=GDN)
+    config = HopperConfig(segment=3, slow_parts=1, carriers=4)
+    assert all(map(torch.equal, run(inputs, config), run(inputs, whole_past(config))))
+
+
+def test_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on how many programs compute parts, or on whose turn it is."""
+    inputs = mixed()
+    emulate(monkeypatch, seed=4, source=GDN)
+    together = run(inputs, TWO)
+    for seed, gate in enumerate((0.0, -3.0)):
+        g = inputs.g.clone()
+        g[..., 1:] = gate
+        emulate(monkeypatch, seed=5 + seed, resident=1 + seed, source=GDN)
+        alone = run(replace(inputs, g=g), replace(TWO, carriers=2 + 7 * seed))
+        assert torch.equal(alone.out[:, :, 0], together.out[:, :, 0])
+        assert torch.equal(alone.final_states[:, 0], together.final_states[:, 0])
+
+
+def test_minus_infinity_turns_first_passes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(seqlen=330, gate=-0.02).inputs()  # 2^-1.8 a chunk
+    emulate(monkeypatch, seed=6, source=GDN)
+    early, never = (errors(run(inputs, replace(TWO, enough=enough)), inputs) for enough in (-1.0, float("-inf")))
+    assert max(never) < 4.5e-3 < min(early)
+
+
+def test_nan_stays_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=7, source=GDN)
+    for name, place in (("v", (0, 70, 0, 5)), ("g", (0, 70, 0)), ("beta", (0, 70, 0))):
+        inputs = GDNCase(seqlen=330, gate=-1e-4).inputs()
+        poisoned = getattr(inputs, name).clone()
+        poisoned[place] = float("nan")
+        clean, result = (run(one, TWO) for one in (inputs, replace(inputs, **{name: poisoned})))
+        assert result.out[0, 70:, 0].isnan().any(-1).all()
+        assert torch.equal(result.out[:, :, 1], clean.out[:, :, 1])
+        assert torch.equal(result.out[:, :64, 0], clean.out[:, :64, 0])
+        if name == "v":
+            assert torch.equal(result.out[:, :, 0, :5], clean.out[:, :, 0, :5])
+
+
+def test_parts_are_combined_as_the_recurrence_of_matrices() -> None:
+    """Rows of no slow segment, and the transition matrix where N has the state before in it, are not looked at."""
+    pairs, boundaries, parts, dim = 3, 4, 2, 128
+    generator = torch.Generator().manual_seed(0)
+    backs = torch.tensor([[-1, 3, -1], [-1, -1, 2], [5, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    data = torch.randn(boundaries, pairs, parts, 2, dim, dim, generator=generator)
+    data[:, :, :, 1] /= dim**0.5
+    data[backs >= 0] = torch.nan
+    known = torch.cat([torch.zeros(1, pairs, dtype=torch.int32), backs[:-1]]) >= 0
+    data[:, :, 0, 1][known] = torch.nan
+    entering = torch.full((boundaries, pairs, dim, dim), 7.0)
+    options = {"PARTS": parts, "BOUNDARIES": 4, "DIM": dim, "BLOCK_V": 16}
+    tensors = [tensor.to("cuda" if torch.cuda.is_available() else "cpu") for tensor in (data, backs, entering)]
+    Launcher(_combine_kernel, (pairs, boundaries), options)(pairs * dim // 16, *tensors)
+    entering = tensors[2].cpu()
+    for pair in range(pairs):
+        state = torch.zeros(dim, dim, dtype=torch.float64)
+        for boundary in range(boundaries):
+            if backs[boundary, pair] >= 0:
+                assert (entering[boundary, pair] == 7.0).all()
+                continue
+            for part in range(parts):
+                N, M = data[boundary, pair, part].double()
+                state = N if part == 0 and known[boundary, pair] else state @ M + N
+            error = (entering[boundary, pair] - state).norm() / state.norm()
+            assert error < 1e-6
+
+
+@pytest.mark.parametrize("seqlen", [4096, 8192, 65536, 131072, 1 << 20])
+@pytest.mark.parametrize(("key_heads", "heads"), [(16, 32), (2, 8), (16, 16), (16, 64), (1, 1)])
+def test_long_sequences_are_cut_into_whole_parts(seqlen: int, key_heads: int, heads: int) -> None:
+    shape = GDNInputs.__new__(GDNInputs)  # the choice reads shapes alone
+    empty = torch.empty(1, seqlen, 1, device="meta")
+    object.__setattr__(shape, "v", empty[..., None].expand(1, seqlen, heads, 128))
+    object.__setattr__(shape, "q", empty[..., None].expand(1, seqlen, key_heads, 128))
+    object.__setattr__(shape, "cu_seqlens", None)
+    config = HopperConfig.choose(shape, 132, batch_invariant=False)
+    nchunks = seqlen // 64
+    rows = (-(-nchunks // config.segment) - 1) * heads
+    assert (config.slow_parts > 0) == (nchunks - config.segment > 128 and rows <= ROWS.value)
+    assert not config.slow_parts or config.segment % config.slow_parts == 0
+    assert HopperConfig.choose(shape, 132, batch_invariant=True).slow_parts == 0
+
+
+@pytest.mark.parametrize("config", [HopperConfig(segment=3, slow_parts=2), HopperConfig(segment=2, slow_parts=2)])
+def test_refuses_what_cannot_be_divided_and_too_many_rows(config: HopperConfig) -> None:
+    heads = 2 if config.segment == 3 else 32
+    with pytest.raises(ValueError, match="slow_parts = 2 with"):
+        run(GDNCase(seqlen=1000, heads=heads).inputs(), config)
