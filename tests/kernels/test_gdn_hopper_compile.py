@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from compile_target import SHARED_BYTES, Compiled, compiled, on_meta
-from gdn_cases import GDNCase
+from gdn_hopper_cases import GDNCase
 
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
