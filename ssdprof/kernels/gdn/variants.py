@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.gdn import tuned
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch, Workspace
@@ -70,10 +71,15 @@ def _plan_recurrent(call: Call) -> Plan:
     )
 
 
+def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> PortableConfig:
+    """What the portable kernel takes if nothing was tuned."""
+    gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
+    return PortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
+
+
 def _portable_config(call: Call) -> PortableConfig:
-    q = call.inputs.q
-    gpu = (capability(q), sm_count(q)) if q.is_cuda else _H200
-    return PortableConfig.choose(call.inputs, *gpu, batch_invariant=call.batch_invariant)
+    found = tuned.portable(call.inputs, call.precision, batch_invariant=call.batch_invariant)
+    return found or committed_portable(call.inputs, batch_invariant=call.batch_invariant)
 
 
 def _prepare_portable(call: Call) -> Launch:

@@ -1,9 +1,8 @@
 """The kernel of FlashInfer, as installed: https://github.com/flashinfer-ai/flashinfer.
 
-Its operator is another one than ours in four ways, each of which is undone here: it takes the decay itself and not its
-logarithm, it does not normalise q and k whatever it is told, beta is fp32, and its states have V before K.  What follows
-from that of the inputs is prepared in the first call and kept for as long as the inputs live, so that it is not in the
-library's time.
+Its operator differs from ours in four ways: it takes the decay and not its logarithm, it does not normalise q and k
+whatever it is told, beta is fp32, and its states have V before K.  The arguments that it needs are prepared in the
+first call and kept for as long as the inputs live, so that preparing them is not in the library's time.
 """
 
 from __future__ import annotations
