@@ -41,7 +41,7 @@ def inputs(length: int = 1, **fields: Any) -> SSDInputs:
 def step(
     state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None,
     dt_softplus: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h, p)."""
     assert A.stride()[1:] == (0, 0), "one number a head, which the kernel's fast path wants to see"
     dt = F.softplus(dt + dt_bias) if dt_softplus else dt + dt_bias
