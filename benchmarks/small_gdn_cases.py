@@ -2,9 +2,10 @@
 
     python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla]
 
-The sizes are those of a published comparison: 15 to 16,384 tokens, heads of 60, 64, 100 and 128, as many value heads as key heads, a gate of
-logsigmoid(uniform) / size, and in some cases half of the gates 0.  Measured and judged as `ssdprof bench gdn` does it.
-Writes FILE.json, which `ssdprof bench` could have written, and a table as FILE.md.  Needs a GPU.
+The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
+key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
+`ssdprof bench gdn` does it.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
+GPU.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
+import small_gdn_cases as cases
 import torch
 from fakes import contender, measured, report
 
@@ -15,8 +12,6 @@ from ssdprof.bench.contenders import line_up, precisions_for
 from ssdprof.bench.judge import judge
 from ssdprof.kernels._triton import INTERPRETED
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-cases: Any = __import__("small_gdn_cases")
 CPU = torch.device("cpu")
 
 
@@ -28,6 +23,8 @@ def test_there_are_15_batches_and_12_packs() -> None:
         inputs = cases.draw(cell, CPU)
         assert (inputs.q.dtype, inputs.sequences) == (torch.float16, cell.tokens.sequences)
         if cell.tokens.packed:
+            assert inputs.cu_seqlens is not None
+            assert isinstance(cell.shape, cases.SmallShape)
             assert inputs.cu_seqlens.diff().min() > 0
             assert inputs.cu_seqlens[-1] == inputs.length == cell.shape.total
         else:
