@@ -119,7 +119,7 @@ def peer(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Implementa
             )
         return sys.modules[module]
 
-    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.fla.import_module", import_module)
+    monkeypatch.setattr("ssdprof.operators.gdn.peers.import_module", import_module)
     (loaded,) = load_peers(GDN, [name], None)
     return loaded.implementation
 

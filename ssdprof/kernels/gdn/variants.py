@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import torch
+
 from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.gdn import tuned
@@ -86,6 +88,16 @@ def _prepare_portable(call: Call) -> Launch:
     return PortableLaunch(call.inputs, call.precision, _portable_config(call), state_v_first=call.state_v_first)
 
 
+def _without_effect(call: Call) -> str:
+    """What the call asks of its precision that changes no bit of the result; "" if it asks for nothing of the kind."""
+    parts = []
+    if not call.precision.exact and call.inputs.q.dtype != torch.float32:
+        parts.append("relaxed is as exact: 16-bit operands either way")
+    if call.precision.state_dtype != torch.float32:
+        parts.append("states stay in fp32")
+    return "".join(f"; {part}" for part in parts)
+
+
 def _plan_portable(call: Call) -> Plan:
     config = _portable_config(call)
     settings = asdict(config)
@@ -95,7 +107,7 @@ def _plan_portable(call: Call) -> Plan:
         launches=2,
         config=settings,
         workspace_bytes=Workspace.of(call.inputs, call.precision, config).bytes,
-        reason=f"two launches: factors of all chunks, then the states; {reason}",
+        reason=f"two launches: factors of all chunks, then the states; {reason}{_without_effect(call)}",
     )
 
 

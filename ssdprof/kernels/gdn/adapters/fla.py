@@ -1,12 +1,11 @@
 """The Triton kernels of flash-linear-attention, as installed: https://github.com/fla-org/flash-linear-attention.
 
-The library hands some calls to other libraries if it finds them installed.  That is turned off here before it is
-imported: what is measured under its name is its own.
+The library hands some calls to other libraries if it finds them installed; whoever imports it turns that off
+(`operators/gdn/peers.py`).
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,36 +21,26 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 MOST_STEPS = 64  # tokens of a sequence for which the token-by-token kernel is called
-_OPERATOR = "fla.ops.gated_delta_rule"
-_KERNELS = (_OPERATOR, "fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
-_NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # read when the library is imported
+OPERATOR = "fla.ops.gated_delta_rule"  # the module that `load` and `load_recurrent` take
+_KERNELS = (OPERATOR, "fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
-def load() -> Implementation:
-    """The chunked kernels.  Raises ImportError where the library, or what it needs, is missing."""
-    function = _import().chunk_gated_delta_rule
+def load(operator: Any) -> Implementation:
+    """The chunked kernels of the library's operator."""
     tunings = Tunings(module for name, module in sorted(sys.modules.items()) if name.startswith(_KERNELS))
-    chunked = _Chunked(function, tunings)
+    chunked = _Chunked(operator.chunk_gated_delta_rule, tunings)
     return Implementation(operator="gdn", name="fla", run=chunked.run, plan=chunked.plan)
 
 
-def load_recurrent() -> Implementation:
-    """The kernel that goes token by token.  Raises ImportError as `load` does."""
-    recurrent = _Recurrent(_import().fused_recurrent_gated_delta_rule)
+def load_recurrent(operator: Any) -> Implementation:
+    """Its kernel that goes token by token."""
+    recurrent = _Recurrent(operator.fused_recurrent_gated_delta_rule)
     return Implementation(operator="gdn", name="fla_recurrent", run=recurrent.run, plan=recurrent.plan)
 
 
 def version() -> str:
     """As the library says it."""
     return str(getattr(import_module("fla"), "__version__", "unknown"))
-
-
-def _import() -> Any:
-    """The operator's module, with calls to other libraries turned off."""
-    if _OPERATOR in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
-        raise ImportError(f"fla was imported before {_NO_DISPATCH}=1 was set, and may call other libraries")
-    os.environ[_NO_DISPATCH] = "1"
-    return import_module(_OPERATOR)
 
 
 @dataclass(frozen=True)
