@@ -52,6 +52,15 @@ class Variant:
     plan: Callable[[Call], Plan]
 
 
+def _equals(call: Call) -> str:
+    """The precision that gives the same bits, if that is another one: states stay in fp32, and 16-bit inputs are
+    multiplied as they are with exact intermediates and with relaxed ones.  For a plan's reason."""
+    exact = call.precision.exact or call.inputs.q.dtype != torch.float32
+    if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
+        return ""
+    return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
+
+
 def _recurrent_unsupported(inputs: GDNInputs) -> str:
     """Packed lengths are not known on the host: as many tokens as sequences are taken for a step of each."""
     most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
@@ -88,16 +97,6 @@ def _prepare_portable(call: Call) -> Launch:
     return PortableLaunch(call.inputs, call.precision, _portable_config(call), state_v_first=call.state_v_first)
 
 
-def _without_effect(call: Call) -> str:
-    """What the call asks of its precision that changes no bit of the result; "" if it asks for nothing of the kind."""
-    parts = []
-    if not call.precision.exact and call.inputs.q.dtype != torch.float32:
-        parts.append("relaxed is as exact: 16-bit operands either way")
-    if call.precision.state_dtype != torch.float32:
-        parts.append("states stay in fp32")
-    return "".join(f"; {part}" for part in parts)
-
-
 def _plan_portable(call: Call) -> Plan:
     config = _portable_config(call)
     settings = asdict(config)
@@ -107,7 +106,7 @@ def _plan_portable(call: Call) -> Plan:
         launches=2,
         config=settings,
         workspace_bytes=Workspace.of(call.inputs, call.precision, config).bytes,
-        reason=f"two launches: factors of all chunks, then the states; {reason}{_without_effect(call)}",
+        reason=f"two launches: factors of all chunks, then the states; {reason}{_equals(call)}",
     )
 
 
