@@ -73,7 +73,7 @@ def peer_names(operator: Operator[Any], words: str, checkout: Path | None) -> tu
         names |= dict.fromkeys(name for name, peer in peers.items() if peer.from_checkout)
     for name in names:
         if name not in peers:
-            raise BadInputError(f"--against does not know {name!r}.", f"Known are {' and '.join(peers) or 'none'}.")
+            raise BadInputError(f"--against does not know {name!r}.", f"Known are {', '.join(peers) or 'none'}.")
         if peers[name].from_checkout and checkout is None:
             raise BadInputError(
                 f"The {name} kernel is in no package.", f"Give a checkout of {peers[name].where} with --published."
