@@ -207,8 +207,11 @@ def _equal_precisions(report: RunReport) -> Iterator[str]:
             if part.startswith(_SAME_AS):
                 found.setdefault((case.implementation, part.removeprefix(_SAME_AS)), {})[case.precision] = None
     for (implementation, other), precisions in found.items():
+        asked = {_with(case.precision) for case in report.cases if case.implementation == implementation}
         which = fmt.words(_with(one) for one in sorted(precisions, key=precision_order))
-        yield f"{implementation} computes the same {which} as {other}: it has no faster or less exact form of these."
+        if asked <= {other, *map(_with, precisions)}:
+            which = "every precision"
+        yield f"{implementation} computes {which} as {other}: to the same bits, in the same time."
 
 
 def _status(case: CaseResult) -> str:

@@ -74,11 +74,12 @@ def _prepare_recurrent(call: Call) -> Launch:
 
 
 def _plan_recurrent(call: Call) -> Plan:
+    equal = "" if call.precision == Precision() else "; the same as exact with fp32 states"
     return Plan(
         variant="recurrent",
         launches=1,
         config=asdict(RecurrentConfig.choose(call.inputs)),
-        reason="one launch, token by token: the sequences are short",
+        reason=f"one launch, token by token: the sequences are short{equal}",
     )
 
 
