@@ -24,8 +24,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="S[,S...]",
-            help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.",
-            show_default="mamba2-2.7b",
+            help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
+            show_default="mamba2-2.7b, qwen3-next-80b",
         ),
     ] = None,
     seq: Annotated[str, typer.Option(metavar="N[,N...]", help="Lengths; 1k,...,256k doubles.")] = "1k,4k,16k,64k",
@@ -51,7 +51,9 @@ def bench(
     layout: Annotated[
         Literal["contiguous", "views"], typer.Option(help="Of the inputs; views of a wide projection, as in a model.")
     ] = "contiguous",
-    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published.")] = "",
+    against: Annotated[
+        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
+    ] = "",
     published: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
@@ -101,11 +103,14 @@ def bench(
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.environment.present import require_gpu
+    from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import parse_percent, parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     record = options.operator(operator)
     drawing = record.drawing
+    if chunk_size != "best" and not drawing.chunk_sizes:
+        raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
     grid = expand(parse_shapes(drawing, shape or next(iter(drawing.shapes))), parse_dtypes(dtype), tokens, layout)
     state_dtypes = None if states is None else parse_states(states)
     names = peer_names(record, against, published)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ssdprof.tuning.records import TuneReport
     from ssdprof.tuning.run import TuneRequest
 
-DEFAULT_SHAPE, DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "mamba2-2.7b", "1k,8k,64k", "1", "bf16"
+DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "1k,8k,64k", "1", "bf16"
 
 
 def tune(
@@ -32,8 +32,8 @@ def tune(
         str | None,
         typer.Option(
             metavar="S[,S...]",
-            help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.",
-            show_default=DEFAULT_SHAPE,
+            help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
+            show_default="mamba2-2.7b, qwen3-next-80b",
         ),
     ] = None,
     seq: Annotated[

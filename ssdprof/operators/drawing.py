@@ -13,6 +13,7 @@ import torch
 from ssdprof.kernels.registry import Implementation
 from ssdprof.schema import PrecisionRecord
 
+MOST_STEPS = 32  # tokens of a sequence up to which implementations that go token by token take part
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views"]
@@ -40,6 +41,16 @@ class Tokens:
     @property
     def packed(self) -> bool:
         return self.shortest is not None
+
+    @property
+    def steps(self) -> bool:
+        """Whether sequences are so short that a model computes them token by token, as in decoding."""
+        return not self.packed and self.seqlen <= MOST_STEPS
+
+    @property
+    def states(self) -> bool:
+        """Whether sequences begin with a state, as packed ones and those of decoding do."""
+        return self.packed or self.steps
 
     @property
     def at_most(self) -> int:
@@ -108,7 +119,7 @@ class Drawing(Generic[I]):
     draw: Callable[[Cell, torch.device], I]
     chunk_sizes: tuple[int, ...] = ()
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
-    chunks_itself: frozenset[str] = frozenset({"fused"})
+    chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
     peers: Mapping[str, PeerSource] = field(default_factory=dict)
 
 
