@@ -11,7 +11,6 @@ from gdn_hopper_cases import GDNCase
 
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
-from ssdprof.kernels.precision import Precision
 
 CUT = HopperConfig(segment=4)
 STAYS = HopperConfig(segment=8, stays=2)
@@ -34,7 +33,7 @@ SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2, 3
 
 
 def launch(case: GDNCase, config: HopperConfig) -> None:
-    gdn_fused_hopper(on_meta(case.inputs()), Precision(), config=config)
+    gdn_fused_hopper(on_meta(case.inputs()), config=config)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}

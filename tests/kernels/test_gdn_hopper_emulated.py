@@ -10,7 +10,6 @@ from gluon_emulator import GDN, emulate
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.precision import Precision
 
 WHOLE_PAST = float("-inf")  # a first pass goes over all that is before
 CASES = {
@@ -32,7 +31,7 @@ CASES = {
 
 
 def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
-    return gdn_fused_hopper(inputs, Precision(), config=config)
+    return gdn_fused_hopper(inputs, config=config)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,6 @@ from ssdprof.kernels.gdn.hopper.config import HopperConfig, unsupported
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
-from ssdprof.kernels.precision import Precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +52,7 @@ def on_gpu(inputs: GDNInputs) -> GDNInputs:
 def run(inputs: GDNInputs, config: HopperConfig | None = None) -> GDNOutput:
     assert unsupported(inputs) == ""
     chosen = HopperConfig.choose(inputs, 132, batch_invariant=False)
-    return gdn_fused_hopper(inputs, Precision(), config=config or chosen)
+    return gdn_fused_hopper(inputs, config=config or chosen)
 
 
 def head_errors(ours: torch.Tensor, exact: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -132,7 +131,7 @@ def test_nan_stays_in_its_heads_and_sequence(name: str, gate: float) -> None:
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
 def test_in_a_graph(config: HopperConfig) -> None:
     inputs = on_gpu(replace(FEW, seqlen=3000, gate=-1e-3).inputs())
-    launch = HopperLaunch(inputs, Precision(), config)
+    launch = HopperLaunch(inputs, config)
     expected = launch(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -13,7 +13,6 @@ from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.hopper.parts import ROWS
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.precision import Precision
 
 TWO = HopperConfig(segment=2, slow_parts=2, carriers=3)
 CASES = {
@@ -35,7 +34,7 @@ CASES = {
 
 
 def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
-    return gdn_fused_hopper(inputs, Precision(), config=config)
+    return gdn_fused_hopper(inputs, config=config)
 
 
 def whole_past(config: HopperConfig) -> HopperConfig:

@@ -13,6 +13,9 @@ import torch
 from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.gdn import tuned
+from ssdprof.kernels.gdn.hopper import config as hopper_config
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, launch_count, workspace_bytes
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch, Workspace
@@ -83,6 +86,28 @@ def _plan_recurrent(call: Call) -> Plan:
     )
 
 
+def _hopper_config(call: Call) -> HopperConfig:
+    return HopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
+
+
+def _prepare_hopper(call: Call) -> Launch:
+    return HopperLaunch(call.inputs, _hopper_config(call), state_v_first=call.state_v_first)
+
+
+def _plan_hopper(call: Call) -> Plan:
+    config = _hopper_config(call)
+    settings = asdict(config)
+    reason = settings.pop("reason")
+    slow = "; two more launches for heads that forget slowly" if config.slow_parts else ""
+    return Plan(
+        variant="hopper",
+        launches=launch_count(call.inputs, config),
+        config=settings,
+        workspace_bytes=workspace_bytes(call.inputs, config),
+        reason=f"two launches: inverses of all chunks, then the states{slow}; {reason}{_equals(call)}",
+    )
+
+
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> PortableConfig:
     """What the portable kernel takes if nothing was tuned."""
     gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
@@ -114,10 +139,11 @@ def _plan_portable(call: Call) -> Plan:
 RECURRENT = Variant(
     name="recurrent", unsupported=_recurrent_unsupported, prepare=_prepare_recurrent, plan=_plan_recurrent
 )
+HOPPER = Variant(name="hopper", unsupported=hopper_config.unsupported, prepare=_prepare_hopper, plan=_plan_hopper)
 PORTABLE = Variant(name="portable", unsupported=lambda _inputs: "", prepare=_prepare_portable, plan=_plan_portable)
-VARIANTS = (RECURRENT, PORTABLE)
+VARIANTS = (RECURRENT, HOPPER, PORTABLE)
 
 
 def choose(inputs: GDNInputs) -> Variant:
-    """The first of `VARIANTS` that takes the inputs: by shapes and dtypes alone."""
+    """The first of `VARIANTS` that takes the inputs: by the GPU, shapes, strides, alignment and dtypes."""
     return next(variant for variant in VARIANTS if not variant.unsupported(inputs))

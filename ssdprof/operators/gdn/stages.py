@@ -53,5 +53,9 @@ STAGES = Stages(
         "_gdn_factors_kernel": "fused",
         "_gdn_scan_kernel": "fused",
         "_gdn_recurrent_kernel": "recurrent",
+        "_prep_kernel": "fused",
+        "_parts_kernel": "fused",
+        "_combine_kernel": "fused",
+        "_hopper_kernel": "fused",
     },
 )

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ssdprof.kernels._triton import DOT_PRECISION
 
-STAGES = {"_combine_kernel": "state_passing.load"}
+STAGES = {"_combine_kernel": "warm_up"}
 
 
 @triton.jit(do_not_specialize=["pairs", "boundaries"])

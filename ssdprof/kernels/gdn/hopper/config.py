@@ -9,6 +9,7 @@ import torch
 
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.gdn.hopper.parts import ROWS
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -114,7 +115,7 @@ def slot_count(inputs: GDNInputs) -> int:
 def unsupported(inputs: GDNInputs) -> str:
     """Why this kernel cannot take `inputs`; empty if it can."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if not q.is_cuda or capability(q) != (9, 0):
+    if INTERPRETED or not q.is_cuda or capability(q) != (9, 0):
         return "anything but a Hopper GPU"
     if q.dtype == torch.float32:
         return "fp32 inputs"

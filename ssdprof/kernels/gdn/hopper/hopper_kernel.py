@@ -8,7 +8,7 @@ have roles (`rings.py`): `states` goes from chunk to chunk, and `scores` makes w
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
       inverse, decays, bounds, norms: of `prep_kernel.py` | entering, backs: of `combine_kernel.py` and `parts.py`
-Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32
+Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, strides free
 Grid: (segments * hv), heads fastest, then sequences, segments; or one program for each SM, which takes whole
       sequences one after the other
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3; why its products have
@@ -33,7 +33,7 @@ STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "set
 
 @gluon.jit
 def run_roles(
-    rings, work, descs, pointers, scale, INITIAL_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr, HEADS: gl.constexpr,
+    rings, work, descs, pointers, scale, STATE_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr, HEADS: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Until each role has done its part of `work`."""
@@ -44,7 +44,7 @@ def run_roles(
     SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
     gl.warp_specialize(
         [
-            (states, (rings, work, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES, HEADS)),
+            (states, (rings, work, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES, HEADS)),
             (scores, (rings, work)),
             (gates, (rings, work, decays_ptr, norms_ptr, scale, HEADS, KEY_HEADS)),
             (loads, (rings, work, (q_desc, k_desc, v_desc, A_desc), AHEAD, HEADS, HEADS // KEY_HEADS)),
@@ -60,7 +60,7 @@ def run_roles(
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
     decays_ptr, bounds_ptr, norms_ptr,
-    INITIAL_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
+    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def _hopper_kernel(
     if exists:
         run_roles(
             rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
-            (initial_ptr, entering_ptr, final_ptr, decays_ptr, norms_ptr), scale, INITIAL_STRIDES, KEY_HEADS, HEADS,
+            (initial_ptr, entering_ptr, final_ptr, decays_ptr, norms_ptr), scale, STATE_STRIDES, KEY_HEADS, HEADS,
             STATE_REGISTERS, OTHER_REGISTERS,
         )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _hopper_kernel(
 def _parts_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, parts_ptr, backs_ptr,
     decays_ptr, bounds_ptr, norms_ptr,
-    INITIAL_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows,
+    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -103,6 +103,6 @@ def _parts_kernel(
     if work.count > 0:
         run_roles(
             rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
-            (initial_ptr, None, parts_ptr, decays_ptr, norms_ptr), scale, INITIAL_STRIDES, KEY_HEADS, HEADS,
+            (initial_ptr, None, parts_ptr, decays_ptr, norms_ptr), scale, STATE_STRIDES, KEY_HEADS, HEADS,
             STATE_REGISTERS, OTHER_REGISTERS,
         )  # fmt: skip

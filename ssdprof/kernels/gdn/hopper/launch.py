@@ -6,25 +6,37 @@ import torch
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._tiles import Rows, Tiles, row_stride, steps
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, slot_count
+from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.gdn.states import empty_states
+
+
+def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
+    """What a call allocates beyond its outputs."""
+    slots, heads, chunk = slot_count(inputs), inputs.v.shape[2], CHUNK.value
+    of_head = inputs.q.element_size() * chunk * chunk + 4 * chunk + 4  # inverse, decays, bound
+    norms = 4 * 2 * chunk * inputs.q.shape[2] if inputs.use_qk_l2norm else 0
+    rows = row_count(inputs, config.segment) if config.slow_parts else 0
+    return slots * (heads * of_head + norms) + rows * (4 + 4 * DIM.value**2 * (1 + 2 * config.slow_parts))
+
+
+def launch_count(inputs: GDNInputs, config: HopperConfig) -> int:
+    return 4 if config.slow_parts and row_count(inputs, config.segment) else 2
 
 
 class HopperLaunch:
     """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
 
-    def __init__(self, inputs: GDNInputs, precision: Precision, config: HopperConfig) -> None:
-        del precision  # the state is in registers, in fp32; nothing else is rounded that 16 bits do not hold
+    def __init__(self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False) -> None:
         seqlen, key_heads = inputs.q.shape[1:3]
         heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
         self._heads, self._key_heads, self._slots = heads, key_heads, slot_count(inputs)
         self._index, self._dtype = inputs.q.get_device(), inputs.q.dtype
-        self._states, self._normalise = inputs.states_shape, inputs.use_qk_l2norm
+        self._state_v_first, self._normalise = state_v_first, inputs.use_qk_l2norm
         self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
         row = heads * DIM.value
         self._out = _tiles(inputs.v, (seqlen * row, row, DIM.value), packed=packed)
@@ -49,7 +61,8 @@ class HopperLaunch:
             },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-        scalars = (initial, cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
+        final = empty_states(inputs, "meta", state_v_first=state_v_first).stride()
+        scalars = ((*initial, *final), cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
         options = {
             "KEY_HEADS": key_heads,
             "HEADS": heads,
@@ -66,7 +79,7 @@ class HopperLaunch:
         q, v = inputs.q, inputs.v
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
             out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final_states = torch.empty(self._states, dtype=torch.float32, device=v.device)
+            final_states = empty_states(inputs, v.device, state_v_first=self._state_v_first)
             inverse = torch.empty(self._slots, self._heads, CHUNK.value, CHUNK.value, dtype=v.dtype, device=v.device)
             decays = torch.empty(self._slots, self._heads, CHUNK.value, dtype=torch.float32, device=v.device)
             bounds = torch.empty(self._heads, self._slots, dtype=torch.float32, device=v.device)
@@ -87,9 +100,9 @@ class HopperLaunch:
         return GDNOutput(out, final_states)
 
 
-def gdn_fused_hopper(inputs: GDNInputs, precision: Precision, *, config: HopperConfig) -> GDNOutput:
+def gdn_fused_hopper(inputs: GDNInputs, *, config: HopperConfig) -> GDNOutput:
     """Output as v, final states in fp32.  Call it only where `config.unsupported` is empty."""
-    return HopperLaunch(inputs, precision, config)(inputs)
+    return HopperLaunch(inputs, config)(inputs)
 
 
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, COLUMN, DECAY, FROM_STATE, ROW, TO_END, TO_OUTPUT
 
-STAGES = {"chunk_gates": "gates", "gates": "gates"}
+STAGES = {"chunk_gates": "gate_cumsum", "gates": "gate_cumsum"}
 WAITS = {"keys": "ahead"}
 
 

@@ -24,7 +24,7 @@ from ssdprof.kernels.gdn.hopper.rings import CHUNK, COLUMN, DIM, ROW, TO_END
 
 PARTS = gl.constexpr(2)  # of X's columns, one product each: what registers allow
 
-STAGES = {"update_of": "scores.update", "weights_of": "scores.weights", "scores": "scores.weights"}
+STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
     "keys": "waiting.chunk",
     "inverses": "waiting.inverse",

@@ -23,9 +23,9 @@ from ssdprof.kernels._gluon import arrive, product_layout, role_barrier, scalar
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DECAY, DIM, FROM_STATE, TO_OUTPUT
 
 STAGES = {
-    "unknown_values": "state.values",
-    "pass_chunk": "state.update",
-    "scan_chunk": "output",
+    "unknown_values": "chunk_state.residual",
+    "pass_chunk": "warm_up",
+    "scan_chunk": "chunk_output",
     "state_tile": "caller",
     "row_tile": "caller",
     "pass_part": "setup",
@@ -38,8 +38,9 @@ WAITS = {
     "queries": "waiting.chunk",
     "updates": "waiting.update",
     "weights": "waiting.weights",
-    "outputs": "output",
+    "outputs": "chunk_output",
 }
+INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # where the strides of states begin among STATE_STRIDES
 by_k = gl.constexpr(product_layout(128, 8))  # (V, K)
 by_i = gl.constexpr(product_layout(64, 8))  # (V, i)
 k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 8), 2))
@@ -106,12 +107,15 @@ def scan_chunk(rings, state, n, m):
 
 
 @gluon.jit
-def state_tile(ptr, segment, strides):
+def state_tile(ptr, segment, WHICH: gl.constexpr, STATE_STRIDES: gl.constexpr):
     """Pointers (V, K) to the state of a segment's sequence and head among (sequences, HV, K, V)."""
     o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
-    own = segment.sequence.index.to(gl.int64) * strides[0] + segment.head.to(gl.int64) * strides[1]
-    rows = ptr + own + o_v.to(gl.int64) * strides[3]
-    return rows[:, None] + (o_k.to(gl.int64) * strides[2])[None, :]
+    own = (
+        segment.sequence.index.to(gl.int64) * STATE_STRIDES[WHICH]
+        + segment.head.to(gl.int64) * STATE_STRIDES[WHICH + 1]
+    )
+    rows = ptr + own + o_v.to(gl.int64) * STATE_STRIDES[WHICH + 3]
+    return rows[:, None] + (o_k.to(gl.int64) * STATE_STRIDES[WHICH + 2])[None, :]
 
 
 @gluon.jit
@@ -122,13 +126,13 @@ def row_tile(ptr, segment):
 
 
 @gluon.jit
-def pass_part(rings, segment, n, initial_ptr, parts_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr):
+def pass_part(rings, segment, n, initial_ptr, parts_ptr, STATE_STRIDES: gl.constexpr, HEADS: gl.constexpr):
     """What a part of a slow head's sequence adds to a zero state, or, of zeros for v, makes of the identity."""
     o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
     state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == HEADS), 1.0, 0.0)
     if initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:
-            state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
+            state = gl.load(state_tile(initial_ptr, segment, INITIAL, STATE_STRIDES)).to(gl.float32)
     role_barrier()
     for j in range(segment.back):
         state = pass_chunk(rings, state, n + j)
@@ -138,7 +142,7 @@ def pass_part(rings, segment, n, initial_ptr, parts_ptr, INITIAL_STRIDES: gl.con
 
 @gluon.jit
 def scan_segment(
-    rings, segment, n, initial_ptr, entering_ptr, final_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr
+    rings, segment, n, initial_ptr, entering_ptr, final_ptr, STATE_STRIDES: gl.constexpr
 ):  # fmt: skip
     """Outputs of a segment, after n chunks of others, and the final state if its sequence ends with it."""
     state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
@@ -147,24 +151,24 @@ def scan_segment(
             state = gl.load(row_tile(entering_ptr, segment))
     if initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # what enters is that of the sequence
-            state = gl.load(state_tile(initial_ptr, segment, INITIAL_STRIDES)).to(gl.float32)
+            state = gl.load(state_tile(initial_ptr, segment, INITIAL, STATE_STRIDES)).to(gl.float32)
     role_barrier()
     for j in range(segment.back):
         state = pass_chunk(rings, state, n + j)
     for m in range(n, n + segment.nchunks):
         state = scan_chunk(rings, state, m + segment.back, m)
     if segment.last:
-        gl.store(state_tile(final_ptr, segment, (HEADS * DIM * DIM, DIM * DIM, DIM, 1)), state)
+        gl.store(state_tile(final_ptr, segment, FINAL, STATE_STRIDES), state)
 
 
 @gluon.jit
 def states(
-    rings, work, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES: gl.constexpr, HEADS: gl.constexpr
+    rings, work, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
     """The role that begins with the program's first thread.  to: final states, or parts."""
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
         if work.MAKES_PARTS:
-            pass_part(rings, segment, n, initial_ptr, to_ptr, INITIAL_STRIDES, HEADS)
+            pass_part(rings, segment, n, initial_ptr, to_ptr, STATE_STRIDES, HEADS)
         else:
-            scan_segment(rings, segment, n, initial_ptr, entering_ptr, to_ptr, INITIAL_STRIDES, HEADS)
+            scan_segment(rings, segment, n, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES)

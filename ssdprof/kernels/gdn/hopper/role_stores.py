@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ssdprof.kernels._gluon import async_store
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 
-STAGES = {"stores": "output"}
-WAITS = {"outputs": "output"}
+STAGES = {"stores": "chunk_output"}
+WAITS = {"outputs": "chunk_output"}
 
 
 @gluon.jit
