@@ -8,7 +8,7 @@ from gdn_hopper_cases import GDNCase, errors
 from gluon_emulator import GDN, emulate
 
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
-from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 
 WHOLE_PAST = float("-inf")  # a first pass goes over all that is before
@@ -91,3 +91,12 @@ def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPat
         emulate(monkeypatch, seed=seed, resident=1 + seed, source=GDN)
         results.append(run(inputs, HopperConfig(segment=2, key_ring=2 + seed % 2)))
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+def test_final_states_with_v_before_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = GDNCase(batch=2, seqlen=150, initial_state=True).inputs()
+    emulate(monkeypatch, seed=5, source=GDN)
+    config = HopperConfig(segment=3)
+    k_first, v_first = (HopperLaunch(inputs, config, state_v_first=flag)(inputs) for flag in (False, True))
+    assert v_first.final_states.mT.is_contiguous()
+    assert all(map(torch.equal, k_first, v_first))

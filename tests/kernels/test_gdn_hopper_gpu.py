@@ -1,6 +1,7 @@
 """GDN's Hopper kernels against the oracle in fp64, cut finely, with heads that forget and heads that do not."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from ssdprof.kernels.gdn.hopper.config import HopperConfig, unsupported
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import get
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,6 +92,33 @@ def test_parts_add_no_error(name: str) -> None:
     exact = gdn_chunked(inputs, torch.float64).out
     ours, whole = (head_errors(run(inputs, one).out, exact, 2) for one in (config, replace(config, slow_parts=0)))
     assert (ours < 1.02 * whole).all()
+
+
+@pytest.mark.parametrize("name", ["lab", "slow", "ungated", "fast", "beta 2", "collinear keys", "normalised inside"])
+def test_no_head_is_less_exact_than_unfused(name: str) -> None:
+    """By more than 1 % of the RMS error against fp64, with the configuration that `gdn_fused` chooses."""
+    changes: dict[str, Any] = {
+        "slow": dict(gate=-1e-4), "ungated": dict(gate=0.0), "fast": dict(gate=-4.0), "beta 2": dict(beta=2.0),
+        "collinear keys": dict(gate=-1e-3), "normalised inside": dict(normalise=True, gate=-1e-3),
+    }.get(name, {})  # fmt: skip
+    inputs = on_gpu(replace(FEW, seqlen=16384, heads=8, **changes).inputs())
+    if name == "collinear keys":
+        k = inputs.k[:, :1].float() + 0.1 * inputs.k.float()
+        inputs = replace(inputs, k=(k / k.norm(dim=-1, keepdim=True)).to(inputs.k.dtype))
+    fused, unfused = get("gdn", "fused"), get("gdn", "unfused")
+    assert fused.plan(inputs, Precision()).variant == "hopper"
+    exact = gdn_chunked(inputs, torch.float64)
+    ours, theirs = fused.run(inputs, Precision()), unfused.run(inputs, Precision())
+    for a, b, reference, head_dim in zip(ours, theirs, exact, (2, 1), strict=True):
+        assert (head_errors(a, reference, head_dim) <= 1.01 * head_errors(b, reference, head_dim)).all()
+
+
+def test_final_states_with_v_before_k_have_the_same_bits() -> None:
+    inputs = on_gpu(replace(FEW, seqlen=1000).inputs())
+    first = run(inputs, CUT)
+    other = HopperLaunch(inputs, CUT, state_v_first=True)(inputs)
+    assert other.final_states.mT.is_contiguous()
+    assert_same(first, other)
 
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
