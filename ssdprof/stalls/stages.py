@@ -192,14 +192,20 @@ def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
 
 
 def _waits(tree: ast.Module, waits: Mapping[str, str] | None) -> dict[int, str]:
-    """Lines of `mbarrier.wait(shared.NAME...)`."""
+    """Lines of `mbarrier.wait(shared.NAME...)`, and of `rings.NAME.wait_full(...)` and `rings.NAME.wait_empty(...)`."""
     found: dict[int, str] = {}
     for node in ast.walk(tree) if waits else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "mbarrier.wait" and node.args:
-            name = _barrier(node.args[0], waits or {})
+        if isinstance(node, ast.Call) and (waited := _waited_for(node)):
+            name = _barrier(waited, waits or {})
             if waits and name:
                 found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name])
     return found
+
+
+def _waited_for(call: ast.Call) -> ast.expr | None:
+    if ast.unparse(call.func) == "mbarrier.wait" and call.args:
+        return call.args[0]
+    return call.func if _called(call) in ("wait_full", "wait_empty") else None
 
 
 def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

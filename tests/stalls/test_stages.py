@@ -13,7 +13,8 @@ from ssdprof.stalls.stages import UNKNOWN, Place, Sources, parse
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 STAGES = Stages.together([one.stages for one in outlines()])
 FILES = sorted(file for file in KERNELS.rglob("*.py") if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
-WITH_BARRIERS = {file.stem: text for file in FILES if "mbarrier.wait(" in (text := file.read_text())}
+SSD = [file for file in FILES if "ssd" in file.relative_to(KERNELS).parts]
+WITH_BARRIERS = {file.stem: text for file in SSD if "mbarrier.wait(" in (text := file.read_text())}
 
 SOURCE = '''"""A kernel."""
 STAGES = {"helper": "caller", "load": "loads", "_kernel": "setup"}
@@ -192,6 +193,22 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
     assert set(fillers["waiting.chunk"]) == {"put_gates", "hand_over", "load_first", "load_chunk"}
     assert set(fillers["ahead"]) == {"decayed_scores", "add_turn", "scan_chunk", "hand_out"}
     assert set(fillers["chunk_scan.residual"]) == {"store_chunk"}
+
+
+def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
+    """By the ring, where it is named: `load_tile` is called for several."""
+    found: set[str] = set()
+    for file in (KERNELS / "gdn" / "hopper").glob("role_*.py"):
+        text = file.read_text()
+        waits = {
+            n for n, line in enumerate(text.splitlines(), 1) if re.search(r"rings\.\w+\.wait_(full|empty)\(", line)
+        }
+        parsed = parse(text)
+        assert set(parsed.waits) == waits, file.name
+        found |= set(parsed.waits.values())
+    assert found == {
+        "ahead", "chunk_output", "waiting.chunk", "waiting.inverse", "waiting.weights", "waiting.update",
+    }  # fmt: skip
 
 
 def test_the_fused_kernels_have_every_stage() -> None:

@@ -27,6 +27,8 @@ LOOK = gl.constexpr(32)  # chunks' bounds looked at side by side
 FIELDS = gl.constexpr(12)  # of a part in the table
 
 STAGES = {
+    "segments": "ticket",
+    "segment_at": "ticket",
     "first_passes": "ticket",
     "write_part": "ticket",
     "parts_of": "ticket",

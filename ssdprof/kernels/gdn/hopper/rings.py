@@ -30,7 +30,18 @@ TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
 DECAY = gl.constexpr(5)  # 2^G_end, 64 times
 VECTORS = gl.constexpr(6)
 
-STAGES = {"allocate": "setup", "allocate_ring": "setup", "begin_barriers": "setup", "begin_ring": "setup"}
+STAGES = {
+    "tile": "caller",
+    "wait_full": "caller",
+    "wait_empty": "caller",
+    "full_at": "caller",
+    "empty_at": "caller",
+    "vector": "caller",
+    "allocate": "setup",
+    "allocate_ring": "setup",
+    "begin_barriers": "setup",
+    "begin_ring": "setup",
+}
 
 
 @aggregate

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ssdprof.kernels._gluon import async_load
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 
-STAGES = {"load_tile": "loads", "load_chunk": "loads", "load_queries": "loads", "loads": "loads"}
+STAGES = {"load_tile": "loads", "load_chunk": "loads", "loads": "loads"}
 WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "inverses": "ahead"}
 
 
