@@ -9,7 +9,7 @@ from gluon_emulator import GDN, emulate
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import WORTH_PARTS, HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.hopper.parts import ROWS
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
@@ -164,7 +164,7 @@ def test_long_sequences_are_cut_into_whole_parts(seqlen: int, key_heads: int, he
     config = HopperConfig.choose(shape, 132, batch_invariant=False)
     nchunks = seqlen // 64
     rows = (-(-nchunks // config.segment) - 1) * heads
-    assert (config.slow_parts > 0) == (nchunks - config.segment > 128 and rows <= ROWS.value)
+    assert (config.slow_parts > 0) == (nchunks - config.segment > WORTH_PARTS and rows <= ROWS.value)
     assert not config.slow_parts or config.segment % config.slow_parts == 0
     assert HopperConfig.choose(shape, 132, batch_invariant=True).slow_parts == 0
 
