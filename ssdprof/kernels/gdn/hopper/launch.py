@@ -21,7 +21,7 @@ def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
     of_head = inputs.q.element_size() * chunk * chunk + 4 * chunk + 4  # inverse, decays, bound
     norms = 4 * 2 * chunk * inputs.q.shape[2] if inputs.use_qk_l2norm else 0
     rows = row_count(inputs, config.segment) if config.slow_parts else 0
-    return slots * (heads * of_head + norms) + rows * (4 + 4 * DIM.value**2 * (1 + 2 * config.slow_parts))
+    return int(slots * (heads * of_head + norms) + rows * (4 + 4 * DIM.value**2 * (1 + 2 * config.slow_parts)))
 
 
 def launch_count(inputs: GDNInputs, config: HopperConfig) -> int:
