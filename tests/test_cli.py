@@ -272,6 +272,18 @@ WRONG = [
     "capture ./nowhere",
     "accuracy nothing",
     "export nothing",
+    "bench sdd",
+    "bench ssd --shape x",
+    "bench ssd --shape 8x64x512x1",
+    "bench gdn --shape 16/32x512x128",
+    "bench gdn --dtype x",
+    "bench ssd --seq x",
+    "bench ssd --states x",
+    "tune ssd --shape x",
+    "tune gdn --dtype x",
+    "stalls --impl x",
+    "stalls --seq x",
+    "stalls --from demo --layer 3",
 ]
 
 

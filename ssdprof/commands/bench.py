@@ -24,8 +24,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="S[,S...]",
-            help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.",
-            show_default="mamba2-2.7b",
+            help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
+            show_default="mamba2-2.7b, qwen3-next-80b",
         ),
     ] = None,
     seq: Annotated[str, typer.Option(metavar="N[,N...]", help="Lengths; 1k,...,256k doubles.")] = "1k,4k,16k,64k",
@@ -91,28 +91,31 @@ def bench(
     Outputs are compared with the fp64 oracle first.  Exit code 1 says that a case of ours was wrong, or that
     --min-speedup did not hold.
     """
-    from ssdprof import files
-    from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
+    from ssdprof import files, operators
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
-    from ssdprof.bench.run import NEEDS_GPU, BenchRequest
-    from ssdprof.bench.run import bench as measure
-    from ssdprof.bench.schema import dump
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
-    from ssdprof.environment.present import require_gpu
     from ssdprof.pipeline.request import parse_percent, parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
-    record = options.operator(operator)
-    drawing = record.drawing
-    grid = expand(parse_shapes(drawing, shape or next(iter(drawing.shapes))), parse_dtypes(dtype), tokens, layout)
+    grid = expand(parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype), tokens, layout)
     state_dtypes = None if states is None else parse_states(states)
-    names = peer_names(record, against, published)
-    baseline = _baseline(baseline, names)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     if out is not None:
         files.check_target(out, replace=force)
+
+    # these import torch: after all words that can be checked without
+    from ssdprof.bench import gate, render
+    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
+    from ssdprof.bench.run import NEEDS_GPU, BenchRequest
+    from ssdprof.bench.run import bench as measure
+    from ssdprof.bench.schema import dump
+    from ssdprof.environment.present import require_gpu
+
+    record = operators.get(operator)
+    drawing = record.drawing
+    names = peer_names(record, against, published)
+    baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
     options.use_tuned(no_tuned)
     request = BenchRequest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,7 +11,6 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
-    from ssdprof.operators.operator import Operator as OperatorRecord
     from ssdprof.pipeline.request import CaptureRequest
 
 
@@ -93,13 +92,6 @@ NoTuned = Annotated[
 ]
 Operator = Annotated[str, typer.Argument(help="The operator.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
-
-def operator(name: str) -> OperatorRecord[Any]:
-    """The record of an operator that the user named."""
-    from ssdprof import operators
-
-    return operators.get(name)
 
 
 def use_tuned(no_tuned: bool) -> Path | None:

@@ -59,26 +59,32 @@ def stalls(
     """
     from ssdprof.errors import BadInputError, ExitCode
     from ssdprof.files import check_target
+
+    if where is not None and not where.strip():
+        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
+    if markdown is not None:
+        check_target(markdown, replace=force)
+    implementations = _names(impl)
+    seqlen = None if seq is None else _one_length(seq)
+    if files:
+        _refuse(where, layer, seq, out)
+
+    # these import torch: after all words that can be checked without
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stalls import StallRequest, from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
     from ssdprof.schema import PrecisionRecord
 
-    if where is not None and not where.strip():
-        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
-    if markdown is not None:
-        check_target(markdown, replace=force)
     folder: Path | None = None
     if files:
-        _refuse(where, layer, seq, out)
         report = from_files(files)
     else:
         request = StallRequest(
             where=where,
             layer=layer,
-            seqlen=None if seq is None else _one_length(seq),
-            implementations=_names(impl),
+            seqlen=seqlen,
+            implementations=implementations,
             precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
             timeout_s=timeout,
             out=out,

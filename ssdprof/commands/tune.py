@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,12 +12,11 @@ from ssdprof.commands import options, terminal
 if TYPE_CHECKING:
     import torch
 
-    from ssdprof.operators.operator import Operator
-    from ssdprof.tuning.problems import Workload
+    from ssdprof.operators.drawing import Cell
     from ssdprof.tuning.records import TuneReport
     from ssdprof.tuning.run import TuneRequest
 
-DEFAULT_SHAPE, DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "mamba2-2.7b", "1k,8k,64k", "1", "bf16"
+DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "1k,8k,64k", "1", "bf16"
 
 
 def tune(
@@ -32,8 +31,8 @@ def tune(
         str | None,
         typer.Option(
             metavar="S[,S...]",
-            help="Models' shapes, or heads x P x N x groups: 80x64x128x1; all.",
-            show_default=DEFAULT_SHAPE,
+            help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
+            show_default="mamba2-2.7b, qwen3-next-80b",
         ),
     ] = None,
     seq: Annotated[
@@ -71,23 +70,28 @@ def tune(
     which say so; --no-tuned leaves it out.
     """
     from ssdprof import files
-    from ssdprof.tuning import store
 
     if clear:
-        gone = store.clear()
-        for file in gone:
-            terminal.err().print(f"Removed {file}.", soft_wrap=True)
-        if not gone:
-            terminal.err().print(f"There is nothing in {store.folder()}.", soft_wrap=True)
+        _clear()
         return
     if out is not None:
         files.check_target(out, replace=force)
-    request, device = _request(options.operator(operator), where, shape, seq, batch, dtype, dtypes, budget)
+    request, device = _request(operator, where, shape, seq, batch, dtype, dtypes, budget)
     if dry_run:
         _list(request, as_json)
         return
     report = _tune(request, device, out)
     _show(report, as_json)
+
+
+def _clear() -> None:
+    from ssdprof.tuning import store
+
+    gone = store.clear()
+    for file in gone:
+        terminal.err().print(f"Removed {file}.", soft_wrap=True)
+    if not gone:
+        terminal.err().print(f"There is nothing in {store.folder()}.", soft_wrap=True)
 
 
 def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneReport:
@@ -136,7 +140,7 @@ def _list(request: TuneRequest, as_json: bool) -> None:
 
 
 def _request(
-    operator: Operator[Any],
+    operator: str,
     where: str | None,
     shape: str | None,
     seq: str | None,
@@ -145,14 +149,15 @@ def _request(
     dtypes: Literal["exact", "relaxed", "all"],
     budget: float | None,
 ) -> tuple[TuneRequest, torch.device]:
-    """Words are read before a GPU is missed."""
+    """Words are read before torch is imported, and before a GPU is missed."""
+    from ssdprof import operators
     from ssdprof.bench.grid import expand, lengths, parse_dtypes, parse_tokens
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.errors import BadInputError
-    from ssdprof.tuning import problems
-    from ssdprof.tuning.run import TuneRequest, gpu_to_tune
 
-    sources: tuple[Workload, ...]
+    shapes = operators.shapes(operator)
+    seqlens: tuple[int, ...] | None = None
+    cells: tuple[Cell, ...] = ()
     if where is not None:
         if shape is not None or batch is not None or dtype is not None:
             raise BadInputError(
@@ -160,21 +165,20 @@ def _request(
                 "--shape, --batch and --dtype go without captures.",
             )
         seqlens = None if seq is None else lengths(seq)
-        device = gpu_to_tune()
-        sources = problems.captured(operator, where, seqlens, device)
     else:
         tokens, _ = parse_tokens(seq or DEFAULT_SEQ, batch or DEFAULT_BATCH, "", "", max_tokens=2**31)
-        cells = expand(
-            parse_shapes(operator.drawing, shape or next(iter(operator.drawing.shapes))),
-            parse_dtypes(dtype or DEFAULT_DTYPE),
-            tokens,
-            "contiguous",
-        )
-        device = gpu_to_tune()
-        sources = problems.drawn(operator, cells, device)
+        cells = expand(parse_shapes(shapes, shape), parse_dtypes(dtype or DEFAULT_DTYPE), tokens, "contiguous")
+
+    from ssdprof.tuning import problems
+    from ssdprof.tuning.run import TuneRequest, gpu_to_tune
+
+    device = gpu_to_tune()
+    record = operators.get(operator)
     request = TuneRequest(
-        operator=operator,
-        sources=sources,
+        operator=record,
+        sources=problems.drawn(record, cells, device)
+        if where is None
+        else problems.captured(record, where, seqlens, device),
         intermediates=("exact", "relaxed") if dtypes == "all" else (dtypes,),
         budget=budget,
         command=terminal.command_line(),
