@@ -81,16 +81,19 @@ States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-c
 SmallestDifference = Annotated[
     str,
     typer.Option(
-        metavar="P%", help="Call nothing faster or slower unless its whole 95 % interval differs by more than this."
+        metavar="P%", help="Report a kernel as faster or slower only if its 95 % interval lies beyond this difference."
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and what is in the way, and stop.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would be downloaded, what it needs, and what would keep it from running; then stop."
+    ),
 ]
 NoTuned = Annotated[
-    bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")
+    bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
-Operator = Annotated[str, typer.Argument(help="The operator.")]
+Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 

@@ -39,35 +39,38 @@ def tune(
         str | None,
         typer.Option(
             metavar="N[,N...]",
-            help="Lengths; 1k,...,256k doubles.",
+            help="Sequence lengths; 1k,...,256k doubles.",
             show_default=f"{DEFAULT_SEQ}; of captures, all there are",
         ),
     ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(metavar="B[,B...]", help="Sequences; with every length.", show_default=DEFAULT_BATCH),
+        typer.Option(
+            metavar="B[,B...]", help="Batch sizes, each combined with every length.", show_default=DEFAULT_BATCH
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="D[,D...]", help="Of the inputs: bf16, fp16, fp32.", show_default=DEFAULT_DTYPE),
+        typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.", show_default=DEFAULT_DTYPE),
     ] = None,
     dtypes: options.Dtypes = "exact",
     budget: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=1, help="Begin no search after so many.", show_default="no end"),
+        typer.Option(metavar="SECONDS", min=1, help="Start no new search after this time.", show_default="no limit"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write everything that was tried as JSON.")
+        Path | None,
+        typer.Option(metavar="FILE", parser=options.path, help="Write all candidates and their times to FILE as JSON."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the candidates, and stop.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget what was found before, and stop.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete the stored results, and stop.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Search for configurations of the fused kernel that are faster on this GPU, and keep them for later runs.
+    """Search for faster configurations of the fused kernel on this GPU, and store them for later runs.
 
-    A candidate is compared with the fp64 oracle before it is timed.  What is kept is used by run, bench and stalls,
-    which say so; --no-tuned leaves it out.
+    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use what is stored, and say
+    so, unless --no-tuned is given.
     """
     from ssdprof import files
 
