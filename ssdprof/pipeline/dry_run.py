@@ -7,6 +7,7 @@ from pathlib import Path
 from ssdprof.errors import BadInputError
 from ssdprof.files import why
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
 from ssdprof.schema.plan import DryRun, PlannedFile
 
@@ -37,7 +38,7 @@ def _of_stored(stored: Stored) -> DryRun:
     return DryRun(
         checkpoint=stored.ref,
         layers=stored.layers,
-        dims="stored captures",
+        dims=stored_dims(stored.chosen[0]).words,
         seqlens=stored.seqlens,
         files=tuple(
             PlannedFile(name=capture.file, size_bytes=_size(stored.folder / capture.file), cached=True)
