@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ssdprof.checkpoint import check_config
 from ssdprof.errors import BadInputError
 from ssdprof.files import why
 from ssdprof.pipeline import limits
@@ -15,11 +16,15 @@ _BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, an
 
 
 def plan(found: Subject | Stored) -> DryRun:
-    """What `run` or `capture` would download and load.  BadInputError for a file of a capture that is not there."""
+    """What `run` or `capture` would download and load.
+
+    BadInputError for a config that transformers cannot use, and for a file of a capture that is not there.
+    """
     return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
 
 
 def _of_model(subject: Subject) -> DryRun:
+    check_config(subject.located, deepest_layer=subject.deepest_layer)
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
