@@ -29,7 +29,7 @@ class KnownCheckpoint:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model in 16 bit."""
+        """Bytes of the whole model in 16 bit."""
         return 2 * self.parameters
 
 

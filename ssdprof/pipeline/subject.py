@@ -88,7 +88,7 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
     if request != plain or save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments are what they are.",
-            "Of the options of a model, only --layers goes with stored captures.",
+            "--layers is the only option of a model that stored captures take.",
         )
     manifest = read_manifest(folder)
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))

@@ -76,7 +76,7 @@ def _tensors(
 
 
 def _sizes(shape: SSDShape) -> tuple[tuple[int, ...], ...]:
-    """Of one position of x, B, C and dt."""
+    """The shapes of one position of x, B, C and dt."""
     group = (shape.ngroups, shape.dstate)
     return (shape.nheads, shape.headdim), group, group, (shape.nheads,)
 
