@@ -4,9 +4,10 @@
 
 same:      a kernel against itself; any verdict but "no difference" is false.
 different: a kernel followed by a short wait on the GPU against the same with a longer wait, which makes its device
-           time, or its call time, 3 % longer.  (3 % more tokens do not: segments and waves of programs are whole.)
-layer:     the seconds that sampling takes, against the method before: one recording, A B A B, until every median is
-           known to half a per cent.
+           time 3 % longer when it is replayed, and its call time 3 % longer when it is called.  (3 % more tokens do
+           not: segments and waves of programs are whole.)
+layer:     the seconds that a layer takes, judged and sampled, against the method before: one recording, A B A B, until
+           every median is known to half a per cent.
 
 Writes FILE, JSON, and beside it the same as a Markdown table.  The comparisons go through shapes, lengths and
 implementations in a random order; --seconds ends them early, and then the result says how many there were.
@@ -70,29 +71,43 @@ def inputs_of(shape: str, seqlen: int) -> Any:
     return drawing.with_chunk_size(drawing.draw(cell, torch.device("cuda")), CHUNK_SIZE)
 
 
-def run_of(place: Place, wait: int = 0) -> Run:
-    """A call, followed by a wait of so many cycles."""
+@cache
+def run_of(place: Place) -> Run:
+    """A call, compiled."""
     shape, seqlen, implementation = place
-    call = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
+    call: Run = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
+    call()
+    return call
 
-    def waiting() -> Output:
-        output: Output = call()
+
+def waiting(call: Run, *, replayed: int, called: int) -> Run:
+    """The call, followed by a wait of so many cycles: when its recording is replayed, and when it is called."""
+
+    def run() -> Output:
+        output = call()
+        wait = replayed if torch.cuda.is_current_stream_capturing() else called
         torch.cuda._sleep(wait)  # type: ignore[no-untyped-call]
         return output
 
-    return waiting if wait else call
+    return run
 
 
-def compare(bench: CudaBench, baseline: Run, others: dict[str, Run], seed: int) -> tuple[dict[str, Speedup], Row]:
-    """How many times as fast as each of the others the baseline is, and what it took to know."""
+def compare(bench: CudaBench, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
+    """How many times as fast as the second the first is, and what it took to know."""
     plan = SamplingPlan(seed=seed)
     began = time.monotonic()
-    session = time_in_turns({"": baseline} | others, bench, plan, check=lambda _key, _output: "")
+    session = time_in_turns(dict(zip("ab", runs, strict=True)), bench, plan, check=lambda _key, _output: "")
     seconds = time.monotonic() - began
-    of_baseline = session.sampled[""]
-    timing = of_baseline.timing()
-    found = {key: of_baseline.speedup(session.sampled[key], key, plan.smallest_difference) for key in others}
-    return found, {"seconds": round(seconds, 3), "recordings": timing.recordings, "samples": timing.samples}
+    first, second = (session.sampled[key] for key in "ab")
+    speedup = first.speedup(second, "b", plan.smallest_difference)
+    return {
+        **named(place),
+        **{kind: told(speedup, kind) for kind in ("device", "call")},
+        "seconds": round(seconds, 3),
+        "recordings": len(first.device),
+        "replays": sum(map(len, first.device)),
+        "calls": sum(map(len, first.call)),
+    }
 
 
 def named(place: Place) -> Row:
@@ -110,25 +125,23 @@ def told(speedup: Speedup, kind: str) -> Row:
 
 
 def same(bench: CudaBench, place: Place, seed: int) -> Row:
-    found, took = compare(bench, run_of(place), {"again": run_of(place)}, seed)
-    return {**named(place), **{kind: told(found["again"], kind) for kind in ("device", "call")}, **took}
+    return compare(bench, place, (run_of(place), run_of(place)), seed)
 
 
 def different(bench: CudaBench, place: Place, seed: int) -> Row:
-    device, call = longer_waits(bench, place)
-    others = {"device": run_of(place, device), "call": run_of(place, call)}
-    found, took = compare(bench, run_of(place, SHORT_WAIT), others, seed)
-    return {**named(place), **{kind: told(found[kind], kind) for kind in ("device", "call")}, **took}
+    call, (replayed, called) = run_of(place), longer_waits(bench, place)
+    short = waiting(call, replayed=SHORT_WAIT, called=SHORT_WAIT)
+    return compare(bench, place, (short, waiting(call, replayed=replayed, called=called)), seed)
 
 
 @cache
 def longer_waits(bench: CudaBench, place: Place) -> tuple[int, int]:
     """The waits, in cycles, that make device time and call time longer by DIFFERENCE."""
-    short = run_of(place, SHORT_WAIT)
+    short = waiting(run_of(place), replayed=SHORT_WAIT, called=SHORT_WAIT)
     recording = bench.record(short)
     device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))
     cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
-    twice = bench.record(run_of(place, SHORT_WAIT + cycles))
+    twice = bench.record(waiting(run_of(place), replayed=SHORT_WAIT + cycles, called=SHORT_WAIT))
     cycles_per_us = cycles / (median_of(lambda: bench.device_us(twice)) - device_us)
     device, call = (SHORT_WAIT + round(DIFFERENCE * us * cycles_per_us) for us in (device_us, call_us))
     return device, call
@@ -208,14 +221,18 @@ def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
     for seqlen in LENGTHS:
         found["layer"].append(layer(bench, SHAPES[0], seqlen))
         print(found["layer"][-1], file=sys.stderr, flush=True)
-    for number, (kind, place) in enumerate(jobs(counts)):
+    wanted, began = list(jobs(counts)), time.monotonic()
+    for number, (kind, place) in enumerate(wanted):
         if time.monotonic() > end:
             print("The time is up.", file=sys.stderr)
             break
         row = {"same": same, "different": different}[kind](bench, place, number)
         found[kind].append(row)
-        if number % 20 == 0:
-            print(number, f"{end - time.monotonic():.0f} s left", kind, row, file=sys.stderr, flush=True)
+        if number % 20 == 19:
+            now = time.monotonic()
+            needed = (now - began) / (number + 1) * (len(wanted) - number - 1)
+            said = f"{number + 1} of {len(wanted)}; {end - now:.0f} s left, the others need about {needed:.0f} s"
+            print(said, kind, row, file=sys.stderr, flush=True)
     return found
 
 
@@ -242,12 +259,15 @@ def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
         hits = sum(row[time_of]["verdict"] == "faster" for row in found["different"])
         rows.append(("3% longer: found", time_of, ">= 95%", share(hits, len(found["different"]))))
     for row in found["layer"]:
-        whole = (row["judged_s"] + row["now_s"]) / (row["judged_s"] + row["before_s"])
+        judged, before, now = row["judged_s"], row["before_s"], row["now_s"]
         said = (
-            f"{whole:.2f}x ({row['now_s']:.2f} s of sampling, before {row['before_s']:.2f} s; "
-            f"{row['judged_s']:.2f} s of judging)"
+            f"{(judged + now) / (judged + before):.2f}x ({judged:.2f} s of judging, then {now:.2f} s of sampling, "
+            f"before {before:.2f} s: {now / before:.2f}x)"
         )
         rows.append((f"time for a layer, {row['tokens']:,} tokens", "", "<= 1.5x", said))
+    for kind, title in (("same", "a comparison of a kernel with itself"), ("different", "a comparison, 3% longer")):
+        seconds = [row["seconds"] for row in found[kind]] or [0.0]
+        rows.append((title, "", "", f"{np.mean(seconds):.2f} s, at most {max(seconds):.2f} s"))
     return rows
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdprof.measure.statistics import MAX_RECORDINGS, Samples, median_error, settled
+from ssdprof.measure.statistics import MAX_RECORDINGS, Samples, settled, steady
 
 Name = tuple[str, str]  # what is timed, "call" or "device", and of which run
 Sampler = Callable[[], float]  # runs once, returns microseconds
+Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
 SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
 
 
@@ -22,9 +23,10 @@ class SamplingPlan:
     """How long to sample.
 
     smallest_difference: the relative difference that counts.  Sampling ends when every ratio of two call times or of
-        two device times is known to within it.
-    warmup_rounds: of each recording.
-    min_rounds, max_rounds: of each recording; a noisy one doubles them, and those after it take as many.
+        two device times is known well enough for a verdict.
+    warmup_rounds: of each recording, for calls and for replays.
+    min_rounds, max_rounds: of each recording; a noisy one doubles them, and those after it take as many.  Calls and
+        replays have numbers of their own.
     seconds: of wall clock, for all samplers together.  At least min_recordings of min_rounds are taken in any case.
     seed: of the order of turns, and of where recordings lie.
     """
@@ -35,7 +37,7 @@ class SamplingPlan:
     warmup_rounds: int = 1
     min_rounds: int = 4
     max_rounds: int = 128
-    seconds: float = 3.0
+    seconds: float = 1.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,33 +60,58 @@ def sample_in_turns(
     set_up(generator): every sampler anew, in a place of its own; the generator is for random choices.  The samplers of
         the recording before are gone by then.  A name that it leaves out is given up.
 
-    Every round calls every sampler once, so element j of recording i is from the same round in every result.  The order
+    A recording takes rounds of all samplers of one kind ("call"), then of the next ("device").  Every round calls every
+    sampler of its kind once, so element j of recording i is from the same round in all results of a kind.  The order
     within a round is random, and every other round reverses the order of the one before, so that each sampler comes
-    before and after each other one equally often.  What ends the sampling depends on the widths of intervals and not
-    on where they lie.
+    before and after each other one equally often.
     """
     generator = np.random.default_rng(plan.seed)
     began = now()
     taken: dict[Name, list[NDArray[np.float64]]] | None = None
-    rounds = plan.min_rounds
+    rounds: dict[str, int] = {}
     for count in range(1, plan.max_recordings + 1):
         samplers = set_up(generator)
-        turns = _turns(list(samplers), generator)
-        _take(samplers, islice(turns, plan.warmup_rounds))
-        recorded = _take(samplers, islice(turns, rounds))
-        share = began + plan.seconds * count / plan.min_recordings
-        while 2 * rounds <= plan.max_rounds and now() < share and _noisy(recorded, plan.smallest_difference / 2):
-            more = _take(samplers, islice(turns, rounds))
-            recorded = {name: np.concatenate([own, more[name]]) for name, own in recorded.items()}
-            rounds *= 2
+        kinds = sorted({kind for kind, _ in samplers})
+        recorded: Rounds = {}
+        for place, kind in enumerate(kinds, start=1):
+            share = min(1.0, (count - 1 + place / len(kinds)) / plan.min_recordings)
+            found = _record(
+                {name: sampler for name, sampler in samplers.items() if name[0] == kind},
+                replace(plan, min_rounds=rounds.get(kind, plan.min_rounds)),
+                generator,
+                until=began + share * plan.seconds,
+                now=now,
+            )
+            rounds[kind] = len(next(iter(found.values())))
+            recorded |= found
         del samplers  # and with them the recording
         before = taken if taken is not None else {name: [] for name in recorded}
-        taken = {name: [*before[name], own] for name, own in recorded.items()}
+        taken = {name: [*before[name], times] for name, times in recorded.items()}
         if count < plan.min_recordings:
             continue
         if now() >= began + plan.seconds or _settled(taken, plan.smallest_difference):
             break
     return dict(taken or {})
+
+
+def _record(
+    samplers: Mapping[Name, Sampler],
+    plan: SamplingPlan,
+    generator: np.random.Generator,
+    *,
+    until: float,
+    now: Callable[[], float],
+) -> Rounds:
+    """The rounds of one recording: the fewest, doubled until they are steady, or the most, or it is time."""
+    turns = _turns(list(samplers), generator)
+    _take(samplers, islice(turns, plan.warmup_rounds))
+    rounds = plan.min_rounds
+    recorded = _take(samplers, islice(turns, rounds))
+    while 2 * rounds <= plan.max_rounds and now() < until and not steady(recorded.values(), plan.smallest_difference):
+        more = _take(samplers, islice(turns, rounds))
+        recorded = {name: np.concatenate([own, more[name]]) for name, own in recorded.items()}
+        rounds *= 2
+    return recorded
 
 
 def _turns(names: list[Name], generator: np.random.Generator) -> Iterator[list[Name]]:
@@ -95,7 +122,7 @@ def _turns(names: list[Name], generator: np.random.Generator) -> Iterator[list[N
         yield order[::-1]
 
 
-def _take(samplers: Mapping[Name, Sampler], turns: Iterator[list[Name]]) -> dict[Name, NDArray[np.float64]]:
+def _take(samplers: Mapping[Name, Sampler], turns: Iterator[list[Name]]) -> Rounds:
     taken: dict[Name, list[float]] = {name: [] for name in samplers}
     for order in turns:
         for name in order:
@@ -103,10 +130,6 @@ def _take(samplers: Mapping[Name, Sampler], turns: Iterator[list[Name]]) -> dict
     return {name: np.array(values) for name, values in taken.items()}
 
 
-def _noisy(recorded: Mapping[Name, NDArray[np.float64]], most: float) -> bool:
-    return any(median_error(rounds) > most for rounds in recorded.values())
-
-
-def _settled(taken: Mapping[Name, Samples], half_width: float) -> bool:
+def _settled(taken: Mapping[Name, Samples], smallest_difference: float) -> bool:
     kinds = {kind for kind, _ in taken}
-    return all(settled([own for name, own in taken.items() if name[0] == kind], half_width) for kind in kinds)
+    return all(settled([own for name, own in taken.items() if name[0] == kind], smallest_difference) for kind in kinds)

@@ -63,20 +63,48 @@ def verdict(ratio: Interval, smallest_difference: float) -> Literal["faster", "s
     return "no difference"
 
 
-def settled(samples: Iterable[Samples], half_width: float) -> bool:
-    """Whether the ratio of any two is known to within `half_width`, relative."""
+def settled(samples: Iterable[Samples], smallest_difference: float) -> bool:
+    """Whether more recordings would hardly change a verdict on any two: see `_decided`."""
     medians = [_medians(values) for values in samples]
-    return all(_half_width(one / other) <= half_width for one, other in combinations(medians, 2))
+    ratios = [one / other for one, other in combinations(medians, 2)]
+    return all(_decided(math.log(_mean(values)), _half_width(values), smallest_difference) for values in ratios)
 
 
-def median_error(rounds: NDArray[np.float64]) -> float:
-    """Standard error of the median of one recording's rounds, relative to the median.
+def _decided(log_ratio: float, half_width: float, smallest_difference: float) -> bool:
+    """Whether the interval of a ratio is as narrow as its verdict needs.
+
+    Below: all of it is within twice the smallest difference of 1, so that a larger difference is ruled out.
+    Beyond: all of it is a difference that counts, and would be if it were half as wide again; known to within three
+        times the smallest.
+    Otherwise, since the ratio is near the smallest difference: known to within half of it.
+
+    To look again and again until an interval is beyond, by chance also for equal times, would make false verdicts.
+    That margin keeps them rare.
+    """
+    off = abs(log_ratio)
+    below = off + half_width <= 2 * smallest_difference
+    beyond = off - 1.5 * half_width > math.log1p(smallest_difference) and half_width <= 3 * smallest_difference
+    return below or beyond or half_width <= smallest_difference / 2
+
+
+def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) -> bool:
+    """Whether one recording has rounds enough: every ratio's median has a standard error below the smallest difference.
+
+    rounds: microseconds of each implementation, element j of all from the same round, so that a change of the clock
+        that all saw is no noise.  A single implementation is compared with its own median.
+    """
+    logs = [np.log(own) for own in rounds]
+    ratios = [one - other for one, other in combinations(logs, 2)] or [own - np.median(own) for own in logs]
+    return all(median_error(values) <= smallest_difference for values in ratios)
+
+
+def median_error(values: NDArray[np.float64]) -> float:
+    """Standard error of the median of normally distributed values.
 
     From the median absolute deviation, which a few interrupted samples do not move.
     """
-    median = float(np.median(rounds))
-    sigma = 1.4826 * float(np.median(np.abs(rounds - median)))
-    return 1.2533 * sigma / math.sqrt(len(rounds)) / median
+    sigma = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    return 1.2533 * sigma / math.sqrt(len(values))
 
 
 def _medians(samples: Samples) -> NDArray[np.float64]:

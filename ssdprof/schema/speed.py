@@ -20,7 +20,7 @@ class Timing(Record):
     call_interval_us: Interval
     device_interval_us: Interval
     recordings: int = 1  # how often graph, workspace and output were placed anew
-    samples: int  # of all recordings
+    samples: int  # replays, of all recordings
 
 
 Verdict = Literal["faster", "slower", "no difference"]

@@ -98,11 +98,32 @@ def test_steady_samples_end_after_the_fewest_recordings() -> None:
 
 def test_noisy_rounds_make_recordings_longer_and_not_more() -> None:
     clock = Clock()
-    times = (100 * (1 + 0.03 * np.random.default_rng(0).standard_normal(10_000))).tolist()
+    times = (100 * (1 + 0.06 * np.random.default_rng(0).standard_normal(10_000))).tolist()
     samples = sample_in_turns(clock.set_up(a=times, b=[50.0]), plan(max_recordings=20), now=clock.now)
     assert len(samples[A]) < 10
     assert 32 <= max(shape(samples[A])) <= 128
     assert shape(samples[A]) == shape(samples[B]) == sorted(shape(samples[A]))
+
+
+def test_noisy_calls_do_not_make_more_replays() -> None:
+    draw = np.random.default_rng(0)
+
+    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+        return {("call", key): lambda: float(draw.normal(100, 6)) for key in "ab"} | {A: lambda: 50.0, B: lambda: 50.0}
+
+    samples = sample_in_turns(set_up, plan(seconds=float("inf")))
+    assert max(shape(samples["call", "a"])) >= 32
+    assert set(shape(samples[A])) == {4}
+
+
+def test_rounds_that_drift_together_are_not_noisy() -> None:
+    """A clock that changes during a recording changes both times, and not their ratio."""
+    clocks = iter(np.repeat(np.random.default_rng(0).normal(100, 10, 1000), 2))
+
+    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+        return {name: lambda: float(next(clocks)) for name in (A, B)}
+
+    assert shape(sample_in_turns(set_up, plan())[A]) == [4, 4, 4]
 
 
 def test_recordings_that_disagree_are_followed_by_more() -> None:

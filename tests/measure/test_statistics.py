@@ -13,6 +13,7 @@ from ssdprof.measure.statistics import (
     ratio,
     ratio_interval,
     settled,
+    steady,
     verdict,
 )
 from ssdprof.schema import Interval
@@ -95,13 +96,54 @@ def test_without_a_smallest_difference_any_proven_one_counts() -> None:
 
 
 def test_settled_asks_every_pair() -> None:
-    steady, shaky = noisy(100, 0.001, 1), noisy(100, 0.1, 2)
-    assert settled([steady, noisy(300, 0.001, 3)], 0.01)
-    assert not settled([steady, noisy(300, 0.001, 3), shaky], 0.01)
+    steady_one, shaky = noisy(100, 0.001, 1), noisy(100, 0.1, 2)
+    assert settled([steady_one, noisy(300, 0.001, 3)], 0.01)
+    assert not settled([steady_one, noisy(300, 0.001, 3), shaky], 0.01)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "half_width", "expected"),
+    [
+        (0.0, 0.019, True),  # a difference of 2 % is ruled out
+        (0.0, 0.021, False),
+        (-0.009, 0.012, False),
+        (0.03, 0.013, True),  # faster, with half a half width to spare
+        (-0.03, 0.014, False),
+        (0.7, 0.029, True),
+        (0.7, 0.031, False),  # faster beyond doubt, by how much is still open
+        (0.015, 0.006, False),  # near the smallest difference
+        (0.015, 0.0049, True),
+    ],
+)
+def test_it_is_settled_what_the_verdict_is(log_ratio: float, half_width: float, expected: bool) -> None:
+    spread = half_width * math.sqrt(5) / statistics._T[3]
+    logs = log_ratio + spread * np.array([-1, -1, 0, 1, 1])
+    medians = 100 * np.exp(logs)[:, None]
+    baseline = np.full((5, 1), 100.0)
+    interval = ratio_interval(medians, baseline)
+    assert math.log(interval.high / interval.low) / 2 == pytest.approx(half_width)
+    assert settled([medians, baseline], 0.01) is expected
+
+
+def test_without_a_smallest_difference_nothing_noisy_is_settled() -> None:
+    assert not settled([noisy(100, 0.001, 1), noisy(300, 0.001, 2)], 0.0)
+
+
+def test_more_rounds_make_a_recording_steady() -> None:
+    draw = np.random.default_rng(0)
+    one, other = draw.normal(100, 3, (2, 128))
+    assert not steady([one[:8], other[:8]], 0.005)
+    assert steady([one, other], 0.005)
+
+
+def test_a_single_implementation_is_compared_with_itself() -> None:
+    draw = np.random.default_rng(0)
+    assert not steady([draw.normal(100, 10, 8)], 0.01)
+    assert steady([draw.normal(100, 1, 8)], 0.01)
 
 
 def test_the_error_of_a_median_is_that_of_repeated_medians() -> None:
     draw = np.random.default_rng(0)
-    medians = np.median(draw.normal(100, 2, (4000, 32)), axis=1)
-    said = [median_error(draw.normal(100, 2, 32)) for _ in range(200)]
-    assert np.mean(said) == pytest.approx(np.std(medians) / 100, rel=0.1)
+    medians = np.median(draw.normal(0, 2, (4000, 32)), axis=1)
+    said = [median_error(draw.normal(0, 2, 32)) for _ in range(200)]
+    assert np.mean(said) == pytest.approx(np.std(medians), rel=0.1)

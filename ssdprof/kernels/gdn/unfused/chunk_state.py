@@ -141,7 +141,9 @@ def chunk_state(
     batch, length, key_heads, key_dim = k.shape
     heads, value_dim = u.shape[2:4]
     operand = operand_dtype(inputs_dtype, precision)
-    config = config or ChunkStateConfig.choose(key_dim=key_dim, value_dim=value_dim, operand=operand)
+    config = config or ChunkStateConfig.choose(
+        key_dim=key_dim, value_dim=value_dim, operand=operand, states=chunks.sequences * heads
+    )
     prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=k.device, dtype=operand)
     v_new = torch.empty_like(u)
     final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)

@@ -100,7 +100,7 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
         "scaled_dot_kkt": configs.ScaledDotKktConfig.choose(key_dim=key_dim, operand=operand),
         "solve_tril": configs.SolveTrilConfig(),
         "recompute_w_u": configs.RecomputeWUConfig.choose(**dims),
-        "chunk_state": configs.ChunkStateConfig.choose(**dims),
+        "chunk_state": configs.ChunkStateConfig.choose(**dims, states=inputs.sequences * heads),
         "chunk_output": configs.ChunkOutputConfig.choose(**dims),
     }
     extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
