@@ -11,10 +11,13 @@ from ssdprof import kernels, schema
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.call import Call, call_of
-from ssdprof.operators.drawing import InputDType, Peer
+from ssdprof.operators.drawing import Cell, InputDType, Peer
 from ssdprof.operators.operator import Operator
 
-OURS = ("unfused", "fused")
+ALWAYS = ("unfused", "fused")
+BY_TOKEN = "recurrent"  # takes part where sequences are a few tokens long
+OURS = (*ALWAYS, BY_TOKEN)
+_FP32_THROUGHOUT = schema.PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def peer_names(operator: Operator[Any], words: str, checkout: Path | None) -> tu
         names |= dict.fromkeys(name for name, peer in peers.items() if peer.from_checkout)
     for name in names:
         if name not in peers:
-            raise BadInputError(f"--against does not know {name!r}.", f"Known are {' and '.join(peers) or 'none'}.")
+            raise BadInputError(f"--against does not know {name!r}.", f"Known are {', '.join(peers) or 'none'}.")
         if peers[name].from_checkout and checkout is None:
             raise BadInputError(
                 f"The {name} kernel is in no package.", f"Give a checkout of {peers[name].where} with --published."
@@ -93,25 +96,30 @@ def _load(operator: Operator[Any], name: str, checkout: Path | None) -> Peer:
 
 def line_up(
     operator: Operator[Any],
-    dtype: InputDType,
+    cell: Cell,
     wanted: Sequence[schema.PrecisionRecord],
     peers: Sequence[Peer],
     chunk_sizes: tuple[int, ...],
 ) -> tuple[Contender, ...]:
     """The peers, the baseline with exact intermediates and the wanted state dtypes, and the others of ours as wanted.
 
+    Where the cell's sequences are a few tokens long, also what goes token by token: once, for it knows no precision.
+
     Raises BadInputError if the operator lacks one of ours.
     """
-    exact = tuple(dict.fromkeys(one.model_copy(update={"intermediates": "exact"}) for one in wanted))
-    ours = [(name, precision) for name in OURS for precision in (exact if name == operator.baseline else wanted)]
-    missing = [name for name in OURS if name not in kernels.names(operator.name)]
+    known = kernels.names(operator.name)
+    missing = [name for name in ALWAYS if name not in known]
     if missing:
         raise BadInputError(f"There is no {missing[0]!r} implementation of {operator.name} to be timed.")
+    exact = tuple(dict.fromkeys(one.model_copy(update={"intermediates": "exact"}) for one in wanted))
+    ours = [(name, precision) for name in ALWAYS for precision in (exact if name == operator.baseline else wanted)]
+    if cell.tokens.steps and BY_TOKEN in known:
+        ours.append((BY_TOKEN, _FP32_THROUGHOUT))
     return (
         *(
             Contender(implementation=peer.implementation, precision=precision, chunk_sizes=chunk_sizes, ours=False)
             for peer in peers
-            for precision in peer.precisions(dtype)
+            for precision in peer.precisions(cell.dtype)
         ),
         *(
             Contender(

@@ -130,9 +130,7 @@ class _Cells:
         patience = Patience(most=request.first_call, until=end)
         if patience.exhausted:
             raise BudgetSpent("")
-        contenders = line_up(
-            request.operator, cell.dtype, request.precisions(cell.dtype), request.peers, request.chunk_sizes
-        )
+        contenders = line_up(request.operator, cell, request.precisions(cell.dtype), request.peers, request.chunk_sizes)
         inputs = self._draw(cell)
         entries = [entry for contender in contenders for entry in contender.entries(request.operator, inputs)]
         checked = self._checked(cell)

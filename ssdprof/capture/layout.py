@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ssdprof import operators
+from ssdprof.errors import BadInputError
 from ssdprof.operators.tensors import tensors
 
 
@@ -33,12 +34,17 @@ class PromptBuffer:
     """Token-major room on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
 
     `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
-    state before the prompt).
+    state before the prompt).  BadInputError if it holds packed sequences: their boundaries are those of one call.
     """
 
     def __init__(self, first: Any, seqlen: int, device: torch.device) -> None:
         door = operators.of(first).door
         given = tensors(first)
+        if "cu_seqlens" in given:
+            raise BadInputError(
+                "The model packs sequences (cu_seqlens), and segments of them cannot be put together.",
+                "Give --segment the length of the whole prompt.",
+            )
         views = {name: given[name] for name in door.views}
         one = next(iter(views.values()))
         batch, dtype = one.shape[0], one.dtype

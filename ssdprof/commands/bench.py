@@ -54,7 +54,9 @@ def bench(
         Literal["contiguous", "views"],
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
     ] = "contiguous",
-    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published.")] = "",
+    against: Annotated[
+        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
+    ] = "",
     published: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
@@ -101,6 +103,7 @@ def bench(
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
+    from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import parse_percent, parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
@@ -120,6 +123,8 @@ def bench(
 
     record = operators.get(operator)
     drawing = record.drawing
+    if chunk_size != "best" and not drawing.chunk_sizes:
+        raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
     names = peer_names(record, against, published)
     baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)

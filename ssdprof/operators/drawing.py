@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # words of the command line are checked before torch is impor
 
     from ssdprof.kernels.registry import Implementation
 
+MOST_STEPS = 32  # tokens of a sequence up to which implementations that go token by token take part
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views"]
@@ -35,6 +36,16 @@ class Tokens:
     @property
     def packed(self) -> bool:
         return self.shortest is not None
+
+    @property
+    def steps(self) -> bool:
+        """Whether sequences are so short that a model computes them token by token, as in decoding."""
+        return not self.packed and self.seqlen <= MOST_STEPS
+
+    @property
+    def states(self) -> bool:
+        """Whether sequences begin with a state, as packed ones and those of decoding do."""
+        return self.packed or self.steps
 
     @property
     def at_most(self) -> int:
@@ -97,7 +108,7 @@ class Drawing(Shapes, Generic[I]):
     draw: Callable[[Cell, torch.device], I]
     chunk_sizes: tuple[int, ...] = ()
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
-    chunks_itself: frozenset[str] = frozenset({"fused"})
+    chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
     peers: Mapping[str, PeerSource] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 
 GOOD = ("PASSED", "So far", "The other")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
+_SAME_AS = "the same as "  # begins the part of a plan that names a precision with the same bits
 _NO_ANSWER = "without a finite exact answer"
 
 
@@ -187,6 +188,7 @@ def _of_results(report: RunReport) -> Iterator[str]:
         )
     if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
         yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
+    yield from _equal_precisions(report)
     for group in groups(report):
         chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
         if chunks and group.seqlen <= min(chunks):
@@ -195,6 +197,18 @@ def _of_results(report: RunReport) -> Iterator[str]:
                 f"{group.tokens} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."
             )
+
+
+def _equal_precisions(report: RunReport) -> Iterator[str]:
+    """Which precisions of an implementation give the bits of another one, by the plans of its cases."""
+    found: dict[tuple[str, str], dict[PrecisionRecord, None]] = {}
+    for case in report.cases:
+        for part in case.plan.split("; "):
+            if part.startswith(_SAME_AS):
+                found.setdefault((case.implementation, part.removeprefix(_SAME_AS)), {})[case.precision] = None
+    for (implementation, other), precisions in found.items():
+        which = fmt.words(_with(one) for one in sorted(precisions, key=precision_order))
+        yield f"{implementation} computes the same {which} as {other}: it has no faster or less exact form of these."
 
 
 def _status(case: CaseResult) -> str:

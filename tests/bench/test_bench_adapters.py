@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import triton
+from fakes import CELL
 from triton.runtime import Autotuner, _async_compile
 
 from ssdprof.bench.contenders import line_up, load_peers, peer_names
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.kernels.adapters import offsets
+from ssdprof.kernels.adapters.tuning import Tunings
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
-from ssdprof.kernels.ssd.adapters import mamba_ssm, offsets, published
-from ssdprof.kernels.ssd.adapters.tuning import Tunings
+from ssdprof.kernels.ssd.adapters import mamba_ssm, published
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
@@ -284,6 +287,7 @@ def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch,
 
 def test_names_of_libraries(tmp_path: Path) -> None:
     assert peer_names(SSD, "", None) == ()
+    assert peer_names(SSD, "mamba_ssm,selective_state_update", None) == ("mamba_ssm", "selective_state_update")
     assert peer_names(SSD, "mamba_ssm", tmp_path) == ("mamba_ssm", "published")
     for words, complaint in (("vllm", "does not know 'vllm'"), ("published", "in no package")):
         with pytest.raises(BadInputError, match=complaint):
@@ -292,10 +296,10 @@ def test_names_of_libraries(tmp_path: Path) -> None:
 
 def test_peers_line_up_before_ours(checkout: Path) -> None:
     peers = load_peers(SSD, ["published"], checkout)
-    contenders = line_up(SSD, "fp16", (), peers, CHUNK_SIZES)
+    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (), peers, CHUNK_SIZES)
     assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
         ("published", "exact, fp32 states", False),
         ("published", "relaxed, fp16 states", False),
     ]
     assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 2
-    assert len(line_up(SSD, "bf16", (), peers, CHUNK_SIZES)) == 1
+    assert len(line_up(SSD, CELL, (), peers, CHUNK_SIZES)) == 1

@@ -33,9 +33,9 @@ class Stopwatch(FakeBench):
         super().__init__()
 
 
-def noting(name: str, cost: float) -> Implementation:
+def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
     """The implementation, which tells the stopwatch that it ran."""
-    plain = kernels.get("ssd", name)
+    plain = kernels.get(operator, name)
 
     def run(inputs: Any, precision: Precision) -> Any:
         RAN.append((name, cost))
@@ -78,13 +78,13 @@ def bench(*words: str) -> tuple[int, str, str]:
 
 
 def test_from_words_to_a_file() -> None:
-    code, out, err = bench("--seq", "20,40", "--cells", "2x20", "--out", "result.json", "--json")
+    code, out, err = bench("--seq", "40,50", "--cells", "2x40", "--out", "result.json", "--json")
     assert code == 0, err
     report = load(out)
     assert report == load(Path("result.json").read_text())
     assert (report.state, report.baseline) == ("complete", "unfused")
     assert report.kernels == kernels_hash("ssd")
-    assert [cell.tokens for cell in report.cells] == ["1 x 20", "1 x 40", "2 x 20"]
+    assert [cell.tokens for cell in report.cells] == ["1 x 40", "1 x 50", "2 x 40"]
     for cell in report.cells:
         unfused, fused = cell.cases
         assert (unfused.chunk_size, fused.chunk_size, fused.variant) == (128, None, "interpreter")
@@ -93,6 +93,27 @@ def test_from_words_to_a_file() -> None:
         assert over.device_ratio == 3
         assert cell.checked is None
         assert fused.plan
+
+
+def test_gdn_and_its_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
+        monkeypatch.setitem(registry._implementations, ("gdn", name), noting(name, cost, "gdn"))
+    words = ["bench", "gdn", "--shape", "1/2x16x16", "--seq", "1,40", "--batch", "2", "--packed", "3x4-9", "--json"]
+    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    report = load(result.stdout)
+    assert report.kernels == kernels_hash("gdn")
+    assert [(cell.tokens, [case.implementation for case in cell.cases]) for cell in report.cells] == [
+        ("2 x 1", ["unfused", "fused", "recurrent"]),
+        ("2 x 40", ["unfused", "fused"]),
+        ("3 packed x 4-9", ["unfused", "fused"]),
+    ]
+    assert {case.status for cell in report.cells for case in cell.cases} == {"passed"}
+    decoding = report.cells[0].cases
+    assert decoding[1].variant == "recurrent", "fused takes it too"
+    over = decoding[2].over("unfused")
+    assert over is not None
+    assert over.device_ratio == 6
 
 
 def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +198,7 @@ def test_a_first_call_that_takes_too_long_is_a_failure_of_ours(monkeypatch: pyte
 
     plain = kernels.get("ssd", "fused")
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), replace(plain, run=compiling))
-    code, out, err = bench("--seq", "20", "--first-call", "1", "--json")
+    code, out, err = bench("--seq", "40", "--first-call", "1", "--json")
     assert code == 1
     unfused, fused = load(out).cells[0].cases
     assert (unfused.status, fused.status) == ("passed", "failed")

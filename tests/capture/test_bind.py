@@ -1,13 +1,15 @@
 """From a model's call to the operator's inputs."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ssdprof import operators
 from ssdprof.capture.bind import bind
+from ssdprof.capture.layout import PromptBuffer
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -65,7 +67,7 @@ def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"), [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "cu_seqlens"), ("gdn", "cp_context")]
+    ("operator", "name"), [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "state_v_first"), ("gdn", "cp_context")]
 )
 def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str) -> None:
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
@@ -94,3 +96,19 @@ def test_key_heads_that_a_mixer_repeated_are_taken_once() -> None:
     repeated[1][0, 3, 1, 0] += 1
     with pytest.raises(BadInputError, match="not copies of 2"):
         bind("gdn", Mixer(), (*repeated, v), kwargs)
+
+
+def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
+    args, kwargs = gdn_call()
+    one_row = [tensor.flatten(0, 1)[None] for tensor in args]
+    gates = {name: kwargs[name].flatten(0, 1)[None] for name in ("g", "beta")}
+    bounds = torch.tensor([0, 3, 3, BATCH * LENGTH], dtype=torch.int32)
+    bound = bind("gdn", Mixer(), tuple(one_row), {**kwargs, **gates, "cu_seqlens": bounds, "output_final_state": True})
+    assert bound.inputs.cu_seqlens is bounds
+    out, final_states = operators.get("gdn").door.stand_in(bound.inputs)
+    first = {name: getattr(bound.inputs, name)[:, :3] for name in ("q", "k", "v", "g", "beta")}
+    alone, _ = operators.get("gdn").door.stand_in(replace(bound.inputs, cu_seqlens=None, **first))
+    assert final_states.shape[0] == 3
+    torch.testing.assert_close(out[:, :3], alone)
+    with pytest.raises(BadInputError, match="packs sequences"):
+        PromptBuffer(bound.inputs, BATCH * LENGTH, torch.device("cpu"))

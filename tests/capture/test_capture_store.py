@@ -206,6 +206,21 @@ def test_a_wrong_shape_in_the_manifest(stored: Path) -> None:
         read_all(stored)
 
 
+def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
+    """A GDN layer that says that it is SSD, and one whose values have other heads than its gates."""
+    with writer(tmp_path, "qwen3_next") as out:
+        for layer in captured("qwen3_next"):
+            out.add(layer)
+    text = (tmp_path / MANIFEST).read_text()
+    edit(tmp_path, lambda manifest: manifest["layers"][0]["layer"].update(operator="ssd"))
+    with pytest.raises(BadInputError, match="is damaged"):
+        read_all(tmp_path)
+    (tmp_path / MANIFEST).write_text(text)
+    edit(tmp_path, lambda manifest: manifest["layers"][0]["tensors"]["v"].update(shape=[1, LENGTH, 3, 8]))
+    with pytest.raises(BadInputError, match="v does not have the shape or dtype"):
+        read_all(tmp_path)
+
+
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
 def test_another_schema_version(stored: Path, version: Any) -> None:
     edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))

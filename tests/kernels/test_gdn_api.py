@@ -119,6 +119,19 @@ def test_plans_name_the_kernel() -> None:
     assert plan(PACKED.inputs(), EXACT).variant == "interpreter"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_names_the_precision_that_has_the_same_bits(dtype: torch.dtype) -> None:
+    inputs, fused = CASE.but(dtype=dtype).inputs(), get("gdn", "fused")
+    same = "exact" if dtype == torch.bfloat16 else "relaxed"
+    relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
+    assert f"; the same as {same} with fp32 states" in fused.plan(inputs, relaxed).reason
+    assert "the same as" not in fused.plan(inputs, EXACT).reason
+    equal = EXACT if same == "exact" else Precision(intermediates="relaxed")
+    for one, other in zip(fused.run(inputs, relaxed), fused.run(inputs, equal), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(fused.run(inputs, relaxed).out, fused.run(inputs, EXACT).out) == (same == "exact")
+
+
 def fla(inputs: GDNInputs, function: Any = chunk_gated_delta_rule, **overrides: Any) -> Any:
     options: dict[str, Any] = {
         "scale": inputs.scale,

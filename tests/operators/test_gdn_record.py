@@ -41,10 +41,10 @@ def test_packed_sequences_have_their_states() -> None:
 
 
 def test_dims_and_cost() -> None:
-    inputs = drawn(Tokens(sequences=2, seqlen=30))
+    inputs = drawn(Tokens(sequences=2, seqlen=40))
     dims = OPERATOR.costed.dims(inputs)
     assert dims.words == "2/4 heads, K 16, V 24"
-    positions = 2 * 30
+    positions = 2 * 40
     assert OPERATOR.costed.flops(dims) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)

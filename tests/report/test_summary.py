@@ -243,3 +243,13 @@ def test_advice_names_what_may_be_used_and_what_not():
     )
     one = groups(make_report(layers=(3,), precisions=(EXACT_FP16,)))[0]
     assert summary.advice(one.series("fused")).endswith("within the error budget in the layer replayed.")
+
+
+def test_precisions_that_are_another_one_are_named():
+    def of_gdn(case):
+        reason = "" if case.precision == EXACT_FP32 else "; the same as exact with fp32 states"
+        return case.model_copy(update={"plan": f"two launches{reason}"}) if case.implementation == "fused" else case
+
+    (caveat,) = [one for one in summary.caveats(make_report(change=of_gdn)) if "the same" in one]
+    assert caveat.startswith("fused computes the same exact with fp16 states, relaxed with fp32 states")
+    assert "as exact with fp32 states" in caveat

@@ -19,9 +19,14 @@ from typing import Any
 import torch
 import triton
 from compile_target import _AbsentGpu, on_meta
+from gdn_cases import Case as GDNCase
 from ssd_cases import EXACT, Case
 from triton.runtime.jit import JITFunction
 
+from ssdprof.kernels.gdn.portable.config import PortableConfig as GDNPortableConfig
+from ssdprof.kernels.gdn.portable.launch import PortableLaunch as GDNPortableLaunch
+from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
+from ssdprof.kernels.gdn.unfused.six_launches import six_stages
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
@@ -84,6 +89,13 @@ def main() -> None:
     five_stages(gated, EXACT)
     ssd_fused_portable(gated, EXACT, config=PortableConfig.choose(gated, (9, 0)))
     hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.HopperConfig(segment=4))
+    long = GDNCase(length=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    delta = on_meta(long.inputs())
+    six_stages(delta, EXACT)
+    config = GDNPortableConfig.choose(delta, (9, 0), 132)
+    assert config.segment, "a sequence that is cut has a warm-up"
+    GDNPortableLaunch(delta, EXACT, config, state_v_first=False)(delta)
+    RecurrentLaunch(delta, RecurrentConfig.choose(delta))(delta)
     json.dump(found, sys.stdout)
 
 

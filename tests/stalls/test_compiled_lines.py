@@ -24,6 +24,9 @@ TESTS = Path(__file__).parent.parent
 KERNELS = (
     "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel", "_bmm_chunk_kernel", "_chunk_scan_kernel",
     "_fused_kernel", "_fused_hopper_kernel",
+    "_gdn_qk_l2norm_kernel", "_gdn_gate_cumsum_kernel", "_gdn_scaled_dot_kkt_kernel", "_gdn_solve_tril_kernel",
+    "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
+    "_gdn_factors_kernel", "_gdn_scan_kernel", "_gdn_recurrent_kernel",
 )  # fmt: skip
 
 
@@ -143,3 +146,12 @@ def test_every_stage_that_a_kernel_names_is_compiled_somewhere(compiled: dict[st
         "ticket", "chunk_cumsum", "bmm_chunk", "state_passing.wait", "state_passing.load", "state_passing.store",
         "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
     } <= {place.stage for place in compiled[name].called}  # fmt: skip
+
+
+def test_every_stage_of_the_fused_gdn_kernels_is_compiled_somewhere(compiled: dict[str, Compiled]) -> None:
+    for name, stages in (
+        ("_gdn_factors_kernel", {"setup", "gate_cumsum", "scaled_dot_kkt", "solve_tril", "state_factor", "out_factor"}),
+        ("_gdn_scan_kernel", {"setup", "warm_up", "chunk_state.residual", "chunk_state.update", "chunk_output"}),
+        ("_gdn_recurrent_kernel", {"setup", "setup.store", "recurrence"}),
+    ):
+        assert stages <= {place.stage for place in compiled[name].called}, name

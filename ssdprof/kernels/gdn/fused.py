@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ssdprof.kernels._launch import LaunchCache
-from ssdprof.kernels.gdn import variants
+from ssdprof.kernels.gdn import tuned, variants
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
 from ssdprof.kernels.gdn.variants import Call, Launch
@@ -150,6 +150,9 @@ def run(
 def forget_launches() -> None:
     """Choose kernels and configurations anew: for whoever changes what they are chosen from."""
     _launches.forget()
+
+
+tuned.when_changed(forget_launches)
 
 
 def _prepare(call: Call) -> Launch:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import torch
+
 from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.gdn import tuned
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch, Workspace
@@ -49,6 +52,15 @@ class Variant:
     plan: Callable[[Call], Plan]
 
 
+def _equals(call: Call) -> str:
+    """The precision that gives the same bits, if that is another one: states stay in fp32, and 16-bit inputs are
+    multiplied as they are with exact intermediates and with relaxed ones.  For a plan's reason."""
+    exact = call.precision.exact or call.inputs.q.dtype != torch.float32
+    if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
+        return ""
+    return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
+
+
 def _recurrent_unsupported(inputs: GDNInputs) -> str:
     """Packed lengths are not known on the host: as many tokens as sequences are taken for a step of each."""
     most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
@@ -70,10 +82,15 @@ def _plan_recurrent(call: Call) -> Plan:
     )
 
 
+def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> PortableConfig:
+    """What the portable kernel takes if nothing was tuned."""
+    gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
+    return PortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
+
+
 def _portable_config(call: Call) -> PortableConfig:
-    q = call.inputs.q
-    gpu = (capability(q), sm_count(q)) if q.is_cuda else _H200
-    return PortableConfig.choose(call.inputs, *gpu, batch_invariant=call.batch_invariant)
+    found = tuned.portable(call.inputs, call.precision, batch_invariant=call.batch_invariant)
+    return found or committed_portable(call.inputs, batch_invariant=call.batch_invariant)
 
 
 def _prepare_portable(call: Call) -> Launch:
@@ -89,7 +106,7 @@ def _plan_portable(call: Call) -> Plan:
         launches=2,
         config=settings,
         workspace_bytes=Workspace.of(call.inputs, call.precision, config).bytes,
-        reason=f"two launches: factors of all chunks, then the states; {reason}",
+        reason=f"two launches: factors of all chunks, then the states; {reason}{_equals(call)}",
     )
 
 

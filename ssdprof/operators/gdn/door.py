@@ -25,6 +25,7 @@ def bind(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
     **dropped: Any,  # noqa: ARG001
 ) -> BoundCall:
     """What `mixer` asks of the operator; arguments of its forward that mean nothing to the operator are dropped."""
@@ -39,6 +40,7 @@ def bind(
         scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
     )
     remark = ""
     if copies > 1:
@@ -79,7 +81,6 @@ DOOR = Door(
     step="torch_recurrent_gated_delta_rule",
     bind=bind,
     refused=(
-        "cu_seqlens",
         "cp_context",
         "head_first",
         "use_gate_in_kernel",

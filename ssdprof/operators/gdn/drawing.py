@@ -9,6 +9,7 @@ import torch
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.gdn.peers import PEERS
 from ssdprof.operators.gdn.shapes import GRAMMAR, SHAPES, GDNShape, parse
 
 SEED = 0
@@ -19,8 +20,8 @@ STEPS = (1e-3, 1e-1)  # softplus(a + dt_bias) at a = 0: log-uniform
 def draw(cell: Cell, device: torch.device) -> GDNInputs:
     """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its largest.
 
-    "contiguous" tensors, or "views" as a model passes them: q, k and v side by side in one tensor.  Packed sequences
-    have an initial state ~ N(0, 1) too.
+    "contiguous" tensors, or "views" as a model passes them: q, k and v side by side in one tensor.  Packed and very
+    short sequences have an initial state ~ N(0, 1) too.
     """
     shape, dtype = cell.shape, dtype_named(cell.dtype)
     assert isinstance(shape, GDNShape)
@@ -49,7 +50,7 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
         g=-A * torch.nn.functional.softplus(normal(batch, length, heads) + dt_bias),
         beta=(shape.largest_beta * normal(batch, length, heads).sigmoid()).to(dtype),
         use_qk_l2norm=True,
-        initial_state=normal(*states) if cell.tokens.packed else None,
+        initial_state=normal(*states) if cell.tokens.states else None,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
     )
 
@@ -75,4 +76,5 @@ DRAWING = Drawing(
     parse=parse,
     grammar=GRAMMAR,
     draw=draw,
+    peers=PEERS,
 )

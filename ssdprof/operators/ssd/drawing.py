@@ -23,7 +23,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     """x, raw dt, B, C, D ~ N(0, 1); A uniform; dt_bias the inverse softplus of a log-uniform step; softplus on.
 
     "contiguous" tensors, or "views" as a model passes them: x, B and C side by side in one tensor, dt in the input
-    projection's.  Packed sequences have initial states ~ N(0, 1) too.
+    projection's.  Packed and very short sequences have initial states ~ N(0, 1) too.
     """
     shape, dtype = cell.shape, dtype_named(cell.dtype)
     assert isinstance(shape, SSDShape)
@@ -52,7 +52,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
         dt_bias=step + torch.log(-torch.expm1(-step)),
         dt_softplus=True,
         initial_states=normal(cell.tokens.sequences, shape.nheads, shape.headdim, shape.dstate)
-        if cell.tokens.packed
+        if cell.tokens.states
         else None,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
     )

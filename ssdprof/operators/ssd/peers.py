@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssdprof.kernels.ssd.adapters import mamba_ssm, published
+from ssdprof.kernels.ssd.adapters import mamba_ssm, published, selective_state_update
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
 from ssdprof.schema import PrecisionRecord
 
@@ -14,6 +14,14 @@ def _mamba_ssm(_checkout: Path | None) -> Peer:
         implementation=mamba_ssm.load(),
         version=mamba_ssm.version(),
         precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),),
+    )
+
+
+def _selective_state_update(_checkout: Path | None) -> Peer:
+    return Peer(
+        implementation=selective_state_update.load(),
+        version=mamba_ssm.version(),
+        precisions=lambda _dtype: (PrecisionRecord(intermediates="exact", state_dtype="fp32"),),
     )
 
 
@@ -32,8 +40,10 @@ def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (high, medium) if dtype == "fp16" else (high,)
 
 
+_MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out of --against."
 PEERS = {
-    "mamba_ssm": PeerSource(load=_mamba_ssm, hint="pip install mamba-ssm, or leave it out of --against."),
+    "mamba_ssm": PeerSource(load=_mamba_ssm, hint=_MAMBA_SSM_HINT),
+    "selective_state_update": PeerSource(load=_selective_state_update, hint=_MAMBA_SSM_HINT),
     "published": PeerSource(
         load=_published,
         hint="--published wants a checkout of github.com/RishiAstra/mamba.",

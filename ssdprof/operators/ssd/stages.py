@@ -5,6 +5,8 @@ from ssdprof.operators.outline import Stages
 STAGES = Stages(
     order=(
         "setup",
+        "setup.load",
+        "setup.store",
         "ticket",
         "loads",
         "chunk_cumsum",
@@ -24,9 +26,12 @@ STAGES = Stages(
         "chunk_scan.previous",
         "chunk_scan.current",
         "chunk_scan.residual",
+        "recurrence",
         "ahead",
     ),
     words={
+        "setup.load": "loading the initial state",
+        "setup.store": "storing the final state",
         "waiting.chunk": "for a chunk and its gates",
         "waiting.scores": "for the scores",
         "waiting.half": "for the other half of N",
@@ -50,5 +55,6 @@ STAGES = Stages(
         "_state_passing_kernel": "unfused",
         "_bmm_chunk_kernel": "unfused",
         "_chunk_scan_kernel": "unfused",
+        "_ssd_recurrent_kernel": "recurrent",
     },
 )

@@ -95,7 +95,8 @@ def largest(group: Group, implementation: str) -> Table | None:
         headers=("tensor", "precision", "against", "max abs", "layer", "position", "worst head"),
         rows=tuple(rows),
         align=("left", "left", "left", "right", "right", "left", "right"),
-        note="Positions are (b, l, h, p) in the output and (b, h, p, n) in the final states, counted from 0.",
+        note="Positions are (row, token, head, channel) in the output and (sequence, head, row, column) in the "
+        "final states, counted from 0.",
         keys=3,
     )
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ssdprof.kernels._triton import sequence_bounds
 
-STAGES = {"first_slot": "positions", "piece_of_slot": "positions"}
+STAGES = {"first_slot": "setup", "piece_of_slot": "setup"}
 
 
 def slot_count(length: int, sequences: int, size: int, *, packed: bool) -> int:

@@ -39,6 +39,7 @@ STAGES = {
     "state_product": "caller",
     "residual": "chunk_state.residual",
     "next_state": "chunk_state.update",
+    "_gdn_scan_kernel": "setup",
 }
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
+from ssdprof.kernels.adapters.content import content
+from ssdprof.kernels.adapters.offsets import INT32_ELEMENTS, span
+from ssdprof.kernels.adapters.tuning import SHORT, Tunings
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
-from ssdprof.kernels.ssd.adapters.content import content
-from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
-from ssdprof.kernels.ssd.adapters.tuning import Tunings
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-SHORT = 8192  # tokens; what they take fits into the L2 cache of a large GPU
 _MODULE = "mamba_ssm.ops.triton.ssd_combined"
 _KERNELS = {
     f"mamba_ssm.ops.triton.{name}" for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from ssdprof.kernels.adapters.content import content
+from ssdprof.kernels.adapters.offsets import INT32_ELEMENTS, span
+from ssdprof.kernels.adapters.tuning import Tunings
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
-from ssdprof.kernels.ssd.adapters.content import content
-from ssdprof.kernels.ssd.adapters.offsets import INT32_ELEMENTS, span
-from ssdprof.kernels.ssd.adapters.tuning import Tunings
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _FOLDER = Path("mamba_ssm", "ops", "triton")

@@ -21,6 +21,7 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
+SHORT = 8192  # tokens; what they take fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # of each configuration; Triton's own are 25 and 100
 
 
@@ -33,12 +34,16 @@ class Tunings:
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         found = [tuner for module in modules for thing in vars(module).values() if (tuner := _tuner(thing)) is not None]
         self._tuners = list({id(tuner): tuner for tuner in found}.values())
+        self._kind: Hashable = object()
         self._choices = defaultdict[Hashable, list[dict[Any, Any]]](lambda: [{} for _ in self._tuners])
         for tuner in self._tuners:
             _hasten(tuner)
 
     def use_for(self, kind: Hashable) -> None:
         """Let the tuners see only what they chose for calls of this kind."""
+        if kind == self._kind:
+            return
+        self._kind = kind
         for tuner, choices in zip(self._tuners, self._choices[kind], strict=True):
             tuner.cache = choices
 

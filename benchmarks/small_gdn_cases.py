@@ -1,0 +1,155 @@
+"""Time small calls of the gated delta rule beside flash-linear-attention: 15 batches and 12 packs.
+
+    python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla]
+
+The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
+key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
+`ssdprof bench gdn` does it.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from ssdprof import operators
+from ssdprof.bench.contenders import load_peers, precisions_for
+from ssdprof.bench.run import BenchRequest, bench
+from ssdprof.bench.schema import BenchReport, dump
+from ssdprof.bench.tables import fastest
+from ssdprof.commands.terminal import TerminalWatcher
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.gdn.shapes import GDNShape
+
+BATCHES = (  # sequences, tokens of each, heads, K = V, size that the gate is divided by, share of gates that are 0
+    (1, 63, 1, 64, 1.0, 0.0), (2, 500, 3, 60, 1.0, 0.0), (2, 1000, 3, 64, 1.0, 0.5), (3, 1024, 4, 100, 0.1, 0.0),
+    (4, 1024, 4, 128, 1.0, 0.0), (2, 1500, 4, 128, 10.0, 0.0), (4, 2048, 8, 64, 1.0, 0.0), (8, 512, 8, 64, 1.0, 0.0),
+    (16, 512, 8, 64, 1.0, 0.0), (32, 256, 8, 64, 1.0, 0.0), (64, 128, 8, 64, 1.0, 0.0), (8, 512, 8, 128, 1.0, 0.0),
+    (16, 256, 8, 128, 1.0, 0.0), (32, 128, 8, 128, 1.0, 0.0), (64, 64, 8, 128, 1.0, 0.0),
+)  # fmt: skip
+PACKS = (  # sequences, tokens of all, heads, K = V, share of gates that are 0
+    (1, 15, 4, 60, 0.0), (3, 1000, 4, 64, 0.0), (3, 1000, 4, 64, 0.5), (5, 2000, 4, 100, 0.0), (1, 8192, 4, 60, 0.0),
+    (8, 4096, 4, 64, 0.0), (16, 8192, 4, 64, 0.0), (32, 8192, 4, 64, 0.0), (64, 8192, 4, 64, 0.0),
+    (32, 4096, 4, 128, 0.0), (64, 6656, 4, 128, 0.0), (128, 4608, 4, 64, 0.5),
+)  # fmt: skip
+TIMED = ("fla", "unfused", "fused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallShape(GDNShape):
+    """gate_norm: what gates are divided by.  ungated: share of gates that are 0.  total: tokens of a pack; else 0."""
+
+    gate_norm: float
+    ungated: float
+    total: int
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, gate / {self.gate_norm:g}, {self.ungated:.0%} without"
+
+
+def cells() -> Iterator[Cell]:
+    """All of them, fp16 as in the comparison."""
+    for sequences, length, heads, dim, gate_norm, ungated in BATCHES:
+        yield _cell(Tokens(sequences=sequences, seqlen=length), heads, dim, gate_norm, ungated)
+    for sequences, total, heads, dim, ungated in PACKS:
+        longest = -(-total // sequences)  # `draw` cuts the total anywhere; this is the mean
+        yield _cell(Tokens(sequences=sequences, seqlen=longest, shortest=1), heads, dim, 1.0, ungated, total=total)
+
+
+def _cell(tokens: Tokens, heads: int, dim: int, gate_norm: float, ungated: float, *, total: int = 0) -> Cell:
+    words = f"{tokens.sequences} packed, {total} in all" if total else str(tokens)
+    shape = SmallShape(
+        name=f"{words}, {heads} heads of {dim}, gate / {gate_norm:g}, {ungated:.0%} ungated",
+        key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim,
+        gate_norm=gate_norm, ungated=ungated, total=total,
+    )  # fmt: skip
+    return Cell(shape=shape, dtype="fp16", layout="contiguous", tokens=tokens)
+
+
+def draw(cell: Cell, device: torch.device) -> GDNInputs:
+    """The same at every call.  Packs are cut at drawn places, and have initial states."""
+    shape, tokens, dtype = cell.shape, cell.tokens, dtype_named(cell.dtype)
+    assert isinstance(shape, SmallShape)
+    generator = torch.Generator(device).manual_seed(0)
+    batch, length = (1, shape.total) if tokens.packed else (tokens.sequences, tokens.seqlen)
+    sizes, dims = (batch, length, shape.key_heads), (shape.key_dim,)
+
+    def uniform(*size: int) -> torch.Tensor:
+        return torch.rand(*size, generator=generator, device=device)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    bounds = None
+    if tokens.packed:
+        cuts = torch.randperm(shape.total - 1, generator=generator, device=device)[: tokens.sequences - 1] + 1
+        ends = torch.tensor([0, shape.total], device=device)
+        bounds = torch.cat([ends[:1], cuts.sort().values, ends[1:]]).int()
+    return GDNInputs(
+        q=normal(*sizes, *dims).to(dtype),
+        k=normal(*sizes, *dims).to(dtype),
+        v=normal(*sizes, *dims).to(dtype),
+        g=F.logsigmoid(uniform(*sizes)) / shape.gate_norm * (uniform(*sizes) >= shape.ungated),
+        beta=uniform(*sizes).sigmoid().to(dtype),
+        initial_state=normal(tokens.sequences, shape.key_heads, *dims, *dims),
+        use_qk_l2norm=True,
+        cu_seqlens=bounds,
+    )
+
+
+def table(report: BenchReport) -> str:
+    """Markdown: device times in microseconds, and how many times as fast as fla ours are."""
+    lines = [
+        "| case | " + " | ".join(f"{name}, us" for name in TIMED) + " | unfused / fla | fused / fla |",
+        "|:--|" + "--:|" * (len(TIMED) + 2),
+    ]
+    ratios: list[float] = []
+    for cell in report.cells:
+        cases = {name: fastest(cell, name) for name in TIMED}
+        times = {name: case.timing.device_median_us for name, case in cases.items() if case and case.timing}
+        speedups = [times["fla"] / times[name] if {"fla", name} <= times.keys() else None for name in TIMED[1:]]
+        ratios += [one for one in speedups[1:] if one]
+        shown = [f"{times[name]:.1f}" if name in times else "-" for name in TIMED]
+        shown += ["-" if one is None else f"{one:.2f}x" for one in speedups]
+        lines.append(f"| {cell.shape} | " + " | ".join(shown) + " |")
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        lines.append(f"\nFused over fla, geometric mean of {len(ratios)} cases: {mean:.2f}x; least {min(ratios):.2f}x.")
+    lines += [f"\nLeft out: {one.cell}: {one.reason}" for one in report.left_out]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--budget", type=float, help="seconds of wall clock")
+    parser.add_argument("--no-fla", action="store_true", help="ours alone")
+    arguments = parser.parse_args()
+    gdn = operators.get("gdn")
+    request = BenchRequest(
+        operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
+        cells=tuple(cells()),
+        precisions=lambda dtype: precisions_for(dtype, "exact", None),
+        peers=() if arguments.no_fla else load_peers(gdn, ["fla"], None),
+        baseline="unfused" if arguments.no_fla else "fla",
+        budget=arguments.budget,
+        first_call=60,
+        command=("python", "benchmarks/small_gdn_cases.py", str(arguments.file)),
+    )
+    report = bench(request, TerminalWatcher(), lambda partial: arguments.file.write_text(dump(partial) + "\n"))
+    text = table(report)
+    arguments.file.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

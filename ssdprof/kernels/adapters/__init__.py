@@ -1,0 +1,1 @@
+"""What the adapters of other libraries' kernels share, whatever the operator."""

@@ -1,0 +1,74 @@
+"""What is tried: from a configuration of the portable kernel, others that differ from it in one respect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import torch
+import triton
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.portable.config import PortableConfig
+
+Axis = Callable[[PortableConfig, GDNInputs], Iterable[PortableConfig]]
+
+_CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments of a sequence
+_SHORTEST = 4  # chunks of a segment
+_LARGEST_STATE = 256 * 128  # numbers that a program holds in registers; more are spilled
+
+
+def axes() -> tuple[Axis, ...]:
+    """In the order in which they are searched; each begins with the best of the one before."""
+    return (_slices, _segments, _warps, _stages, _blocks_of_k, _chunks, _factors)
+
+
+def _slices(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+    """How much of V a program holds, and which way round: a register operand needs 64 rows."""
+    key_dim, widest = inputs.q.shape[3], _block(inputs.v.shape[3])
+    for block_v, v_rows in product((16, 32, 64, 128), (True, False)):
+        if block_v <= widest and block_v * _block(key_dim) <= _LARGEST_STATE and (block_v >= 64 or not v_rows):
+            yield replace(config, block_v=block_v, v_rows=v_rows)
+
+
+def _segments(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+    """A sequence cut into 1 to 32 segments."""
+    chunks = triton.cdiv(inputs.length, config.chunk)
+    for cuts in _CUTS:
+        segment = triton.cdiv(chunks, cuts)
+        if cuts == 1 or segment >= _SHORTEST:
+            yield replace(config, segment=0 if cuts == 1 else segment)
+
+
+def _warps(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
+    for num_warps in (4, 8):
+        yield replace(config, num_warps=num_warps)
+
+
+def _stages(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
+    for scan_stages in (1, 2, 3, 4):
+        yield replace(config, scan_stages=scan_stages)
+
+
+def _blocks_of_k(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+    for block_k in (32, 64, 128):
+        if block_k <= _block(inputs.q.shape[3]):
+            yield replace(config, block_k=block_k)
+
+
+def _chunks(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+    """Segments keep their lengths in positions."""
+    for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
+        yield replace(config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk))
+
+
+def _factors(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
+    """Warps and registers of the first launch."""
+    for warps, registers in product((2, 4, 8), (0, 128, 168)):
+        yield replace(config, factors_warps=warps, factors_registers=registers)
+
+
+def _block(size: int) -> int:
+    """The smallest power of two that holds it, at least 16."""
+    return max(16, int(triton.next_power_of_2(size)))

@@ -1,0 +1,40 @@
+"""The portable kernel's configurations as they are stored, checked when they are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ssdprof.kernels.gdn.portable.config import PortableConfig
+from ssdprof.operators.tuning import Settings
+from ssdprof.schema import Record
+
+KERNEL = "portable"
+NotNegative = Annotated[int, Field(ge=0)]
+
+
+class PortableSettings(Record):
+    """See `PortableConfig`."""
+
+    chunk: Literal[16, 32, 64, 128]
+    segment: NotNegative
+    block_k: Literal[16, 32, 64, 128, 256]
+    block_v: Literal[16, 32, 64, 128, 256]
+    v_rows: bool
+    num_warps: Literal[1, 2, 4, 8, 16]
+    scan_stages: Annotated[int, Field(gt=0)]
+    factors_warps: Literal[1, 2, 4, 8, 16]
+    factors_registers: NotNegative
+
+
+def settings_of(config: PortableConfig) -> Settings:
+    """What is stored of a configuration."""
+    return Settings(kernel=KERNEL, values={name: getattr(config, name) for name in PortableSettings.model_fields})
+
+
+def config_of(settings: Settings, reason: str) -> PortableConfig:
+    """The inverse; pydantic's ValidationError for values that no kernel takes, ValueError for another kernel's."""
+    if settings.kernel != KERNEL:
+        raise ValueError(f"no settings of a {settings.kernel!r} kernel of gdn are known")
+    return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

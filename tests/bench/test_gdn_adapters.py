@@ -1,0 +1,206 @@
+"""Adapters of libraries that are not installed here.
+
+Each stand-in computes the operator in the library's own terms, by the recurrence: an adapter that meets these terms
+agrees with the oracle.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof import operators
+from ssdprof.bench.contenders import load_peers
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, UnsupportedError
+
+GDN = operators.get("gdn")
+Calls = list[dict[str, Any]]
+
+
+def inputs(*, dim: int = 128, dtype: torch.dtype = torch.float16, packed: bool = False, length: int = 6) -> GDNInputs:
+    torch.manual_seed(0)
+    sequences = 3 if packed else 2
+    batch = 1 if packed else sequences
+    return GDNInputs(
+        q=torch.randn(batch, length, 1, dim).to(dtype),
+        k=torch.randn(batch, length, 1, dim).to(dtype),
+        v=torch.randn(batch, length, 2, dim).to(dtype),
+        g=-torch.rand(batch, length, 2),
+        beta=torch.rand(batch, length, 2).to(dtype),
+        initial_state=torch.randn(sequences, 2, dim, dim),
+        use_qk_l2norm=True,
+        cu_seqlens=torch.tensor([0, 2, 2, length], dtype=torch.int32) if packed else None,
+    )
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """A module of this name that holds `members`."""
+    module = ModuleType(name)
+    for member, value in members.items():
+        setattr(module, member, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def as_fla(calls: Calls) -> Callable[..., Any]:
+    """The operator with fla's arguments; q and k are normalised inside if asked for."""
+
+    def function(
+        *, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool, cu_seqlens: Any,
+    ) -> Any:  # fmt: skip
+        calls.append({"q": q, "output_final_state": output_final_state})
+        return gdn_recurrence(
+            GDNInputs(
+                q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+                use_qk_l2norm=use_qk_l2norm_in_kernel,
+            )
+        )  # fmt: skip
+
+    return function
+
+
+def as_flashinfer(calls: Calls) -> Callable[..., Any]:
+    """The operator as FlashInfer has it: tokens of all sequences in one row, decays, V-first states, no normalising."""
+
+    def function(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
+        cu_seqlens: Any, use_qk_l2norm_in_kernel: bool, backend: str = "other",
+    ) -> Any:  # fmt: skip
+        calls.append({"q": q, "beta": beta, "cu_seqlens": cu_seqlens, "backend": backend})
+        assert (use_qk_l2norm_in_kernel, output_final_state) == (False, True)
+        assert all(one.is_contiguous() for one in (q, k, v, g, beta, initial_state))
+        out, states = gdn_recurrence(
+            GDNInputs(
+                q=q[None], k=k[None], v=v[None], g=g[None].log(), beta=beta[None], scale=scale,
+                initial_state=initial_state.mT, cu_seqlens=cu_seqlens,
+            )
+        )  # fmt: skip
+        return out[0], states.mT.contiguous()
+
+    return function
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What the stand-ins were called with."""
+    made: Calls = []
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH", raising=False)
+    put(monkeypatch, "fla", __version__="9.9")
+    monkeypatch.delitem(sys.modules, "fla.ops.gated_delta_rule", raising=False)
+    put(monkeypatch, "flash_qla", chunk_gated_delta_rule=as_fla(made))
+    put(monkeypatch, "flashinfer", __version__="9.9")
+    put(monkeypatch, "flashinfer.gdn_prefill", chunk_gated_delta_rule=as_flashinfer(made))
+    return made
+
+
+def peer(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    """fla's operator is imported by the adapter, as it must be."""
+
+    def import_module(module: str) -> ModuleType:
+        if module == "fla.ops.gated_delta_rule":
+            assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
+            put(
+                monkeypatch,
+                module,
+                chunk_gated_delta_rule=as_fla(calls),
+                fused_recurrent_gated_delta_rule=as_fla(calls),
+            )
+        return sys.modules[module]
+
+    monkeypatch.setattr("ssdprof.operators.gdn.peers.import_module", import_module)
+    (loaded,) = load_peers(GDN, [name], None)
+    return loaded.implementation
+
+
+def precision_of(name: str) -> Precision:
+    return Precision(state_dtype=torch.float16) if name == "fla" else Precision()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["fla", "fla_recurrent", "flash_qla", "flashinfer"])
+def test_a_librarys_terms_are_met(
+    name: str, packed: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    given = inputs(packed=packed)
+    implementation = peer(name, calls, monkeypatch)
+    out, states = implementation.run(given, precision_of(name))
+    expected = gdn_recurrence(given)
+    assert out.shape == given.v.shape
+    # q and k that are normalised outside are rounded to 16 bit
+    torch.testing.assert_close(out.double(), expected.out.double(), rtol=0, atol=4e-3)
+    torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=0, atol=4e-3)
+    assert len(calls) == 1
+    assert implementation.plan(given, precision_of(name)).reason
+
+
+def test_only_flashinfer_gets_other_inputs_than_ours(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs()
+    for name in ("fla", "fla_recurrent", "flash_qla"):
+        peer(name, calls, monkeypatch).run(given, precision_of(name))
+        assert calls.pop() == {"q": given.q, "output_final_state": True}
+
+
+def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = peer("flashinfer", calls, monkeypatch).run
+    given = inputs()
+    run(given, Precision())
+    run(given, Precision())
+    assert calls[0]["q"] is calls[1]["q"]
+    assert calls[0]["beta"].dtype == torch.float32
+    assert calls[0]["cu_seqlens"].tolist() == [0, 6, 12]
+    assert calls[0]["backend"] == "flashinfer", "it does not choose another library"
+    run(replace(given, scale=2.0), Precision())
+    assert calls[2]["q"] is not calls[0]["q"]
+    held = run.__self__  # type: ignore[attr-defined]
+    gc.collect()
+    assert held._prepared == {}, "those inputs are gone"
+
+
+def test_fla_that_may_call_other_libraries_is_not_taken(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=as_fla(calls))
+    with pytest.raises(MissingCapabilityError, match="may call other libraries"):
+        load_peers(GDN, ["fla"], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "precision", "words"),
+    [
+        ("fla", inputs(), Precision(intermediates="relaxed", state_dtype=torch.float16), "exact intermediates only"),
+        ("fla", inputs(), Precision(), "states that enter chunks are torch.float16"),
+        ("fla_recurrent", inputs(length=65), Precision(), "sequences of at most 64"),
+        ("flash_qla", inputs(dim=64), Precision(), "K and V are 128, not 64 and 64"),
+        ("flashinfer", inputs(dim=64), Precision(), "K and V are 128, not 64 and 64"),
+        ("flash_qla", inputs(dtype=torch.float32), Precision(), "fp16 and bf16 inputs only"),
+        ("flashinfer", inputs(), Precision(state_dtype=torch.float16), "states stay in fp32"),
+    ],
+)
+def test_what_they_do_not_do(
+    name: str, given: GDNInputs, precision: Precision, words: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    implementation = peer(name, calls, monkeypatch)
+    for call in (implementation.run, implementation.plan):
+        with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
+            call(given, precision)
+    assert not calls
+
+
+def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    for name, module in (("fla", "fla"), ("flash_qla", "flash_qla"), ("flashinfer", "flashinfer")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
+            load_peers(GDN, [name], None)
