@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
@@ -77,15 +79,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(run.run)
-app.command()(capture.capture)
-app.command()(accuracy.accuracy)
-app.command()(export.export)
-app.command()(stalls.stalls)
-app.command()(bench.bench)
-app.command()(tune.tune)
-app.command()(models.models)
-app.command()(doctor.doctor)
+
+
+def _help(command: Callable[..., None]) -> str:
+    """The docstring with a line for each paragraph: Typer would keep the breaks of the source."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    run.run,
+    capture.capture,
+    accuracy.accuracy,
+    export.export,
+    stalls.stalls,
+    bench.bench,
+    tune.tune,
+    models.models,
+    doctor.doctor,
+)
+for _command in _COMMANDS:
+    app.command(help=_help(_command))(_command)
 
 
 def _print_version(wanted: bool) -> None:

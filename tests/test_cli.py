@@ -258,6 +258,11 @@ def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
 
 
+def test_paragraphs_of_help_are_wrapped_to_the_terminal_and_not_as_in_the_source() -> None:
+    shown = shell("COLUMNS=200 PROGRAM run --help").stdout
+    assert any("Exit code 0 says" in line and "or that the stored capture" in line for line in shown.splitlines())
+
+
 WRONG = [
     "run demo --seq 0",
     "run demo --layers x",
@@ -272,6 +277,18 @@ WRONG = [
     "capture ./nowhere",
     "accuracy nothing",
     "export nothing",
+    "bench sdd",
+    "bench ssd --shape x",
+    "bench ssd --shape 8x64x512x1",
+    "bench gdn --shape 16/32x512x128",
+    "bench gdn --dtype x",
+    "bench ssd --seq x",
+    "bench ssd --states x",
+    "tune ssd --shape x",
+    "tune gdn --dtype x",
+    "stalls --impl x",
+    "stalls --seq x",
+    "stalls --from demo --layer 3",
 ]
 
 

@@ -275,11 +275,20 @@ def test_an_implementation_that_there_is_not_is_refused_before_anything_is_loade
 
 def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan on stdout, and the run's own refusal with its exit code."""
-    monkeypatch.setattr("ssdprof.pipeline.run.load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "broken")
     (file,) = Path("broken").glob("*.safetensors")
     file.unlink()
+    shutil.copytree(captures, "large")
+    manifest = json.loads(Path("large/manifest.json").read_text())
+    tensors = manifest["layers"][0]["tensors"]
+    for name in {"B", "C", "q", "k"} & tensors.keys():  # the state of SSD, and K of GDN
+        tensors[name]["shape"][-1] = 512
+    Path("large/manifest.json").write_text(json.dumps(manifest))
+    shutil.copytree(DEMO, "unusable")
+    config = json.loads(Path("unusable/config.json").read_text())
+    Path("unusable/config.json").write_text(json.dumps(config | {"hidden_act": "frobnicate"}))
     monkeypatch.setattr("ssdprof.pipeline.limits.device", lambda: torch.device("cpu"))
     for words, code in {
         ("demo", "--seq", "128k"): 3,
@@ -288,13 +297,18 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
         (str(captures), "--save-captures"): 2,
         (str(captures), "--layers", "7"): 2,
         ("broken",): 2,
+        ("large",): 2,
+        ("./unusable", *SEQ): 2,
         ("no/such/model/here",): 2,
     }.items():
         run, dry = Answer("run", *words, "--out", "never"), Answer("run", *words, "--dry-run")
         assert (run.code, dry.code) == (code, code), words
         assert words == ("broken",) or dry.err == run.err
     assert "131,072 tokens" in Answer("run", "demo", "--seq", "128k", "--dry-run").out
+    assert "at most 256" in Answer("run", "large", "--dry-run").err
     shutil.rmtree("broken")
+    shutil.rmtree("large")
+    shutil.rmtree("unusable")
 
 
 def test_a_dry_run_of_an_operator_that_cannot_be_replayed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from itertools import product
 
 from ssdprof.capture.prompt import parse_seq
 from ssdprof.errors import BadInputError
-from ssdprof.operators.drawing import Cell, InputDType, Layout, Shape, Tokens
+from ssdprof.operators.drawing import Cell, InputDType, Layout, Tokens
+from ssdprof.operators.shapes import Shape
 
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
 

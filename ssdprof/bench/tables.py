@@ -81,7 +81,7 @@ def _counts(cells: Iterable[BenchCell], base: str) -> str:
 
 
 def fastest(cell: BenchCell, implementation: str) -> BenchCase | None:
-    """Of an implementation's cases, by device time; None if none was timed."""
+    """The implementation's case with the least device time; None if none was timed."""
     timed = {
         case.timing.device_median_us: case
         for case in cell.cases

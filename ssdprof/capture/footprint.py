@@ -53,7 +53,7 @@ class Footprint:
 
 
 def footprint(model: Any, wanted: set[int], *, depth: int) -> Footprint:
-    """Of the decoder layers up to and including `depth`, with the operators of the decoder layers `wanted` captured."""
+    """The memory for decoder layers 0 to `depth` while the operators of the decoder layers `wanted` are captured."""
     sites = [site for site in find_sites(model) if site.layer_index <= depth]
     item = next(model.parameters()).element_size()
     hidden = model.get_input_embeddings().embedding_dim

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ssdprof.checkpoint.families import FAMILIES, siblings_that_fit, supported
-    from ssdprof.checkpoint.fetched import LocalCheckpoint, fetch
-    from ssdprof.checkpoint.layer_dims import GDNLayerDims, LayerDims, SSDLayerDims
+    from ssdprof.checkpoint.fetched import LocalCheckpoint, check_config, fetch
+    from ssdprof.checkpoint.layer_dims import LayerDims, SSDLayerDims
     from ssdprof.checkpoint.load import load_model
     from ssdprof.checkpoint.located import Located, locate, weight_bytes
     from ssdprof.checkpoint.source import FileInfo
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "FAMILIES": "families",
     "FileInfo": "source",
-    "GDNLayerDims": "layer_dims",
     "LayerDims": "layer_dims",
     "LocalCheckpoint": "fetched",
     "Located": "located",
     "SSDLayerDims": "layer_dims",
+    "check_config": "fetched",
     "fetch": "fetched",
     "load_model": "load",
     "locate": "located",
@@ -35,11 +35,11 @@ _HOMES = {
 __all__ = [
     "FAMILIES",
     "FileInfo",
-    "GDNLayerDims",
     "LayerDims",
     "LocalCheckpoint",
     "Located",
     "SSDLayerDims",
+    "check_config",
     "fetch",
     "load_model",
     "locate",

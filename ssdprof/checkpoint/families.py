@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ssdprof.checkpoint.layer_dims import GDNLayerDims, LayerDims, SSDLayerDims
+from ssdprof.checkpoint.layer_dims import LayerDims, SSDLayerDims
+from ssdprof.schema.sizes import GDNSizes
 
 CARD = "rounded figure of the name or model card"
 FILE_SIZE = "size of the weights on the hub, 2 bytes each"
@@ -28,7 +29,7 @@ class KnownCheckpoint:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model in 16 bit."""
+        """Bytes of the whole model in 16 bit."""
         return 2 * self.parameters
 
 
@@ -81,7 +82,7 @@ def _gdn(
         parameters_from=CARD,
         operator_layers=layers[0],
         layers=layers[1],
-        dims=GDNLayerDims(key_heads=heads[0], value_heads=heads[1], key_dim=k, value_dim=v),
+        dims=GDNSizes(key_heads=heads[0], value_heads=heads[1], key_dim=k, value_dim=v),
     )
 
 

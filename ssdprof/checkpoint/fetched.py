@@ -83,6 +83,16 @@ def fetch(
     return local
 
 
+def check_config(located: Located, *, deepest_layer: int | None = None) -> None:
+    """BadInputError for a config that transformers cannot use, as `fetch` would raise it.  Downloads nothing."""
+    description, repo_id = located.description, located.ref.repo_id
+    with ExitStack() as undo:
+        with _temporary_folder_errors(repo_id):
+            folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="ssdprof-")))
+            write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer)))
+        empty_model(folder, repo_id)
+
+
 def _announce(located: Located, deepest_layer: int | None, progress: Callable[[str], None] | None) -> None:
     """Say what will be downloaded, if anything, and make sure that there is room for it."""
     missing = [info for info in located.files(deepest_layer) if not info.cached]

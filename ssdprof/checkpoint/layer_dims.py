@@ -8,39 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssdprof.checkpoint.sizes import Sizes
+from ssdprof.schema.sizes import GDNSizes, SSDSizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSDLayerDims:
-    """Sizes of one SSD operator; x is (b, l, nheads, headdim), B and C are (b, l, ngroups, dstate)."""
+class SSDLayerDims(SSDSizes):
+    """The sizes of an SSD layer, with the chunk size of its config."""
 
-    nheads: int
-    headdim: int
-    dstate: int
-    ngroups: int
     chunk_size: int
 
     def __str__(self) -> str:
-        return f"{self.nheads}x{self.headdim}, N {self.dstate}, G {self.ngroups}, chunk {self.chunk_size}"
+        return f"{super().__str__()}, chunk {self.chunk_size}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GDNLayerDims:
-    """Sizes of one gated-delta-rule operator.
-
-    q and k are (B, T, key_heads, key_dim), v is (B, T, value_heads, value_dim).
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    def __str__(self) -> str:
-        return f"{self.key_heads}/{self.value_heads} heads, K {self.key_dim}, V {self.value_dim}"
-
-
-LayerDims = SSDLayerDims | GDNLayerDims
+LayerDims = SSDLayerDims | GDNSizes
 
 
 def _ssd(
@@ -134,14 +115,14 @@ def zamba2_dims(sizes: Sizes) -> LayerDims:
     )
 
 
-def _gdn(sizes: Sizes, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int | None) -> GDNLayerDims:
+def _gdn(sizes: Sizes, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int | None) -> GDNSizes:
     """Arguments are the defaults; a `value_dim` of None means twice the key dimension."""
     hk, hv = sizes.get("linear_num_key_heads", key_heads), sizes.get("linear_num_value_heads", value_heads)
     if hv % hk:
         raise sizes.refuse(f"has linear_num_value_heads = {hv}, which linear_num_key_heads = {hk} does not divide")
     k = sizes.get("linear_key_head_dim", key_dim)
     v = sizes.get("linear_value_head_dim", 2 * k if value_dim is None else value_dim)
-    return GDNLayerDims(key_heads=hk, value_heads=hv, key_dim=k, value_dim=v)
+    return GDNSizes(key_heads=hk, value_heads=hv, key_dim=k, value_dim=v)
 
 
 def qwen_dims(sizes: Sizes) -> LayerDims:

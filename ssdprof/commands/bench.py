@@ -28,17 +28,19 @@ def bench(
             show_default="mamba2-2.7b, qwen3-next-80b",
         ),
     ] = None,
-    seq: Annotated[str, typer.Option(metavar="N[,N...]", help="Lengths; 1k,...,256k doubles.")] = "1k,4k,16k,64k",
-    batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Sequences; with every length.")] = "1",
-    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="More: sequences x length, 8x4k,32x1k.")] = "",
+    seq: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Sequence lengths; 1k,...,256k doubles.")
+    ] = "1k,4k,16k,64k",
+    batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Batch sizes, each combined with every length.")] = "1",
+    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="Further pairs of batch x length: 8x4k,32x1k.")] = "",
     packed: Annotated[
         str,
-        typer.Option(metavar="BxN-M[,...]", help="Packed sequences of drawn lengths: 64x1k-4k."),
+        typer.Option(metavar="BxN-M[,...]", help="Packed sequences of random lengths: 64x1k-4k."),
     ] = "",
     max_tokens: Annotated[
-        str, typer.Option(metavar="N", help="Pairs of --batch and --seq with more are left out.")
+        str, typer.Option(metavar="N", help="Leave out pairs of --batch and --seq with more.")
     ] = MAX_TOKENS,
-    dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Of the inputs: bf16, fp16, fp32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16",
     dtypes: options.Dtypes = "exact",
     states: Annotated[
         str | None,
@@ -49,7 +51,8 @@ def bench(
         ),
     ] = None,
     layout: Annotated[
-        Literal["contiguous", "views"], typer.Option(help="Of the inputs; views of a wide projection, as in a model.")
+        Literal["contiguous", "views"],
+        typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
     ] = "contiguous",
     against: Annotated[
         str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
@@ -61,26 +64,29 @@ def bench(
     baseline: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="What speedups are over.", show_default="the first of --against, else unfused"
+            metavar="NAME",
+            help="The implementation that speedups are over.",
+            show_default="the first of --against, else unfused",
         ),
     ] = None,
     chunk_size: Annotated[
-        Literal["best", "128", "256"], typer.Option(help="Of the implementations that do not choose their own.")
+        Literal["best", "128", "256"], typer.Option(help="Chunk size of implementations that do not choose their own.")
     ] = "best",
     check: Annotated[
         Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
     ] = "full",
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=1, help="Of wall clock.", show_default="no end")
+        float | None, typer.Option(metavar="SECONDS", min=1, help="Wall-clock time in all.", show_default="no limit")
     ] = None,
     first_call: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="After which a first call, which compiles, is broken off.")
+        float, typer.Option(metavar="SECONDS", min=1, help="Longest first call, which compiles.")
     ] = FIRST_CALL,
     min_speedup: Annotated[
-        float | None, typer.Option(metavar="X", min=0, help="Fail unless fused reaches it everywhere, by device time.")
+        float | None,
+        typer.Option(metavar="X", min=0, help="Fail unless fused is X times as fast in every cell, by device time."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON, after every cell.")
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     smallest_difference: options.SmallestDifference = "1%",
@@ -88,36 +94,39 @@ def bench(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Time the fused and the unfused kernels and, if asked, those of other libraries, all in turns.
+    """Time the fused and the unfused kernels on random inputs, and compare them with other libraries.
 
-    Outputs are compared with the fp64 oracle first.  Exit code 1 says that a case of ours was wrong, or that
-    --min-speedup did not hold.
+    Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels was wrong or
+    refused a case, that nothing was compared, or that --min-speedup did not hold.
     """
-    from ssdprof import files
-    from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
+    from ssdprof import files, operators
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
-    from ssdprof.bench.run import NEEDS_GPU, BenchRequest
-    from ssdprof.bench.run import bench as measure
-    from ssdprof.bench.schema import dump
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
-    from ssdprof.environment.present import require_gpu
     from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import parse_percent, parse_states
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
-    record = options.operator(operator)
-    drawing = record.drawing
-    if chunk_size != "best" and not drawing.chunk_sizes:
-        raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
-    grid = expand(parse_shapes(drawing, shape or next(iter(drawing.shapes))), parse_dtypes(dtype), tokens, layout)
+    grid = expand(parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype), tokens, layout)
     state_dtypes = None if states is None else parse_states(states)
-    names = peer_names(record, against, published)
-    baseline = _baseline(baseline, names)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     if out is not None:
         files.check_target(out, replace=force)
+
+    # these import torch: after all words that can be checked without
+    from ssdprof.bench import gate, render
+    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
+    from ssdprof.bench.run import NEEDS_GPU, BenchRequest
+    from ssdprof.bench.run import bench as measure
+    from ssdprof.bench.schema import dump
+    from ssdprof.environment.present import require_gpu
+
+    record = operators.get(operator)
+    drawing = record.drawing
+    if chunk_size != "best" and not drawing.chunk_sizes:
+        raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
+    names = peer_names(record, against, published)
+    baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
     options.use_tuned(no_tuned)
     request = BenchRequest(

@@ -10,7 +10,7 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 def doctor(as_json: options.Json = False) -> None:
     """Check what this machine can do, and say what is missing.
 
-    Nothing is missing for everyone: without a GPU, everything but speed works.
+    Without a GPU, everything but the measurement of speed works.
     """
     from rich.table import Table
 

@@ -24,8 +24,7 @@ def export(
 ) -> None:
     """Write a run's report as Markdown or JSON.
 
-    It is written whatever the run came to.  Exit code 1 says that not everything asked of the run was compared and
-    passed.
+    The report is written in any case.  Exit code 1 says that not everything asked of the run was compared and passed.
     """
     from ssdprof import files, runs
     from ssdprof.errors import BadInputError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,7 +11,6 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
-    from ssdprof.operators.operator import Operator as OperatorRecord
     from ssdprof.pipeline.request import CaptureRequest
 
 
@@ -82,24 +81,20 @@ States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-c
 SmallestDifference = Annotated[
     str,
     typer.Option(
-        metavar="P%", help="Call nothing faster or slower unless its whole 95 % interval differs by more than this."
+        metavar="P%", help="Report a kernel as faster or slower only if its 95 % interval lies beyond this difference."
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be downloaded and needed, and what is in the way, and stop.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would be downloaded, what it needs, and what would keep it from running; then stop."
+    ),
 ]
 NoTuned = Annotated[
-    bool, typer.Option("--no-tuned", help="Take the committed configurations, not those tuned on this GPU.")
+    bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
-Operator = Annotated[str, typer.Argument(help="The operator.")]
+Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
-
-def operator(name: str) -> OperatorRecord[Any]:
-    """The record of an operator that the user named."""
-    from ssdprof import operators
-
-    return operators.get(name)
 
 
 def use_tuned(no_tuned: bool) -> Path | None:

@@ -26,13 +26,15 @@ def run(
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
     implementations: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="What to compare; one that is left out cannot be refused.")
+        str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
     ] = "unfused,fused",
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
     ] = None,
-    save_captures: Annotated[bool, typer.Option("--save-captures", help="Keep the inputs too.  Gigabytes.")] = False,
+    save_captures: Annotated[
+        bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
+    ] = False,
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
@@ -41,7 +43,7 @@ def run(
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
-    """Run a model on a prompt and compare the SSD implementations on what its layers compute.
+    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that nothing was compared, or that the stored capture was broken off.

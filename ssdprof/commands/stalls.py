@@ -22,11 +22,11 @@ def stalls(
     layer: Annotated[
         int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="of a run the middle one")
     ] = None,
-    impl: Annotated[str, typer.Option(metavar="I[,I...]", help="Implementations.")] = "unfused,fused",
+    impl: Annotated[str, typer.Option(metavar="I[,I...]", help="Implementations to profile.")] = "unfused,fused",
     seq: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
     ] = None,
-    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Intermediates.")] = "exact",
+    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
     files: Annotated[
         list[Path] | None,
@@ -43,12 +43,12 @@ def stalls(
             "--markdown", metavar="FILE", parser=options.path, help="Write Markdown, and its pictures beside it."
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Seconds that each process may take.")] = 300,
+    timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Time limit of each process, in seconds.")] = 300,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", parser=options.path, help="Folder for what is found.", show_default="the run's"),
+        typer.Option(metavar="DIR", parser=options.path, help="Folder for the results.", show_default="the run's"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing results.")] = False,
     no_tuned: options.NoTuned = False,
     as_json: options.Json = False,
 ) -> None:
@@ -59,26 +59,32 @@ def stalls(
     """
     from ssdprof.errors import BadInputError, ExitCode
     from ssdprof.files import check_target
+
+    if where is not None and not where.strip():
+        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
+    if markdown is not None:
+        check_target(markdown, replace=force)
+    implementations = _names(impl)
+    seqlen = None if seq is None else _one_length(seq)
+    if files:
+        _refuse(where, layer, seq, out)
+
+    # these import torch: after all words that can be checked without
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stalls import StallRequest, from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
     from ssdprof.schema import PrecisionRecord
 
-    if where is not None and not where.strip():
-        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
-    if markdown is not None:
-        check_target(markdown, replace=force)
     folder: Path | None = None
     if files:
-        _refuse(where, layer, seq, out)
         report = from_files(files)
     else:
         request = StallRequest(
             where=where,
             layer=layer,
-            seqlen=None if seq is None else _one_length(seq),
-            implementations=_names(impl),
+            seqlen=seqlen,
+            implementations=implementations,
             precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
             timeout_s=timeout,
             out=out,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,8 +12,7 @@ from ssdprof.commands import options, terminal
 if TYPE_CHECKING:
     import torch
 
-    from ssdprof.operators.operator import Operator
-    from ssdprof.tuning.problems import Workload
+    from ssdprof.operators.drawing import Cell
     from ssdprof.tuning.records import TuneReport
     from ssdprof.tuning.run import TuneRequest
 
@@ -40,54 +39,62 @@ def tune(
         str | None,
         typer.Option(
             metavar="N[,N...]",
-            help="Lengths; 1k,...,256k doubles.",
+            help="Sequence lengths; 1k,...,256k doubles.",
             show_default=f"{DEFAULT_SEQ}; of captures, all there are",
         ),
     ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(metavar="B[,B...]", help="Sequences; with every length.", show_default=DEFAULT_BATCH),
+        typer.Option(
+            metavar="B[,B...]", help="Batch sizes, each combined with every length.", show_default=DEFAULT_BATCH
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="D[,D...]", help="Of the inputs: bf16, fp16, fp32.", show_default=DEFAULT_DTYPE),
+        typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.", show_default=DEFAULT_DTYPE),
     ] = None,
     dtypes: options.Dtypes = "exact",
     budget: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=1, help="Begin no search after so many.", show_default="no end"),
+        typer.Option(metavar="SECONDS", min=1, help="Start no new search after this time.", show_default="no limit"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write everything that was tried as JSON.")
+        Path | None,
+        typer.Option(metavar="FILE", parser=options.path, help="Write all candidates and their times to FILE as JSON."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the candidates, and stop.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget what was found before, and stop.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Delete the stored results, and stop.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Search for configurations of the fused kernel that are faster on this GPU, and keep them for later runs.
+    """Search for faster configurations of the fused kernel on this GPU, and store them for later runs.
 
-    A candidate is compared with the fp64 oracle before it is timed.  What is kept is used by run, bench and stalls,
-    which say so; --no-tuned leaves it out.
+    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use what is stored, and say
+    so, unless --no-tuned is given.
     """
     from ssdprof import files
-    from ssdprof.tuning import store
 
     if clear:
-        gone = store.clear()
-        for file in gone:
-            terminal.err().print(f"Removed {file}.", soft_wrap=True)
-        if not gone:
-            terminal.err().print(f"There is nothing in {store.folder()}.", soft_wrap=True)
+        _clear()
         return
     if out is not None:
         files.check_target(out, replace=force)
-    request, device = _request(options.operator(operator), where, shape, seq, batch, dtype, dtypes, budget)
+    request, device = _request(operator, where, shape, seq, batch, dtype, dtypes, budget)
     if dry_run:
         _list(request, as_json)
         return
     report = _tune(request, device, out)
     _show(report, as_json)
+
+
+def _clear() -> None:
+    from ssdprof.tuning import store
+
+    gone = store.clear()
+    for file in gone:
+        terminal.err().print(f"Removed {file}.", soft_wrap=True)
+    if not gone:
+        terminal.err().print(f"There is nothing in {store.folder()}.", soft_wrap=True)
 
 
 def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneReport:
@@ -136,7 +143,7 @@ def _list(request: TuneRequest, as_json: bool) -> None:
 
 
 def _request(
-    operator: Operator[Any],
+    operator: str,
     where: str | None,
     shape: str | None,
     seq: str | None,
@@ -145,14 +152,15 @@ def _request(
     dtypes: Literal["exact", "relaxed", "all"],
     budget: float | None,
 ) -> tuple[TuneRequest, torch.device]:
-    """Words are read before a GPU is missed."""
+    """Words are read before torch is imported, and before a GPU is missed."""
+    from ssdprof import operators
     from ssdprof.bench.grid import expand, lengths, parse_dtypes, parse_tokens
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.errors import BadInputError
-    from ssdprof.tuning import problems
-    from ssdprof.tuning.run import TuneRequest, gpu_to_tune
 
-    sources: tuple[Workload, ...]
+    shapes = operators.shapes(operator)
+    seqlens: tuple[int, ...] | None = None
+    cells: tuple[Cell, ...] = ()
     if where is not None:
         if shape is not None or batch is not None or dtype is not None:
             raise BadInputError(
@@ -160,21 +168,20 @@ def _request(
                 "--shape, --batch and --dtype go without captures.",
             )
         seqlens = None if seq is None else lengths(seq)
-        device = gpu_to_tune()
-        sources = problems.captured(operator, where, seqlens, device)
     else:
         tokens, _ = parse_tokens(seq or DEFAULT_SEQ, batch or DEFAULT_BATCH, "", "", max_tokens=2**31)
-        cells = expand(
-            parse_shapes(operator.drawing, shape or next(iter(operator.drawing.shapes))),
-            parse_dtypes(dtype or DEFAULT_DTYPE),
-            tokens,
-            "contiguous",
-        )
-        device = gpu_to_tune()
-        sources = problems.drawn(operator, cells, device)
+        cells = expand(parse_shapes(shapes, shape), parse_dtypes(dtype or DEFAULT_DTYPE), tokens, "contiguous")
+
+    from ssdprof.tuning import problems
+    from ssdprof.tuning.run import TuneRequest, gpu_to_tune
+
+    device = gpu_to_tune()
+    record = operators.get(operator)
     request = TuneRequest(
-        operator=operator,
-        sources=sources,
+        operator=record,
+        sources=problems.drawn(record, cells, device)
+        if where is None
+        else problems.captured(record, where, seqlens, device),
         intermediates=("exact", "relaxed") if dtypes == "all" else (dtypes,),
         budget=budget,
         command=terminal.command_line(),

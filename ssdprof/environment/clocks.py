@@ -107,7 +107,7 @@ def read() -> Reading | None:
 
 
 def driver_version() -> str | None:
-    """Of the NVIDIA driver; None where NVML cannot say."""
+    """The version of the NVIDIA driver; None where NVML cannot say."""
     with _nvml() as nvml:
         return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 

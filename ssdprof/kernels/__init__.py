@@ -67,10 +67,12 @@ def get(operator: str, name: str) -> Implementation:
 
 
 def names(operator: str) -> list[str]:
-    """Names of an operator's implementations: the bundled ones, the oracle first, then others as they registered."""
+    """Names of an operator's implementations: the bundled ones, the oracle first, then others as they registered.
+
+    Imports no torch.
+    """
     from ssdprof.kernels import registry
 
-    _register_bundled()
     bundled = _IMPLEMENTATIONS.get(operator, {})
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
 

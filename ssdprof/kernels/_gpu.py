@@ -1,4 +1,4 @@
-"""What kernels ask about GPUs.  Of a tensor's, remembered: asking is a good part of the time before a launch."""
+"""Properties of GPUs that kernels depend on.  Cached: a query takes a good part of the time before a launch."""
 
 from functools import cache
 

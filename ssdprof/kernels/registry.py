@@ -1,10 +1,13 @@
-"""Implementations of each operator, by name."""
+"""Implementations of each operator, by name.  Imports no torch."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ssdprof.kernels.precision import Precision
+if TYPE_CHECKING:
+    from ssdprof.kernels.precision import Precision
 
 
 class UnsupportedError(Exception):

@@ -42,5 +42,5 @@ def _answers(device: torch.device) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the message; errors of compilers and of CUDA go on for pages."""
+    """The first line of the message: errors of compilers and of CUDA go on for pages."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,6 +1,7 @@
 """What the stages ask of an operator.  A line in `_MODULES` registers one that ships with ssdprof.
 
-Importing this package imports no torch: `outline` and `outlines` serve the command line, `get` loads the whole record.
+Importing this package imports no torch: `outline`, `outlines` and `shapes` serve the command line, `get` loads the
+whole record.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof.errors import BadInputError
 from ssdprof.operators.outline import Outline
+from ssdprof.operators.shapes import Shapes
 
 if TYPE_CHECKING:
     from ssdprof.operators.operator import Operator
@@ -54,6 +56,14 @@ def of(inputs: object) -> Operator[Any]:
         if isinstance(inputs, operator.inputs):
             return operator
     raise TypeError(f"no operator takes {type(inputs).__name__}")
+
+
+def shapes(name: str) -> Shapes:
+    """The operator's shapes, without torch.  BadInputError names the operators that there are."""
+    if name in _MODULES:
+        module = import_module(f"{_MODULES[name]}.shapes")
+        return Shapes(shapes=module.SHAPES, parse=module.parse, grammar=module.GRAMMAR)
+    return _registered[_known(name)].drawing
 
 
 def outline(name: str) -> Outline:

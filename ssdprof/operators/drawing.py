@@ -6,25 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-import torch
-
-from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.shapes import Shape, Shapes
 from ssdprof.schema import PrecisionRecord
+
+if TYPE_CHECKING:  # words of the command line are checked before torch is imported
+    import torch
+
+    from ssdprof.kernels.registry import Implementation
 
 MOST_STEPS = 32  # tokens of a sequence up to which implementations that go token by token take part
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views"]
-
-
-class Shape(Protocol):
-    """The sizes of a layer; hashable.  str() gives them in words: "80x64, N 128, G 1"."""
-
-    @property
-    def name(self) -> str:
-        """What the user called it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +96,15 @@ class PeerSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing(Generic[I]):
-    """shapes: of models, by the name of a model that has them.
+class Drawing(Shapes, Generic[I]):
+    """draw: inputs distributed as those of a trained layer, the same at every call.
 
-    parse: sizes as a user writes them -> Shape, None if they cannot be read.  Raises BadInputError for what cannot be.
-    grammar: how they are written: "heads x P x N x groups, such as 80x64x128x1".
-    draw: inputs distributed as those of a trained layer, the same at every call.
     chunk_sizes: of implementations that take theirs from the inputs; empty if the operator has none.
     with_chunk_size: the same inputs with another chunk size.
     chunks_itself: names of implementations that chunk as they like.
     peers: other libraries by name.
     """
 
-    shapes: Mapping[str, Shape]
-    parse: Callable[[str], Shape | None]
-    grammar: str
     draw: Callable[[Cell, torch.device], I]
     chunk_sizes: tuple[int, ...] = ()
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
@@ -125,6 +114,8 @@ class Drawing(Generic[I]):
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
     """Where sequences begin and end; lengths of packed ones are uniform between the shortest and the longest."""
+    import torch
+
     lengths = [tokens.seqlen] * tokens.sequences
     if tokens.shortest is not None:
         generator = torch.Generator().manual_seed(seed)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ssdprof.checkpoint import check_config
 from ssdprof.errors import BadInputError
 from ssdprof.files import why
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
 from ssdprof.schema.plan import DryRun, PlannedFile
 
@@ -14,11 +16,15 @@ _BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, an
 
 
 def plan(found: Subject | Stored) -> DryRun:
-    """What `run` or `capture` would download and load.  BadInputError for a file of a capture that is not there."""
+    """What `run` or `capture` would download and load.
+
+    BadInputError for a config that transformers cannot use, and for a file of a capture that is not there.
+    """
     return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
 
 
 def _of_model(subject: Subject) -> DryRun:
+    check_config(subject.located, deepest_layer=subject.deepest_layer)
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
@@ -37,7 +43,7 @@ def _of_stored(stored: Stored) -> DryRun:
     return DryRun(
         checkpoint=stored.ref,
         layers=stored.layers,
-        dims="stored captures",
+        dims=stored_dims(stored.chosen[0]).words,
         seqlens=stored.seqlens,
         files=tuple(
             PlannedFile(name=capture.file, size_bytes=_size(stored.folder / capture.file), cached=True)

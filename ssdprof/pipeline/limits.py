@@ -56,7 +56,7 @@ def check_weights(located: Located, layers: Sequence[LayerRef]) -> None:
     if fitting:
         advice.append(f"--layers first:{fitting[-1]} fits.")
     if siblings:
-        advice.append(f"Of its family, {', '.join(siblings)} would fit.")
+        advice.append(f"Models of its family that fit: {', '.join(siblings)}.")
     raise MissingCapabilityError(
         f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
         f"{_gib(free)} are free.",

@@ -22,7 +22,8 @@ from ssdprof.pipeline import limits
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
 from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
-from ssdprof.pipeline.subject import Stored, Subject, find_to_replay
+from ssdprof.pipeline.stored_dims import stored_dims
+from ssdprof.pipeline.subject import Stored, Subject, find_to_replay, refuse_larger
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.schema import RunReport
@@ -101,6 +102,9 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
     limits.check_replay(found.seqlens)
     if isinstance(found, Subject):
         limits.check_weights(found.located, found.layers)
+    else:
+        for capture in found.chosen:
+            refuse_larger(found.ref, capture.layer, stored_dims(capture).sizes)
 
 
 @contextmanager

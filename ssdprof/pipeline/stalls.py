@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from ssdprof import environment, kernels, operators, runs
+from ssdprof import environment, kernels, runs
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.pipeline import limits, stall_files
 from ssdprof.pipeline.capture import capture
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.progress import Watcher
-from ssdprof.schema import CaptureManifest, CheckpointRef, Dims, LayerCapture, PrecisionRecord, RunReport
+from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, PrecisionRecord, RunReport
 from ssdprof.schema.stalls import Launched, Profiled, Recorded, StallReport
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
@@ -114,7 +114,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
         Profiled(
             model=_model(store.read_manifest(captured.folder).checkpoint),
             layer=captured.layer.layer,
-            dims=_dims(captured.layer),
+            dims=stored_dims(captured.layer),
             precision=request.precision,
             launched=found.launched,
         ),
@@ -286,13 +286,3 @@ def _of_model(request: StallRequest) -> CaptureRequest:
 
 def _model(ref: CheckpointRef) -> str:
     return f"{ref.repo_id}, random weights" if ref.random_weights else ref.repo_id
-
-
-def _dims(layer: LayerCapture) -> Dims:
-    """Sizes of captured inputs, from their record."""
-    operator = operators.get(layer.layer.operator)
-    tensors = {
-        name: torch.empty(record.shape, dtype=dtype_named(record.dtype), device="meta")
-        for name, record in layer.tensors.items()
-    }
-    return operator.costed.dims(operator.inputs(**tensors, **operator.door.arguments(layer.scalars)))

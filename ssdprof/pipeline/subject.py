@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
     if request != plain or save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments are what they are.",
-            "Of the options of a model, only --layers goes with stored captures.",
+            "--layers is the only option of a model that stored captures take.",
         )
     manifest = read_manifest(folder)
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
@@ -100,11 +101,14 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
 def refuse_large(subject: Subject) -> None:
     """BadInputError for layers of sizes that no bundled implementation takes: `largest` of the operator's outline."""
     for layer in subject.layers:
-        dims = subject.located.dims(layer)
-        for name, most in operators.outline(layer.operator).largest.items():
-            size = getattr(dims, name)
-            if size > most:
-                raise BadInputError(
-                    f"{subject.ref.repo_id} has {name} = {size} in layer {layer.index}; kernels take at most {most}.",
-                    "Its inputs can be stored with 'ssdprof capture'.",
-                )
+        refuse_larger(subject.ref, layer, vars(subject.located.dims(layer)))
+
+
+def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
+    """BadInputError for a layer of which one of the sizes, by name, is larger than any bundled implementation takes."""
+    for name, most in operators.outline(layer.operator).largest.items():
+        if sizes[name] > most:
+            raise BadInputError(
+                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels take at most {most}.",
+                "Choose a model with smaller layers.",
+            )

@@ -9,7 +9,7 @@ from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
-from ssdprof.schema.outcome import Outcome, exact_answer_is_finite, outcome
+from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 
 GOOD = ("PASSED", "So far", "The other")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
@@ -34,7 +34,7 @@ def verdict(report: RunReport) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def shortcomings(found: Outcome) -> Iterator[str]:
+def shortcomings(found: RunOutcome) -> Iterator[str]:
     """A line for each thing that keeps a run from passing, if any of its cases ran."""
     if found.broken_off:
         yield f"PARTIAL: {found.broken_off}.  What is here is valid; the rest is missing."

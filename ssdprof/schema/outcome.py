@@ -10,7 +10,7 @@ from ssdprof.schema.run import CaseResult, RunReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """broken_off: why the run is not whole, in a sentence; empty if it is.
     judged: how many cases ran and were compared, or failed to.
     failed: those of them that did not pass.
@@ -30,10 +30,10 @@ class Outcome:
         return self.judged > 0 and not (self.broken_off or self.failed or self.refused or self.missing)
 
 
-def outcome(report: RunReport) -> Outcome:
+def outcome(report: RunReport) -> RunOutcome:
     refused = tuple(case for case in report.cases if case.status == "refused")
     asked = report.asked
-    return Outcome(
+    return RunOutcome(
         broken_off=_broken_off(report),
         judged=len(report.cases) - len(refused),
         failed=tuple(case for case in report.cases if case.status not in ("passed", "refused")),

@@ -2,8 +2,8 @@
 
     python -m ssdprof.stalls.unpack FILE OUT         OUT gets the launches, as JSON
 
-Of its own, because the package is compiled code that a damaged file can crash, and that crashes on a whole file too
-where torch is loaded beside it (2025.3.1 does).  So this module imports neither torch nor anything that does.
+The process is separate because the package is compiled code: a damaged file can crash it, and so does a whole file
+where torch is loaded too (with 2025.3.1).  So this module imports neither torch nor anything that does.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def bench(*words: str) -> tuple[int, str, str]:
     ("words", "complaint"),
     [
         (["--shape", "mamba3"], "'mamba3' is no known shape"),
-        (["--shape", "80x64x300x1"], "80x64x300x1 is not measured: fused: dstate is at most 256, not 300"),
-        (["--shape", "80x64x512x1"], "dstate is at most 256, not 512"),
+        (["--shape", "80x64x300x1"], "80x64x300x1 is not measured: N is at most 256"),
+        (["--shape", "80x64x512x1"], "N is at most 256"),
         (["--seq", "many"], "'many' is not a prompt length"),
         (["--against", "vllm"], "does not know 'vllm'"),
         (["--against", "published"], "Give a checkout"),

@@ -116,6 +116,27 @@ def test_what_went_wrong_is_said() -> None:
     assert not gate.wrong(report(*cases()))
 
 
+def test_a_refused_kernel_of_ours_fails_the_bench_and_another_library_s_does_not(done: BenchReport) -> None:
+    def refusing(name: str) -> BenchReport:
+        cell = done.cells[0]
+        changed = tuple(
+            case.model_copy(update={"status": "refused", "reason": "too wide", "timing": None, "speedups": ()})
+            if case.implementation == name
+            else case
+            for case in cell.cases
+        )
+        return done.model_copy(update={"cells": (cell.model_copy(update={"cases": changed}),)})
+
+    (line,) = gate.wrong(refusing("fused"))
+    assert "refused: too wide" in line
+    assert gate.wrong(refusing("mamba_ssm")) == ()
+
+
+def test_a_bench_that_compared_nothing_fails() -> None:
+    nothing = report(left_out=(LeftOut(cell="tiny, 1 x 9", reason="out of memory"),))
+    assert gate.wrong(nothing.model_copy(update={"cells": ()})) == ("Nothing was compared.",)
+
+
 def test_both_renderers_draw_it(done: BenchReport) -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render.terminal(done))

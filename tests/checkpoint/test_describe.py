@@ -9,8 +9,9 @@ import pytest
 import tiny_models
 
 from ssdprof.checkpoint.describe import QUANT_METHODS, describe, read_config
-from ssdprof.checkpoint.layer_dims import GDNLayerDims, SSDLayerDims
+from ssdprof.checkpoint.layer_dims import SSDLayerDims
 from ssdprof.errors import BadInputError, ExitCode
+from ssdprof.schema.sizes import GDNSizes
 
 # Excerpts of published configs: the keys that say which layers there are and how large.
 GRANITE_H_SMALL = {
@@ -108,7 +109,7 @@ def test_layers_and_sizes_are_those_of_the_model(name: str) -> None:
         (BAMBA, 29, 32, SSDLayerDims(nheads=128, headdim=64, dstate=128, ngroups=1, chunk_size=256)),
         (NANO_9B, 27, 56, SSDLayerDims(nheads=128, headdim=80, dstate=128, ngroups=8, chunk_size=128)),
         (MAMBA2_2_7B, 64, 64, SSDLayerDims(nheads=80, headdim=64, dstate=128, ngroups=1, chunk_size=256)),
-        (QWEN3_5, 48, 64, GDNLayerDims(key_heads=16, value_heads=48, key_dim=128, value_dim=128)),
+        (QWEN3_5, 48, 64, GDNSizes(key_heads=16, value_heads=48, key_dim=128, value_dim=128)),
     ],
     ids=["granite-4.0-h-small", "Bamba-9B", "Nemotron-Nano-9B-v2", "mamba2-2.7b", "Qwen3.5-27B"],
 )

@@ -15,7 +15,7 @@ from ssdprof.kernels.ssd.config_table import (
     CHUNK_STATE,
     HOPPER,
     PORTABLE,
-    Call,
+    CallSizes,
     Row,
     first_fit,
 )
@@ -26,7 +26,7 @@ from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig
 from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig
 
 CALLS = [
-    Call(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+    CallSizes(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     for major, wide, headdim, dstate, gate in product(
         (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
     )
@@ -75,7 +75,7 @@ def test_the_portable_kernel_by_gpu_and_sizes(
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.wide], ids=str)
-def test_fp32_sums_over_n_are_short(call: Call) -> None:
+def test_fp32_sums_over_n_are_short(call: CallSizes) -> None:
     """docs/ssd-performance.md, row 60: a tensor core rounds towards zero whenever it adds products."""
     assert first_fit(PORTABLE, call).take.block_n <= 64
 
@@ -88,7 +88,7 @@ def test_fp32_takes_short_chunks_on_every_gpu() -> None:
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.major == 9], ids=str)
-def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: Call) -> None:
+def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: CallSizes) -> None:
     """docs/ssd-performance.md, row 57.  Products of less than 64 rows take their operands from registers."""
     tile = first_fit(PORTABLE, call).take
     width = min(tile.block_p, triton.next_power_of_2(call.headdim)) * (4 if call.wide else 2)

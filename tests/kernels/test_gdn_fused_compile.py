@@ -20,6 +20,7 @@ CASES: dict[str, Case] = {
     "qwen": Case(**QWEN, length=2048, dtype=BF16),
     "qwen, batch": Case(**QWEN, length=1024, batch=32, dtype=BF16),
     "qwen, packed": Case(**QWEN, lengths=(600, 9), initial_state=True, dtype=FP16),
+    "qwen, wide and cut": Case(**QWEN, lengths=(4500,), initial_state=True, dtype=BF16),
     "a rank of eight, cut": Case(key_heads=2, values_per_key=4, key_dim=128, value_dim=128, length=8192, dtype=BF16),
     "olmo": Case(key_heads=30, key_dim=96, value_dim=192, length=2000, dtype=BF16),
     "60": Case(key_heads=4, key_dim=60, value_dim=60, length=1000, l2norm=False, dtype=FP16),
@@ -48,6 +49,7 @@ TOO_LARGE = {"256": partial(launch, CASES["256"], block_v=64, scan_stages=3)}
 RECURRENT = {
     "qwen": partial(recurrent, Case(**QWEN, length=1, batch=8, initial_state=True, dtype=BF16)),
     "256": partial(recurrent, Case(key_dim=256, value_dim=256, length=8, dtype=FP32)),
+    "256 with states": partial(recurrent, Case(key_dim=256, value_dim=256, length=1, initial_state=True, dtype=BF16)),
 }
 
 

@@ -59,5 +59,5 @@ class BufferSizes:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of what is not output."""
+        """Bytes allocated beyond the outputs."""
         return 4 * (self.sync + self.gates) + self.state_dtype.itemsize * self.states

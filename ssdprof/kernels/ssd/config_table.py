@@ -21,8 +21,8 @@ Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """What rows look at; a launcher gives what its table's rows ask for.
+class CallSizes:
+    """The properties of a call that rows look at; a launcher gives those that the rows of its table ask for.
 
     major: of the GPU's compute capability.  wide: fp32 inputs.
     """
@@ -46,7 +46,7 @@ class Row(Generic[Settings]):
     take: Settings
     why: str
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: CallSizes) -> bool:
         return (
             (self.majors is None or call.major in self.majors)
             and self.wide in (None, call.wide)
@@ -56,7 +56,7 @@ class Row(Generic[Settings]):
         )
 
 
-def first_fit(table: Sequence[Row[Settings]], call: Call) -> Row[Settings]:
+def first_fit(table: Sequence[Row[Settings]], call: CallSizes) -> Row[Settings]:
     """The last row of each table fits every call."""
     return next(row for row in table if row.fits(call))
 

@@ -3,4 +3,6 @@
 from ssdprof.operators.gdn.stages import STAGES
 from ssdprof.operators.outline import Outline
 
-OUTLINE = Outline(name="gdn", title="GDN", layers="Gated-DeltaNet", stages=STAGES)
+OUTLINE = Outline(
+    name="gdn", title="GDN", layers="Gated-DeltaNet", largest={"key_dim": 256, "value_dim": 256}, stages=STAGES
+)

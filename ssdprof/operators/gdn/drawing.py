@@ -10,7 +10,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.gdn.peers import PEERS
-from ssdprof.operators.gdn.shapes import SHAPES, GDNShape, parse
+from ssdprof.operators.gdn.shapes import GRAMMAR, SHAPES, GDNShape, parse
 
 SEED = 0
 SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
@@ -74,7 +74,7 @@ def _tensors(
 DRAWING = Drawing(
     shapes=SHAPES,
     parse=parse,
-    grammar="key heads / value heads x K x V, such as 16/32x128x128",
+    grammar=GRAMMAR,
     draw=draw,
     peers=PEERS,
 )

@@ -6,24 +6,19 @@ import re
 from dataclasses import dataclass
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.gdn.inputs import MAX_DIM
+from ssdprof.operators.gdn import OUTLINE
+from ssdprof.schema.sizes import GDNSizes
 
+GRAMMAR = "key heads / value heads x K x V, such as 16/32x128x128"
 _ORDER = "Order: key heads / value heads x K x V."
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDNShape:
-    """The sizes of a GDN layer.  name: what the user called it.  largest_beta: 2 where eigenvalues may be negative."""
+class GDNShape(GDNSizes):
+    """name: what the user called it.  largest_beta: 2 where eigenvalues may be negative."""
 
     name: str
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
     largest_beta: float = 1.0
-
-    def __str__(self) -> str:
-        return f"{self.key_heads}/{self.value_heads} heads, K {self.key_dim}, V {self.value_dim}"
 
 
 _BY_MODEL = {  # H, HV, K, V, largest beta, as in the models' configs
@@ -52,6 +47,10 @@ def parse(text: str) -> GDNShape | None:
     key_heads, value_heads, key_dim, value_dim = map(int, match.groups())
     if not min(key_heads, value_heads, key_dim, value_dim) or value_heads % key_heads:
         raise BadInputError(f"{text} is no GDN operator: sizes are positive, and key heads divide value heads.", _ORDER)
-    if max(key_dim, value_dim) > MAX_DIM:
-        raise BadInputError(f"{text} is not measured: K and V are at most {MAX_DIM}.", _ORDER)
-    return GDNShape(name=text, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
+    shape = GDNShape(name=text, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
+    if any(getattr(shape, name) > most for name, most in OUTLINE.largest.items()):
+        largest = OUTLINE.largest
+        raise BadInputError(
+            f"{text} is not measured: K is at most {largest['key_dim']}, V at most {largest['value_dim']}.", _ORDER
+        )
+    return shape

@@ -11,7 +11,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.ssd.peers import PEERS
-from ssdprof.operators.ssd.shapes import SHAPES, SSDShape, parse
+from ssdprof.operators.ssd.shapes import GRAMMAR, SHAPES, SSDShape, parse
 
 SEED = 0
 STEPS = (1e-3, 1e-1)  # of dt at a raw dt of 0: log-uniform, as models are initialised
@@ -76,7 +76,7 @@ def _tensors(
 
 
 def _sizes(shape: SSDShape) -> tuple[tuple[int, ...], ...]:
-    """Of one position of x, B, C and dt."""
+    """The shapes of one position of x, B, C and dt."""
     group = (shape.ngroups, shape.dstate)
     return (shape.nheads, shape.headdim), group, group, (shape.nheads,)
 
@@ -84,7 +84,7 @@ def _sizes(shape: SSDShape) -> tuple[tuple[int, ...], ...]:
 DRAWING = Drawing(
     shapes=SHAPES,
     parse=parse,
-    grammar="heads x P x N x groups, such as 80x64x128x1",
+    grammar=GRAMMAR,
     draw=draw,
     chunk_sizes=CHUNK_SIZES,
     with_chunk_size=lambda inputs, size: replace(inputs, chunk_size=size),

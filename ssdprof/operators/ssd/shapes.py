@@ -6,24 +6,18 @@ import re
 from dataclasses import dataclass
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.registry import UnsupportedError
-from ssdprof.kernels.ssd.fused import refuse_dstate
+from ssdprof.operators.ssd import OUTLINE
+from ssdprof.schema.sizes import SSDSizes
 
+GRAMMAR = "heads x P x N x groups, such as 80x64x128x1"
 _ORDER = "Order: heads x P x N x groups."
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSDShape:
-    """The sizes of an SSD layer.  name: what the user called it."""
+class SSDShape(SSDSizes):
+    """name: what the user called it."""
 
     name: str
-    nheads: int
-    headdim: int
-    dstate: int
-    ngroups: int
-
-    def __str__(self) -> str:
-        return f"{self.nheads}x{self.headdim}, N {self.dstate}, G {self.ngroups}"
 
 
 _BY_MODEL = {  # H, P, N, G, as in the models' configs
@@ -50,8 +44,6 @@ def parse(text: str) -> SSDShape | None:
     nheads, headdim, dstate, ngroups = map(int, match.groups())
     if not min(nheads, headdim, dstate, ngroups) or nheads % ngroups:
         raise BadInputError(f"{text} is no SSD operator: sizes are positive, and groups divide heads.", _ORDER)
-    try:
-        refuse_dstate(dstate)
-    except UnsupportedError as error:
-        raise BadInputError(f"{text} is not measured: {error}.", _ORDER) from error
+    if dstate > OUTLINE.largest["dstate"]:
+        raise BadInputError(f"{text} is not measured: N is at most {OUTLINE.largest['dstate']}.", _ORDER)
     return SSDShape(name=text, nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups)

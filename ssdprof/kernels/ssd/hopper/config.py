@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ssdprof.kernels._gpu import capability
-from ssdprof.kernels.ssd.config_table import HOPPER, Call, first_fit
+from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
 from ssdprof.kernels.ssd.hopper.segments import Segments, ceil_div, cut, packed_segment
@@ -44,7 +44,7 @@ class HopperConfig(Segments):
             segments = cut(nchunks, sequences * program_count(inputs), half_count(inputs.B.shape[3]), sm_count)
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
-        call = Call(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
+        call = CallSizes(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
         row = first_fit(HOPPER, call)
         return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")
 

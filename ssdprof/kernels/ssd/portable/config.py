@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from ssdprof.kernels.ssd.config_table import PORTABLE, Call, first_fit
+from ssdprof.kernels.ssd.config_table import PORTABLE, CallSizes, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions
@@ -54,7 +54,7 @@ class PortableConfig:
         """
         headdim, dstate, wide = inputs.x.shape[3], inputs.B.shape[3], inputs.x.dtype == torch.float32
         gate = inputs.z is not None
-        row = first_fit(PORTABLE, Call(major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate))
+        row = first_fit(PORTABLE, CallSizes(major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate))
         config = cls(
             chunk=row.take.chunk,
             min_chunks=_MIN_SEGMENT // row.take.chunk,

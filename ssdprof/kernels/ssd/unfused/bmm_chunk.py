@@ -24,7 +24,7 @@ from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.config_table import BMM_CHUNK, Call, first_fit
+from ssdprof.kernels.ssd.config_table import BMM_CHUNK, CallSizes, first_fit
 
 STAGES = {"_bmm_chunk_kernel": "bmm_chunk"}
 
@@ -40,7 +40,7 @@ class BmmChunkConfig:
     @classmethod
     def choose(cls, *, dstate: int, chunk_size: int, dtype: torch.dtype) -> BmmChunkConfig:
         """By `config_table.BMM_CHUNK`, no larger than the sizes need."""
-        tile = first_fit(BMM_CHUNK, Call(wide=dtype == torch.float32, dstate=dstate)).take
+        tile = first_fit(BMM_CHUNK, CallSizes(wide=dtype == torch.float32, dstate=dstate)).take
         return cls(
             block_q=min(chunk_size, tile.block),
             block_s=min(chunk_size, tile.block),

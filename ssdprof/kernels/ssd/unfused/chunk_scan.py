@@ -29,7 +29,7 @@ import triton.language as tl
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
-from ssdprof.kernels.ssd.config_table import CHUNK_SCAN, Call, first_fit
+from ssdprof.kernels.ssd.config_table import CHUNK_SCAN, CallSizes, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 STAGES = {"_chunk_scan_kernel": "chunk_scan"}
@@ -48,7 +48,7 @@ class ChunkScanConfig:
     def choose(cls, inputs: SSDInputs) -> ChunkScanConfig:
         """By `config_table.CHUNK_SCAN`, no larger than the sizes need."""
         headdim, dstate, wide = inputs.x.shape[3], inputs.C.shape[3], inputs.x.dtype == torch.float32
-        call = Call(wide=wide, headdim=headdim, dstate=dstate, gate=inputs.z is not None)
+        call = CallSizes(wide=wide, headdim=headdim, dstate=dstate, gate=inputs.z is not None)
         tile = first_fit(CHUNK_SCAN, call).take
         return cls(
             block_q=min(inputs.power_of_two_chunk, tile.block_q),

@@ -22,7 +22,7 @@ from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.config_table import CHUNK_STATE, Call, first_fit
+from ssdprof.kernels.ssd.config_table import CHUNK_STATE, CallSizes, first_fit
 
 STAGES = {"_chunk_state_kernel": "chunk_state"}
 
@@ -38,7 +38,7 @@ class ChunkStateConfig:
     @classmethod
     def choose(cls, *, headdim: int, dstate: int, chunk_size: int, dtype: torch.dtype) -> ChunkStateConfig:
         """By `config_table.CHUNK_STATE`, no larger than the sizes need."""
-        tile = first_fit(CHUNK_STATE, Call(wide=dtype == torch.float32, headdim=headdim, dstate=dstate)).take
+        tile = first_fit(CHUNK_STATE, CallSizes(wide=dtype == torch.float32, headdim=headdim, dstate=dstate)).take
         return cls(
             block_p=max(16, min(triton.next_power_of_2(headdim), tile.block_p)),
             block_n=max(16, min(triton.next_power_of_2(dstate), tile.block_n)),
