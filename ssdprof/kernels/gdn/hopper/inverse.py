@@ -36,15 +36,12 @@ in_blocks = gl.constexpr(
 of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # (block, row, column) of the diagonal blocks
 
 STAGES = {
-    name: "inverse"
-    for name in (
-        "allocate_scratch",
-        "diagonal_blocks",
-        "store_lower",
-        "inverse_of_blocks",
-        "block_row",
-        "invert_blocks",
-    )
+    "allocate_scratch": "inverse",
+    "diagonal_blocks": "inverse",
+    "store_lower": "inverse",
+    "inverse_of_blocks": "inverse",
+    "block_row": "inverse",
+    "invert_blocks": "inverse",
 }
 
 
