@@ -218,6 +218,8 @@ class Shared:
         """Halves of rows, as rows; pairs of rows, as rows; rows in parts; an operand's 16-bit rows, which lie in blocks
         of 64 columns."""
         rows, *columns = self.content.shape
+        if not columns and len(shape) == 2:  # a vector, as rows
+            return Shared(self.content.view(shape))
         if shape == [rows, 1, *columns]:
             return Shared(self.content[:, None])
         if len(shape) == 4:
@@ -382,6 +384,7 @@ class Machine:
             associative_scan=_scan, min=lambda value, axis: value.amin(axis),
             exp2=lambda value: torch.exp2(torch.as_tensor(value)), log2=torch.log2, rsqrt=torch.rsqrt, abs=torch.abs,
             permute=lambda value, order: value.permute(order),
+            join=lambda a, b: torch.stack((a, b), -1),
             split=lambda value: (value[..., 0], value[..., 1]),
             convert_layout=lambda value, _layout: value, broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=self.assembly,
@@ -468,7 +471,7 @@ class Machine:
             arrive(barrier, count=THREADS // self.source.lanes)
 
         mbarrier = SimpleNamespace(
-            init=init, wait=wait, arrive=arrive,
+            init=init, wait=wait, arrive=arrive, invalidate=lambda _barrier: None,
             expect=lambda barrier, size: barrier.arrive(expected=size),
             MBarrierLayout=lambda: "barrier",
         )  # fmt: skip

@@ -41,7 +41,8 @@ class HopperLaunch:
         row = heads * DIM.value
         self._out = _tiles(inputs.v, (seqlen * row, row, DIM.value), packed=packed)
         self._inverse = Rows(self._dtype, self._slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
-        self._prep_programs = self._slots * key_heads
+        at_once = 2 - heads // key_heads % 2  # value heads of a program of the first kernel
+        self._prep_programs = self._slots * heads // at_once
         if config.stays:
             self._programs = min(config.stays, inputs.sequences * heads)
         else:
@@ -55,9 +56,10 @@ class HopperLaunch:
             {
                 "KEY_HEADS": key_heads,
                 "HEADS": heads,
+                "AT_ONCE": at_once,
                 "NORMALISE": self._normalise,
                 "num_warps": 4,
-                "maxnreg": 128,  # four programs an SM
+                "maxnreg": 96,  # five programs an SM
             },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()

@@ -13,7 +13,9 @@ Out:  inverse (slots, hv, j, i), k's dtype
       decays (slots, hv, 64) fp32: G_i, not increasing
       bounds (hv, slots) fp32: log2 of how much of a state that enters the chunk is left after it, at most
       norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if they are to be normalised
-Grid: slots * h, key heads fastest; a slot is a chunk of a sequence (`assignment.py`)
+Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a program has one or
+two value heads of a key head.  What it waits for most is latency: two heads share the instructions of the gates and
+of the substitution (`inverse.py`), and the loads of g and beta are begun before that of k.
 """
 
 from triton.experimental import gluon
@@ -28,20 +30,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ssdprof.kernels._gluon import add, async_load, async_store, product_layout, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
-from ssdprof.kernels.gdn.hopper.inverse import BLOCK, allocate_scratch, invert, narrow
+from ssdprof.kernels.gdn.hopper.inverse import (
+    BLOCK,
+    BLOCKS,
+    allocate_scratch,
+    block_row,
+    diagonal_blocks,
+    invert_blocks,
+    narrow,
+    store_lower,
+)
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-150.0)  # 2^LEAST is 0 in fp32, as is whatever is smaller
 EPSILON = gl.constexpr(1e-6)  # of norms
+# (head, i): a warp has whole heads, so that sums over a chunk are within it
+by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
     "less": "caller",
     "log2_decays": "gates",
-    "times_transposed": "kkt",
+    "begin_times_transposed": "kkt",
     "diagonal_of": "kkt",
-    "store_inverse": "inverse",
-    "prepare_head": "inverse",
+    "load_gates": "gates",
+    "store_decays": "gates",
+    "store_bounds": "gates",
+    "inverses_of": "inverse",
+    "side_by_side": "inverse",
     "_prep_kernel": "setup",
 }
 
@@ -60,12 +76,11 @@ def log2_decays(g):
 
 
 @gluon.jit
-def times_transposed(tile):
-    """tile tile^T (i, j)."""
+def begin_times_transposed(tile):
+    """tile tile^T (i, j), to be waited for."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
-    begun = warpgroup_mma(tile, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[begun])
+    return warpgroup_mma(tile, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -77,61 +92,75 @@ def diagonal_of(product):
 
 
 @gluon.jit
-def store_inverse(block: gl.constexpr, row, beta, factors, tile):
-    """A block of 16 columns (j, i) of e_i A_ij beta_j."""
-    e = factors.slice(BLOCK * block, BLOCK).load(gl.SliceLayout(0, narrow))
-    tile.slice(BLOCK * block, BLOCK, dim=1).store((row * beta[:, None] * e[None, :]).to(tile.dtype))
+def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
+    """g and beta (head, i) of a program's heads: a warp has whole heads."""
+    g_ptr, beta_ptr, g_strides, beta_strides = gates
+    o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))
+    inside = (o_i < left)[None, :]
+    o_h, o_i = (first_head + o_h).to(gl.int64)[:, None], o_i.to(gl.int64)[None, :]
+    g = gl.load(g_ptr + first[0] + o_h * g_strides[2] + o_i * g_strides[1], mask=inside, other=0.0)
+    beta = gl.load(beta_ptr + first[1] + o_h * beta_strides[2] + o_i * beta_strides[1], mask=inside, other=0.0)
+    return g, beta
 
 
 @gluon.jit
-def prepare_head(head, slot, slots, KK, squares, factor, positions, gates, outs, A_desc, tile, factors, scratch,
-                 HEADS: gl.constexpr):  # fmt: skip
-    """Everything about a value head's chunk.  squares: |k_i|^2, normalised if asked for; factor: e_i."""
-    layout: gl.constexpr = product_layout(CHUNK, 4)
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    vector: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    g_ptr, beta_ptr, g_strides, beta_strides = gates
-    decays_ptr, bounds_ptr = outs
-    first, left = positions  # of the chunk, as element counts of g and of beta; and how many of it there are
-    g_first, beta_first = first
-    o_i = gl.arange(0, CHUNK, vector)
-    g_tile = g_ptr + g_first + head.to(gl.int64) * g_strides[2] + o_i.to(gl.int64) * g_strides[1]
-    beta_head = beta_ptr + beta_first + head.to(gl.int64) * beta_strides[2]
-    g = log2_decays(gl.load(g_tile, mask=o_i < left, other=0.0))
-    sums = gl.associative_scan(gl.associative_scan(g, 0, add), 0, less)  # sums in another order may increase
-    gl.store(decays_ptr + (slot.to(gl.int64) * HEADS + head) * CHUNK + o_i, sums)
-    o_r = gl.arange(0, CHUNK, rows)
-    beta = gl.load(beta_head + o_r.to(gl.int64) * beta_strides[1], mask=o_r < left, other=0.0).to(gl.float32)
-    grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares), 1.0))
-    bound = gl.sum(g, 0) + gl.sum(grows, 0)
-    gl.store(bounds_ptr + head.to(gl.int64) * slots + slot, bound)
-    o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    L = gl.where(o_r[:, None] > o_c[None, :], KK * (beta * factor)[:, None], 0.0)
-    row_0, row_1, row_2, row_3 = invert(L * gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :], scratch)
-    o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, narrow))
-    beta_j = gl.load(beta_head + o_j.to(gl.int64) * beta_strides[1], mask=o_j < left, other=0.0).to(gl.float32)
-    tma.store_wait(0)  # the head before's has been read
-    role_barrier()
-    store_inverse(0, row_0, beta_j, factors, tile)
-    store_inverse(1, row_1, beta_j, factors, tile)
-    store_inverse(2, row_2, beta_j, factors, tile)
-    store_inverse(3, row_3, beta_j, factors, tile)
-    fence_async_shared()
-    role_barrier()
-    async_store(A_desc, [(slot * HEADS + head) * CHUNK, 0], tile)
+def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
+    """Sums of g (head, i) since the chunk's start."""
+    o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))[:, None]
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))[None, :]
+    sums = gl.associative_scan(gl.associative_scan(g, 1, add), 1, less)  # sums in another order may increase
+    tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
+    gl.store(tile + o_h * CHUNK + o_i, sums)
+
+
+@gluon.jit
+def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
+    """Bounds of a chunk's heads.  squares: |k_i|^2, normalised if asked for."""
+    o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))
+    grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
+    bound = gl.sum(g + grows, 1)
+    gl.store(bounds_ptr + (first_head + o_h).to(gl.int64) * slots + slot, bound)
+
+
+@gluon.jit
+def inverses_of(betas, factors, scratch, dtype: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr):
+    """e_i A_ij beta_j (j, i) of `AT_ONCE` heads."""
+    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    rows, scaled = (), ()
+    for i in gl.static_range(BLOCKS):
+        for head in gl.static_range(AT_ONCE):
+            row = block_row(i, head, AT_ONCE, rows, scratch)
+            rows += (gl.convert_layout(row.to(gl.float16), left),)
+            row *= betas.index(head).load(gl.SliceLayout(1, narrow))[:, None]
+            if NORMALISE:
+                row *= factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, narrow))[None, :]
+            scaled += (row.to(dtype),)
+    return scaled
+
+
+@gluon.jit
+def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
+    """The four blocks of 16 columns of a head, as one tile: a store of each would wait for the one before."""
+    first = gl.join(blocks[head], blocks[HEADS + head])
+    second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])
+    return gl.join(first, second).permute((0, 3, 2, 1)).reshape([CHUNK, CHUNK])
 
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots"])
 def _prep_kernel(
     k_desc, q_desc, A_desc, g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr,
     g_strides, beta_strides, cu_strides, seqlen, sequences, slots,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, NORMALISE: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], k_desc.dtype)
-    key_head, slot = gl.program_id(0) % KEY_HEADS, gl.program_id(0) // KEY_HEADS
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
+    square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], k_desc.dtype)
+    PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # of a slot
+    GROUP: gl.constexpr = HEADS // KEY_HEADS
+    first_head, slot = gl.program_id(0) % PROGRAMS * AT_ONCE, gl.program_id(0) // PROGRAMS
+    key_head = first_head // GROUP
     if cu_seqlens_ptr is None:
         i = slot // gl.cdiv(seqlen, CHUNK)
     else:
@@ -139,47 +168,70 @@ def _prep_kernel(
     sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
     t = (slot - sequence.slot) * CHUNK
     if t < sequence.length:
-        k = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], tiles)
+        batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
+        position = (sequence.begin + t).to(gl.int64)
+        first = (batch * g_strides[0] + position * g_strides[1], batch * beta_strides[0] + position * beta_strides[1])
+        gates = (g_ptr, beta_ptr, g_strides, beta_strides)
+        g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)  # arrive while k does
+        k = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], wide)
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
         mbarrier.init(full, count=1)
         role_barrier()
         mbarrier.expect(full, 2 * CHUNK * DIM)
         where = [sequence.tile, key_head, sequence.row + t, 0]
         async_load(k_desc, where, full, k.reshape([1, 1, CHUNK, DIM]))
-        scratch = allocate_scratch()
-        tile = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, CHUNK], square)
-        factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         if NORMALISE:
-            q = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], tiles)
+            q = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], wide)
             q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
             mbarrier.init(q_full, count=1)
             role_barrier()
             mbarrier.expect(q_full, 2 * CHUNK * DIM)
             async_load(q_desc, where, q_full, q.reshape([1, 1, CHUNK, DIM]))
+        all_betas = gl.allocate_shared_memory(gl.float32, [AT_ONCE * CHUNK], vector)
+        betas = all_betas._reinterpret(gl.float32, [AT_ONCE, CHUNK], vector)
+        squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)
-        KK = times_transposed(k)
-        squares = diagonal_of(KK)
+        begun = begin_times_transposed(k)
+        g = log2_decays(g)
+        store_decays(g, first_head, slot, decays_ptr, AT_ONCE, HEADS)
+        beta = beta.to(gl.float32)
+        all_betas.store(beta.reshape([AT_ONCE * CHUNK]))
+        KK = warpgroup_mma_wait(0, deps=[begun])
+        square = diagonal_of(KK)
         o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        factor = gl.full([CHUNK], 1.0, gl.float32, gl.SliceLayout(1, layout))
+        o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
         if NORMALISE:
-            factor = gl.rsqrt(squares + EPSILON)
-            squares *= factor * factor
+            factor = gl.rsqrt(square + EPSILON)
+            square *= factor * factor
             norms = norms_ptr + (slot.to(gl.int64) * KEY_HEADS + key_head) * (2 * CHUNK) + o_r
             gl.store(norms, factor)
             mbarrier.wait(q_full, 0)
-            gl.store(norms + CHUNK, gl.rsqrt(diagonal_of(times_transposed(q)) + EPSILON))
-        factors.store(factor)
-        batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
-        position = (sequence.begin + t).to(gl.int64)
-        first = (
-            batch * g_strides[0] + position * g_strides[1],
-            batch * beta_strides[0] + position * beta_strides[1],
-        )
-        GROUP: gl.constexpr = HEADS // KEY_HEADS
-        for h in range(GROUP):
-            prepare_head(
-                key_head * GROUP + h, slot, slots, KK, squares, factor, (first, sequence.length - t),
-                (g_ptr, beta_ptr, g_strides, beta_strides), (decays_ptr, bounds_ptr), A_desc, tile, factors, scratch,
-                HEADS,
-            )  # fmt: skip
+            QQ = warpgroup_mma_wait(0, deps=[begin_times_transposed(q)])
+            gl.store(norms + CHUNK, gl.rsqrt(diagonal_of(QQ) + EPSILON))
+            factors.store(factor)
+            KK *= factor[:, None] * gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
+        squares.store(square)
+        role_barrier()
+        mbarrier.invalidate(full)  # what is allocated below takes its place, and that of k
+        if NORMALISE:
+            mbarrier.invalidate(q_full)
+        store_bounds(
+            g, beta, squares.load(gl.SliceLayout(0, by_head)), first_head, slot, slots, bounds_ptr, AT_ONCE
+        )  # fmt: skip
+        strict = gl.where(o_r[:, None] > o_c[None, :], KK, 0.0)
+        blocks = diagonal_blocks(strict)
+        scratch = allocate_scratch(AT_ONCE)
+        for head in gl.static_range(AT_ONCE):
+            store_lower(head, strict, blocks, betas.index(head).load(gl.SliceLayout(1, layout)), scratch)
+        invert_blocks(scratch, AT_ONCE)
+        inverses = inverses_of(betas, factors, scratch, k_desc.dtype, AT_ONCE, NORMALISE)
+        results = ()
+        for head in gl.static_range(AT_ONCE):
+            results += (gl.allocate_shared_memory(k_desc.dtype, [CHUNK, CHUNK], square_tiles),)
+            results[head].store(side_by_side(head, AT_ONCE, inverses))
+        fence_async_shared()
+        role_barrier()
+        for head in gl.static_range(AT_ONCE):
+            async_store(A_desc, [(slot * HEADS + first_head + head) * CHUNK, 0], results[head])
         tma.store_wait(0)
