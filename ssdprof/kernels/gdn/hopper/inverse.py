@@ -36,12 +36,12 @@ in_blocks = gl.constexpr(
 of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # (block, row, column) of the diagonal blocks
 
 STAGES = {
-    "allocate_scratch": "inverse",
-    "diagonal_blocks": "inverse",
-    "store_lower": "inverse",
-    "inverse_of_blocks": "inverse",
-    "block_row": "inverse",
-    "invert_blocks": "inverse",
+    "allocate_scratch": "solve_tril",
+    "diagonal_blocks": "solve_tril",
+    "store_lower": "solve_tril",
+    "inverse_of_blocks": "solve_tril",
+    "block_row": "solve_tril",
+    "invert_blocks": "solve_tril",
 }
 
 

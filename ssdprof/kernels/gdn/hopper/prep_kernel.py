@@ -50,14 +50,14 @@ by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
     "less": "caller",
-    "log2_decays": "gates",
-    "begin_times_transposed": "kkt",
-    "diagonal_of": "kkt",
-    "load_gates": "gates",
-    "store_decays": "gates",
-    "store_bounds": "gates",
-    "inverses_of": "inverse",
-    "side_by_side": "inverse",
+    "log2_decays": "gate_cumsum",
+    "begin_times_transposed": "scaled_dot_kkt",
+    "diagonal_of": "scaled_dot_kkt",
+    "load_gates": "gate_cumsum",
+    "store_decays": "gate_cumsum",
+    "store_bounds": "gate_cumsum",
+    "inverses_of": "solve_tril",
+    "side_by_side": "solve_tril",
     "_prep_kernel": "setup",
 }
 
