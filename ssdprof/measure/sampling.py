@@ -27,7 +27,8 @@ class SamplingPlan:
     warmup_rounds: of each recording, for calls and for replays.
     min_rounds, max_rounds: of each recording; a noisy one doubles them, and those after it take as many.  Calls and
         replays have numbers of their own.
-    seconds: of wall clock, for all samplers together.  At least min_recordings of min_rounds are taken in any case.
+    seconds: of wall clock, for all samplers together.  No recording begins that is expected to end later.  At least
+        min_recordings of min_rounds are taken in any case.
     seed: of the order of turns, and of where recordings lie.
     """
 
@@ -70,6 +71,7 @@ def sample_in_turns(
     taken: dict[Name, list[NDArray[np.float64]]] | None = None
     rounds: dict[str, int] = {}
     for count in range(1, plan.max_recordings + 1):
+        recording_began = now()
         samplers = set_up(generator)
         kinds = sorted({kind for kind, _ in samplers})
         recorded: Rounds = {}
@@ -89,7 +91,8 @@ def sample_in_turns(
         taken = {name: [*before[name], times] for name, times in recorded.items()}
         if count < plan.min_recordings:
             continue
-        if now() >= began + plan.seconds or _settled(taken, plan.smallest_difference):
+        another_ends = 2 * now() - recording_began  # if it takes as long as this one
+        if another_ends > began + plan.seconds or _settled(taken, plan.smallest_difference):
             break
     return dict(taken or {})
 

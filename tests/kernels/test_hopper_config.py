@@ -7,8 +7,9 @@ import torch
 from compile_target import compiled, on_meta
 from ssd_cases import Case
 
+from ssdprof.kernels._tiles import row_stride
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, row_stride, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, shared_bytes, unsupported
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
 from ssdprof.kernels.ssd.hopper.segments import Segments
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ssdprof.kernels._gpu import capability
+from ssdprof.kernels._tiles import row_stride
 from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
@@ -74,11 +75,6 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     first_pass = weight_places(ring * halves, halves) * (vector + 8) + 4 * (ring + 2)  # weights, decays, words
     exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
     return int(ring * chunk + first_pass + score_ring * tiles + tiles + exchange)
-
-
-def row_stride(tensor: torch.Tensor) -> int:
-    """From one position to the next, of (b, l, ...).  Of sequences of one position PyTorch's own may be anything."""
-    return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 
 def unsupported(inputs: SSDInputs) -> str:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels._tiles import Strides, Tiles, row_stride, steps
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.buffers import BufferSizes
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, row_stride, unit_count
+from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.hopper.segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-
-Strides = tuple[int, int, int]
-GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
@@ -70,7 +65,7 @@ class HopperLaunch:
         packed = inputs.cu_seqlens is not None
         nheads, headdim = inputs.x.shape[2:]
         own = CHUNK.value // halves  # positions of a chunk whose output one role finishes
-        self._x = _units(inputs.x, _steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
+        self._x = _units(inputs.x, steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
         row = nheads * headdim
         self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
         self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
@@ -144,81 +139,17 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, pass
     }
 
 
-def _steps(tensor: torch.Tensor, step: int) -> Strides:
-    """From one sequence to the next, of which there may be one, from one position to the next, and `step`."""
-    row = row_stride(tensor)
-    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
-
-
-class _Base:
-    """What a descriptor is over: a tensor, taken to begin `ahead` bytes before it does."""
-
-    def __init__(self, tensor: torch.Tensor, ahead: int) -> None:
-        self.tensor, self.ahead, self.dtype = tensor, ahead, tensor.dtype
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr() - self.ahead
-
-
-class _Tiles:
-    """By what the copy engine reads and writes tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
-
-    Past a sequence's end it reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).  If
-    sequences are packed, at (row after the sequence's last, k, l - length + position, column), so that the third
-    coordinate of an end is always l.  With the first it counts l rows too many, and so the descriptor begins l rows
-    before the tensor; at an address before the tensor's own nothing is read.
-
-    like: of the tensor's dtype, batch and length; itself over no tensor yet
-    strides: of b, l and k, in elements
-    sizes: of k and columns
-    block: a tile's k, positions and columns
-    """
-
-    def __init__(
-        self, like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int],
-        packed: bool,
-    ) -> None:  # fmt: skip
-        batch, seqlen = like.shape[:2]
-        sequence, row, step = strides
-        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
-        self._ahead = seqlen * row * like.element_size() if packed else 0
-        self._descriptor = TensorDescriptor(
-            _nothing(like.dtype),
-            [sequences, sizes[0], seqlen, sizes[1]],
-            [of_sequence, step, row, 1],
-            [1, *block],
-            _shared_layout((1, *block), like.dtype),
-        )
-
-    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
-        """Without another check of shape and strides."""
-        copy = object.__new__(TensorDescriptor)
-        copy.__dict__.update(self._descriptor.__dict__, base=_Base(tensor, self._ahead))
-        return copy
-
-
-def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> _Tiles:
+def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> Tiles:
     """Tiles of (one head, positions, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
     nheads, headdim = x.shape[2:]
-    return _Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
+    return Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
 
 
-def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> _Tiles:
+def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> Tiles:
     """Tiles of one group's N, or half of it: in blocks of 64 columns, as they lie in shared memory."""
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
-    return _Tiles(
-        tensor, _steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
+    return Tiles(
+        tensor, steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
         block=(blocks // halves, CHUNK.value, COLUMNS.value), packed=packed,
     )  # fmt: skip
-
-
-@cache
-def _nothing(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device="meta")
-
-
-@lru_cache(maxsize=64)
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory.  Kept: finding it out takes longer than all else that prepares a launch."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), GL_DTYPE[dtype])
