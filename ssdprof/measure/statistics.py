@@ -125,6 +125,6 @@ def _interval(values: NDArray[np.float64]) -> Interval:
 
 
 def _half_width(values: NDArray[np.float64]) -> float:
-    """Of the 95 % interval of the mean logarithm; (recordings,), at least two."""
+    """Half the width of the 95 % interval of the mean logarithm; (recordings,), at least two."""
     count = len(values)
     return _T[count - 2] * float(np.std(np.log(values), ddof=1)) / math.sqrt(count)

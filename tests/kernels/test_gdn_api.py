@@ -195,7 +195,7 @@ def test_recurrent_refuses_by_name(name: str) -> None:
 
 
 def test_drop_in_has_the_signature_of_fla() -> None:
-    """Of flash-linear-attention 0.6.0: names, order and defaults."""
+    """The signature in flash-linear-attention 0.6.0: names, order and defaults."""
     required = inspect.Parameter.empty
     shared = {
         "use_beta_sigmoid_in_kernel": False,

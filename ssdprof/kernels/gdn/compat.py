@@ -35,7 +35,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cu_seqlens_cpu, chunk_indices and, of kwargs, chunk_size are taken and have no influence.
 
-    Of kwargs, transpose_state_layout is the former name of state_v_first.  Raises TypeError for unknown ones.
+    The keyword transpose_state_layout is the former name of state_v_first.  Raises TypeError for unknown keywords.
     """
     del cu_seqlens_cpu, chunk_indices
     kwargs.pop("chunk_size", None)

@@ -70,7 +70,7 @@ class Scratch:
 
 @gluon.jit
 def allocate_scratch(HEADS: gl.constexpr):
-    """Of one or two heads."""
+    """Scratch memory for the inverses of one or two heads."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain_3d: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)

@@ -114,5 +114,5 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Of g or beta (b, l, hv)."""
+    """Strides of g or beta (b, l, hv)."""
     return tensor.stride(0), row_stride(tensor), tensor.stride(2)

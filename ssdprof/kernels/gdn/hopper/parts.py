@@ -71,7 +71,7 @@ class Parts:
 
 @gluon.jit
 def first_passes(rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, HEADS: gl.constexpr):
-    """Of each row, chunks of the first pass; -1 if the head forgets too slowly, 0 if there is no such segment."""
+    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if there is no such segment."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     row, o_c = gl.arange(0, ROWS, by_row), gl.arange(0, LOOK, gl.SliceLayout(0, layout))

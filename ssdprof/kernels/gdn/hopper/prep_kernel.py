@@ -70,7 +70,7 @@ def less(a, b):
 
 @gluon.jit
 def log2_decays(g):
-    """Of natural logarithms, in log2 units and at most 0; NaN stays NaN."""
+    """Natural logarithms in log2 units, at most 0; NaN stays NaN."""
     g = gl.where(g > 0.0, 0.0, g.to(gl.float32) * LOG2_E)
     return gl.where(g < LEAST, LEAST, g)
 
