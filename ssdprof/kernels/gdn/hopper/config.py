@@ -19,9 +19,7 @@ FIRST_PASS = 0.55  # a chunk of the first pass
 START = 3.0  # a program's start and end
 REACH = 10  # chunks of a first pass of heads whose gates are as models' are drawn
 # Chunks before the last segment from which on slow heads are computed in parts: two more launches, whatever the gates.
-# More than there are, so never: on an H200 one call with heads that were slow, fast and slow again ended in an illegal
-# memory access whose cause is not known.  128 is worth it.
-WORTH_PARTS = 1 << 30
+WORTH_PARTS = 128
 LONG_SEGMENT = 128  # chunks of a segment from which on it has two parts
 
 
