@@ -124,7 +124,16 @@ def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lower, inverted, BEGIN: gl.constexpr, COLUMNS: gl.constexpr):
+def block_row(
+    i: gl.constexpr,
+    head: gl.constexpr,
+    HEADS: gl.constexpr,
+    rows,
+    lower,
+    inverted,
+    BEGIN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
     """`COLUMNS` columns of A_i, from block BEGIN on, as A_i^T (j, i), of a head, from its L, the D_i of all heads, and
     the block rows from BEGIN to i of all heads, as 16-bit operands."""
     layout: gl.constexpr = narrow(gl.num_warps())

@@ -86,7 +86,11 @@ class HopperLaunch:
             "num_warps": 8,
         }
         self._slow_heads = SlowHeads(inputs, config, scalars, options)
-        self._main = Launcher(_hopper_kernel, (*gate_strides, *scalars), options | {"STAYS": config.stays > 0})
+        self._main = Launcher(
+            _hopper_kernel,
+            (*gate_strides, *scalars),
+            options | {"STAYS": config.stays > 0, "OVERLAPS": config.overlaps, "launch_pdl": config.overlaps},
+        )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         q, v = inputs.q, inputs.v
