@@ -70,7 +70,7 @@ def inverse_of(rings, inversion, n):
     for half in gl.static_range(2):
         betas = rings.vector(n, BETA).slice(HALF * half, HALF).load(gl.SliceLayout(1, layout))
         rows, scaled = (), ()
-        for i in gl.static_range(2 * half):  # above the diagonal
+        for _ in gl.static_range(2 * half):  # above the diagonal
             scaled += (gl.full([HALF, BLOCK], 0.0, dtype, layout),)
         for i in gl.static_range(2 * half, BLOCKS):
             row = block_row(i, 0, 1, rows, inversion.lowers.tile(n), inversion.inverted, 2 * half, HALF)
