@@ -31,6 +31,8 @@ class HopperConfig:
     slow_parts: into which a segment is divided evenly for heads whose first pass would be as long as a segment
         (`parts.py`); 0: their first pass goes over all that is before
     carriers: programs that compute those parts
+    overlaps: the second of two launches begins while the first ends
+    inverts: in one launch, for segments that are whole sequences
     key_ring, ring: places for k and v, and for all else
     state_registers, other_registers: a thread's, of the role with the state, and of gates, loads and stores
     """
@@ -40,6 +42,8 @@ class HopperConfig:
     enough: float = -24.0
     slow_parts: int = 0
     carriers: int = 132
+    inverts: bool = False
+    overlaps: bool = False
     key_ring: int = 2
     ring: int = 2
     state_registers: int = 192
