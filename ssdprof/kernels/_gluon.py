@@ -13,8 +13,6 @@ STAGES = {
     "scalar": "caller",
     "arrive": "caller",
     "masked": "caller",
-    "let_next_launch_begin": "setup",
-    "wait_for_last_launch": "setup",
 }
 
 # later versions of Triton have other names for these: the barrier of a role's threads, copies by the copy engine
@@ -64,20 +62,6 @@ def arrive(barrier):
     and the arrival that tells of them is a fence.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
-
-
-@gluon.jit
-def let_next_launch_begin():
-    """Programs of the next launch may begin where there is room, once all of this one have come here."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_last_launch():
-    """Until all programs of the launch before have ended, and what they have written is there."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

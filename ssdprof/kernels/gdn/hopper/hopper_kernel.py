@@ -18,7 +18,7 @@ this form: docs/gdn-performance.md.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import role_barrier, wait_for_last_launch
+from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import Wholes, segment_of
 from ssdprof.kernels.gdn.hopper.parts import parts_of
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, allocate, begin_barriers
@@ -94,13 +94,11 @@ def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
     decays_ptr, bounds_ptr, norms_ptr, g_ptr, beta_ptr, g_strides, beta_strides,
     STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr, OVERLAPS: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     rings = allocate(k_desc.dtype, KEY_RING, RING)
     begin_barriers(rings)
-    if OVERLAPS:
-        wait_for_last_launch()
     exists = True
     if STAYS:
         work = Wholes(

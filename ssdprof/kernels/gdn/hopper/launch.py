@@ -89,7 +89,7 @@ class HopperLaunch:
         self._main = Launcher(
             _hopper_kernel,
             (*gate_strides, *scalars),
-            options | {"STAYS": config.stays > 0, "OVERLAPS": config.overlaps, "launch_pdl": config.overlaps},
+            options | {"STAYS": config.stays > 0},
         )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:

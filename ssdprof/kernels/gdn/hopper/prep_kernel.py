@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import async_load, async_store, let_next_launch_begin, product_layout, role_barrier
+from ssdprof.kernels._gluon import async_load, async_store, product_layout, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.decays import log2_decays, sums
 from ssdprof.kernels.gdn.hopper.inverse import (
@@ -129,7 +129,6 @@ def _prep_kernel(
     g_strides, beta_strides, cu_strides, seqlen, sequences, slots,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr,
 ):  # fmt: skip
-    let_next_launch_begin()
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
