@@ -126,7 +126,7 @@ def _plan_slices(call: Call) -> Plan:
         plan,
         launches=plan.launches + copies,
         workspace_bytes=hopper_slices.workspace_bytes(call.inputs, _hopper_config(of_heads)),
-        reason=f"{count} slice{'s' * (count > 1)} of V, padded to 128 as K is, and copies of gates and states; {plan.reason}",
+        reason=f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {plan.reason}",
     )
 
 
