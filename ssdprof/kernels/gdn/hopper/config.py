@@ -127,13 +127,18 @@ def slot_count(inputs: GDNInputs) -> int:
 
 def unsupported(inputs: GDNInputs) -> str:
     """Why this kernel cannot take `inputs`; empty if it can."""
+    if (inputs.q.shape[3], inputs.v.shape[3]) != (DIM.value, DIM.value):
+        return f"K {inputs.q.shape[3]} with V {inputs.v.shape[3]}"
+    return unreadable(inputs)
+
+
+def unreadable(inputs: GDNInputs) -> str:
+    """What, beside K and V, keeps this kernel from taking `inputs`."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if INTERPRETED or not q.is_cuda or capability(q) != (9, 0):
         return "anything but a Hopper GPU"
     if q.dtype == torch.float32:
         return "fp32 inputs"
-    if (q.shape[3], v.shape[3]) != (DIM.value, DIM.value):
-        return f"K {q.shape[3]} with V {v.shape[3]}"
     if inputs.scale_or_default <= 0:
         return f"a scale of {inputs.scale_or_default}"
     if slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31:

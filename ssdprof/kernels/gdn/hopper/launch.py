@@ -16,7 +16,7 @@ from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.states import empty_states
 
-Gates = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Gates = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # decays, bounds, norms
 
 
 def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
@@ -46,8 +46,8 @@ class HopperLaunch:
         self._index, self._dtype = inputs.q.get_device(), inputs.q.dtype
         self._state_v_first, self._normalise = state_v_first, inputs.use_qk_l2norm
         self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
-        row = heads * DIM.value
-        self._out = _tiles(inputs.v, (seqlen * row, row, DIM.value), packed=packed)
+        row = heads * inputs.v.shape[3]
+        self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
         self._inverse = Rows(self._dtype, self._slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
         at_once = 2 - heads // key_heads % 2  # value heads of a program of the first kernel
         self._prep_programs = self._slots * heads // at_once
@@ -74,7 +74,7 @@ class HopperLaunch:
             },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-        final = empty_states(inputs, "meta", state_v_first=state_v_first).stride()
+        final = _final_states(inputs, "meta", state_v_first=state_v_first).stride()
         scalars = ((*initial, *final), cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
         options = {
             "KEY_HEADS": key_heads,
@@ -95,27 +95,25 @@ class HopperLaunch:
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         q, v = inputs.q, inputs.v
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            q_desc, k_desc = self._q.of(q), self._k.of(inputs.k)
+            inverse_desc: Any = None
+            gates: Gates = (None, None, None)
+            if not self._inverts:
+                inverse_desc, gates = self._prepare(inputs, q_desc, k_desc)
+            # the rest while the GPU is at work
             out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final_states = empty_states(inputs, v.device, state_v_first=self._state_v_first)
-            descriptors = (self._q.of(q), self._k.of(inputs.k), self._v.of(v))
-            out_descriptor = self._out.of(out)
-            if self._inverts:
-                self._main(
-                    self._programs, *descriptors, None, out_descriptor, inputs.initial_state, inputs.cu_seqlens, None,
-                    None, final_states, None, None, None, inputs.g, inputs.beta,
-                )  # fmt: skip
-                return GDNOutput(out, final_states)
-            inverse, gates = self._prepare(inputs, *descriptors[:2])
-            descriptors = (*descriptors, inverse, out_descriptor)
+            final_states = _final_states(inputs, v.device, state_v_first=self._state_v_first)
+            descriptors = (q_desc, k_desc, self._v.of(v), inverse_desc, self._out.of(out))
             entering = self._slow_heads(descriptors, inputs, gates)
+            g, beta = (inputs.g, inputs.beta) if self._inverts else (None, None)
             self._main(
                 self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, *entering, final_states, *gates,
-                None, None,
+                g, beta,
             )  # fmt: skip
         return GDNOutput(out, final_states)
 
     def _prepare(self, inputs: GDNInputs, q_descriptor: Any, k_descriptor: Any) -> tuple[Any, Gates]:
-        """The first launch: a descriptor of the inverses; decays, bounds and norms."""
+        """The first launch: a descriptor of the inverses, and gates."""
         device = inputs.v.device
         inverse = torch.empty(self._slots, self._heads, CHUNK.value, CHUNK.value, dtype=self._dtype, device=device)
         decays = torch.empty(self._slots, self._heads, CHUNK.value, dtype=torch.float32, device=device)
@@ -144,7 +142,17 @@ def gdn_fused_hopper(inputs: GDNInputs, *, config: HopperConfig) -> GDNOutput:
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:
     """Tiles of one head and a chunk's positions."""
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
-    return Tiles(tensor, strides, sizes=(tensor.shape[2], DIM.value), block=(1, CHUNK.value, DIM.value), packed=packed)
+    heads, columns = tensor.shape[2:]
+    return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
+
+
+def _final_states(inputs: GDNInputs, device: torch.device | str, *, state_v_first: bool) -> torch.Tensor:
+    """(sequences, HV, K, V), of (sequences, HV, DIM, DIM) in memory: that much the kernel writes."""
+    *outer, key_dim, value_dim = inputs.states_shape
+    if key_dim == value_dim == DIM.value:
+        return empty_states(inputs, device, state_v_first=state_v_first)
+    padded = torch.empty(*outer, DIM.value, DIM.value, dtype=torch.float32, device=device)
+    return (padded.mT if state_v_first else padded)[..., :key_dim, :value_dim]
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
