@@ -78,6 +78,15 @@ Dtypes = Annotated[
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+UsualStates = Annotated[
+    str | None,
+    typer.Option(
+        "--states",
+        metavar="D[,D...]",
+        help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
+        show_default="fp32 with exact, the inputs' with relaxed",
+    ),
+]
 SmallestDifference = Annotated[
     str,
     typer.Option(

@@ -24,7 +24,7 @@ def run(
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
     dtypes: options.Dtypes = "all",
-    states: options.States = "all",
+    states: options.UsualStates = None,
     implementations: Annotated[
         str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
     ] = "unfused,fused",
@@ -48,14 +48,15 @@ def run(
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that nothing was compared, or that the stored capture was broken off.
     """
-    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, precisions
+    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, parse_states
     from ssdprof.pipeline.subject import find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     replay = ReplayRequest(
-        precisions=precisions(dtypes, states),
+        intermediates=dtypes,
+        states=None if states is None else parse_states(states),
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
     )
