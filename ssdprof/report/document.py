@@ -13,6 +13,7 @@ from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 
 Depth = Literal["main", "detail", "file"]
+SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections that a page adds pictures to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,9 @@ def compose(report: RunReport) -> Document:
 def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Failures and refusals", "main", run.failures(report))
     speeds = [table for group in found if (table := speed.total(group))]
-    yield _section("Speed", "main", *speeds, speed.READING if speeds else None)
+    yield _section(SPEED, "main", *speeds, speed.READING if speeds else None)
     matches = [table for group in found for table in _accuracy(group) if table]
-    yield _section("Accuracy", "main", *matches, accuracy.READING if matches else None)
+    yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
     yield _section("Remarks", "main", run.remarks(report))
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
