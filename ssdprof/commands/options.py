@@ -103,6 +103,7 @@ NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
+Full = Annotated[bool, typer.Option("--full", help="Print every table, not one screen.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 

@@ -41,6 +41,7 @@ def run(
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
+    full: options.Full = False,
     as_json: options.Json = False,
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
@@ -50,6 +51,7 @@ def run(
     """
     from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, parse_states
     from ssdprof.pipeline.subject import find_to_replay
+    from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
@@ -76,10 +78,12 @@ def run(
     if as_json:
         print(document.dump(report))
     else:
-        terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
+        terminal.out().print(tables.render(report) if full else brief.render(report))
     if stalls:
         _stalls(request, folder, report, tuned, as_json)
+        if not as_json:
+            terminal.out().print(*tables.verdicts(report), sep="\n")
     terminal.exit_by(report)
 
 

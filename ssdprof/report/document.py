@@ -39,10 +39,8 @@ class Document:
 def compose(report: RunReport) -> Document:
     """The whole report: the answer first, then the tables behind it, then every layer."""
     found = groups(report)
-    gpu = report.environment.gpu
-    parts = (report.checkpoint.repo_id, tokens(found) if found else "", gpu.name if gpu else "no GPU")
     return Document(
-        title=f"ssdprof: {', '.join(part for part in parts if part)}",
+        title=heading(report),
         verdict=summary.verdict(report),
         failed=not outcome(report).passed,
         summary=summary.statements(report),
@@ -50,6 +48,13 @@ def compose(report: RunReport) -> Document:
         sections=tuple(section for section in _sections(report, found) if section.blocks),
         run_id=report.run_id,
     )
+
+
+def heading(report: RunReport) -> str:
+    """ "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
+    found, gpu = groups(report), report.environment.gpu
+    parts = (report.checkpoint.repo_id, tokens(found) if found else "", gpu.name if gpu else "no GPU")
+    return f"ssdprof: {', '.join(part for part in parts if part)}"
 
 
 def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, pool, total_speed
+from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, nan_is_worst, pool, total_speed
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 
 
@@ -55,7 +55,7 @@ def _pooled(series: Sequence[Series]) -> Iterator[Pooled]:
 
 def _range(values: Iterable[float | None], show: Callable[[float | None], str]) -> str:
     """ "1.81e-3 to 2.04e-3"; a single text where both ends are shown alike."""
-    found = sorted(value for value in values if value is not None)
+    found = sorted((value for value in values if value is not None), key=nan_is_worst)
     if not found:
         return fmt.MISSING
     return " to ".join(dict.fromkeys(show(value) for value in (found[0], found[-1])))

@@ -7,10 +7,10 @@ from datetime import datetime
 from ssdprof.schema import CheckpointRef, RunReport
 
 MEANINGS = (
-    ("unfused", "each stage of the algorithm is a kernel launch of its own; the baseline, at exact intermediates"),
-    ("fused", "all stages run in one kernel launch, or in as few as possible"),
-    ("exact", "decays and their products are computed in fp32, as the unfused original does"),
-    ("relaxed", "the same few intermediates are rounded to 16 bits: the inputs' dtype, or bf16 for fp32 inputs"),
+    ("unfused", "one kernel launch per stage; the baseline, at exact intermediates"),
+    ("fused", "all stages in one kernel launch, or in as few as possible"),
+    ("exact", "decays and their products in fp32, as in the unfused original"),
+    ("relaxed", "these few in 16 bits: the inputs' dtype, or bf16 for fp32 inputs"),
 )
 
 

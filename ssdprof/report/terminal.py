@@ -33,8 +33,16 @@ _STYLES = {
 
 
 def render(report: RunReport) -> RenderableType:
-    """Everything but the sections that only a file has room for: the accuracy tables of single layers."""
-    return render_document(compose(report), good=summary.GOOD)
+    """Everything but the sections that only a file has room for: the accuracy tables of single layers.
+
+    The verdict is its first word and its last.
+    """
+    return Group(render_document(compose(report), good=summary.GOOD), "", *verdicts(report))
+
+
+def verdicts(report: RunReport) -> list[RenderableType]:
+    """The lines of the verdict."""
+    return [verdict(line, good=line.startswith(summary.GOOD)) for line in summary.verdict(report)]
 
 
 def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> RenderableType:

@@ -74,7 +74,8 @@ def device_times(found: Sequence[Group]) -> str | None:
             axes.errorbar(lengths, times, **_style(number, label))
         _lengths(axes, found)
         axes.set_yscale("log")
-        axes.set_ylabel("device time, ms, sum of the layers")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel("device time, ms")
         legend_below(figure)
 
     return draw(paint)
@@ -101,7 +102,7 @@ def along_positions(group: Group) -> str | None:
         axes.set_xlabel("position in the prompt, tokens")
         axes.set_ylabel("rms error against fp64")
         axes.xaxis.set_major_formatter(_thousands)
-        axes.yaxis.set_major_formatter("{x:.1e}")
+        axes.yaxis.set_major_formatter(_small)
         legend_below(figure)
 
     return draw(paint)
@@ -267,6 +268,10 @@ def _lengths(axes: Axes, found: Sequence[Group]) -> None:
 def _short(length: int) -> str:
     """ "16k" for 16,384."""
     return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
+
+
+def _small(value: float, _position: float) -> str:
+    return fmt.small(value)
 
 
 def _thousands(value: float, _position: float) -> str:
