@@ -109,7 +109,7 @@ def exit_by(report: RunReport) -> None:
 def show_plan(plan: DryRun, as_json: bool) -> None:
     """The answer of --dry-run, on stdout."""
     if as_json:
-        print_json(plan.model_dump(mode="json") | {"download_bytes": plan.download_bytes})
+        print_json(plan.model_dump(mode="json"))
         return
     console = out()
     checkpoint = plan.checkpoint

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION: Final = 2
 
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 Intermediates = Literal["exact", "relaxed"]

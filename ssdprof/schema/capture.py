@@ -46,6 +46,13 @@ class CaptureManifest(Record):
     complete: bool
 
 
+class StoredCapture(Record):
+    """What `ssdprof capture` has stored, and where."""
+
+    folder: str
+    manifest: CaptureManifest
+
+
 def scalars_hash(scalars: Mapping[str, Scalar]) -> str:
     """SHA-256 of names, types and values, in the order of names: 1, 1.0 and true differ."""
     return hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode()).hexdigest()

@@ -22,7 +22,7 @@ from ssdprof.report.html.cells import sort_key, view
 from ssdprof.report.html.heat import heat_map
 from ssdprof.report.html.svg import inline
 from ssdprof.report.plots import run as plots
-from ssdprof.report.tables import speed
+from ssdprof.report.tables import run, speed
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TWO = (EXACT_FP32, RELAXED_FP16)
@@ -147,6 +147,7 @@ def test_a_table_under_headings_keeps_its_order():
     group = groups(make_report())[0]
     assert not view(accuracy.match(group, "fused", "out")).sortable
     assert view(speed.total(group)).sortable
+    assert not view(run.facts(make_report())).sortable  # no column of numbers
 
 
 # --- heat map

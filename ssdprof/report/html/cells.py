@@ -36,33 +36,29 @@ class Row:
 
 @dataclass(frozen=True)
 class View:
-    """sortable: a table whose rows stand under headings keeps its order."""
+    """grouped: rows stand under headings and keep their order.  sortable: of the others, if a cell holds a number."""
 
     title: str
     headers: tuple[tuple[str, str], ...]  # text, alignment
     rows: tuple[Row, ...]
     note: str
+    grouped: bool
     sortable: bool
 
 
 def view(table: Table, section: str = "") -> View:
     """Without its title where the section has the same."""
+    rows = tuple(Row(_cells(table, row), index in table.headings) for index, row in enumerate(table.rows))
+    grouped = bool(table.headings)
     return View(
         title="" if table.title == section else table.title,
         headers=tuple(
             (" ".join(header.split()), align) for header, align in zip(table.headers, table.align, strict=True)
         ),
-        rows=tuple(
-            Row(
-                tuple(
-                    Cell(text, sort_key(text), align, tone(text)) for text, align in zip(row, table.align, strict=True)
-                ),
-                index in table.headings,
-            )
-            for index, row in enumerate(table.rows)
-        ),
+        rows=rows,
         note=table.note,
-        sortable=not table.headings and len(table.rows) > 1,
+        grouped=grouped,
+        sortable=not grouped and len(rows) > 1 and any(cell.key for row in rows for cell in row.cells),
     )
 
 

@@ -28,9 +28,11 @@ _LAYERED = 3  # lengths whose heat map and positions are shown; the tables have 
 
 @dataclass(frozen=True)
 class Picture:
+    """titled: the picture, a wide one, shows its title itself."""
+
     title: str
     svg: Markup
-    wide: bool = False
+    titled: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class Pictures:
     def __init__(self) -> None:
         self._count = 0
 
-    def __call__(self, title: str, svg: str | None, *, wide: bool = False) -> Iterator[Picture]:
+    def __call__(self, title: str, svg: str | None, *, titled: bool = False) -> Iterator[Picture]:
         """Nothing if there is no picture."""
         if svg is not None:
             self._count += 1
-            yield Picture(title, Markup(inline(svg, f"p{self._count}-", title)), wide)
+            yield Picture(title, Markup(inline(svg, f"p{self._count}-", title)), titled)
 
 
 def render(report: RunReport, stalls: StallReport | None = None) -> str:
@@ -123,9 +125,7 @@ def _stall_parts(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
     document = stall_document.compose(stalls)
     said = (*document.verdict, *document.caveats)
     shown = tuple(
-        picture
-        for name, (title, svg) in stall_plots.pictures(stalls).items()
-        for picture in pictures(title, svg, wide=name != "roofline")
+        picture for title, svg in stall_plots.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
     )
     blocks = [Block("text", line) for line in said]
     if shown:
