@@ -30,7 +30,7 @@ def render(report: RunReport) -> RenderableType:
 def _parts(report: RunReport) -> Iterator[RenderableType]:
     found = groups(report)
     yield Text(heading(report), style="bold")
-    yield Text(", ".join(f"{label}: {value}" for label, value in origin(report)), style="dim")
+    yield terminal.origin(origin(report))
     if untimed := summary.nothing_timed(report):
         yield from ("", Text(f"No speed: {untimed}"))
     for table in (brief.speed(found), brief.accuracy(found)):

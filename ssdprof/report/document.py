@@ -8,6 +8,7 @@ from typing import Literal
 
 from ssdprof.report import summary
 from ssdprof.report.groups import Group, groups, tokens
+from ssdprof.report.origin import MEANINGS, origin
 from ssdprof.report.tables import Figure, Note, Table, accuracy, run, speed
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
@@ -27,7 +28,10 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
+    """origin: (label, value) of what a reader must know before any number."""
+
     title: str
+    origin: tuple[tuple[str, str], ...] = ()
     verdict: tuple[str, ...]
     failed: bool
     summary: tuple[summary.Statement, ...]
@@ -41,6 +45,7 @@ def compose(report: RunReport) -> Document:
     found = groups(report)
     return Document(
         title=heading(report),
+        origin=origin(report),
         verdict=summary.verdict(report),
         failed=not outcome(report).passed,
         summary=summary.statements(report),
@@ -64,6 +69,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
     yield _section("Remarks", "main", run.remarks(report))
+    yield _section("Words", "main", _words() if found else None)
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
     for group in found:
@@ -82,6 +88,10 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
                     "file",
                     *_accuracy(group.at_layer(layer)),
                 )
+
+
+def _words() -> Table:
+    return Table(title="Words", headers=("word", "meaning"), rows=MEANINGS, align=("left", "left"), wraps=1)
 
 
 def _accuracy(group: Group) -> Iterator[Table | None]:

@@ -50,6 +50,7 @@ def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> 
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
         *(verdict(line, good=line.startswith(good)) for line in document.verdict),
+        *([origin(document.origin)] if document.origin else []),
         "",
         *(bullet(said.text, said.subject) for said in document.summary),
     ]
@@ -61,6 +62,10 @@ def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> 
     if any(section.depth == "file" for section in document.sections):
         parts.append(Text("\nMore accuracy tables, layer by layer: ssdprof export --format markdown", style="dim"))
     return Group(*parts)
+
+
+def origin(pairs: Iterable[tuple[str, str]]) -> RenderableType:
+    return Text(", ".join(f"{label}: {value}" for label, value in pairs), style="dim")
 
 
 def verdict(text: str, *, good: bool) -> RenderableType:

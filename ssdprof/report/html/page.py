@@ -15,7 +15,6 @@ from ssdprof.report.groups import groups
 from ssdprof.report.html.cells import View, view
 from ssdprof.report.html.heat import heat_map
 from ssdprof.report.html.svg import inline
-from ssdprof.report.origin import MEANINGS, origin
 from ssdprof.report.plots import run as run_plots
 from ssdprof.report.plots import stalls as stall_plots
 from ssdprof.report.summary import GOOD
@@ -82,11 +81,10 @@ def render(report: RunReport, stalls: StallReport | None = None) -> str:
     )
     return environment.get_template("page.html.j2").render(
         title=document.title,
-        origin=origin(report),
+        origin=document.origin,
         verdict=[(line, line.startswith(GOOD)) for line in document.verdict],
         summary=document.summary,
         caveats=document.caveats,
-        meanings=MEANINGS,
         parts=_unique(parts),
         version=report.ssdprof_version,
     )

@@ -23,13 +23,10 @@ for (const button of document.querySelectorAll("table.sortable button")) {
   button.addEventListener("click", () => sortBy(button.closest("th")));
 }
 
-// A link to a folded section, and a print, open it.
+// A link to a folded section opens it.
 function openTarget() {
   const target = location.hash.length > 1 ? document.getElementById(location.hash.slice(1)) : null;
   if (target instanceof HTMLDetailsElement) target.open = true;
 }
 addEventListener("hashchange", openTarget);
 openTarget();
-addEventListener("beforeprint", () => {
-  for (const folded of document.querySelectorAll("details")) folded.open = true;
-});
