@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import render_results
 from report.make import (
     ALL_PRECISIONS,
     EXACT_FP32,
@@ -16,11 +17,12 @@ from report.pages import Page
 
 from ssdprof import runs
 from ssdprof.pipeline import stall_files
-from ssdprof.report import html
+from ssdprof.report import html, summary
 from ssdprof.report.groups import groups
 from ssdprof.report.html.cells import sort_key, view
 from ssdprof.report.html.heat import heat_map
 from ssdprof.report.html.svg import inline
+from ssdprof.report.origin import origin
 from ssdprof.report.plots import run as plots
 from ssdprof.report.tables import run, speed
 
@@ -94,6 +96,8 @@ def test_pictures_belong_to_what_was_recorded(rendered):
     for name, wanted in captions.items():
         words = Page(rendered[name]).words
         assert all(caption in words for caption in wanted), name
+    profiled = "Profiled 2026-11-20 21:10 UTC: ssdprof stalls, granite-4.0-h-1b, model.layers.0.mamba"
+    assert profiled in Page(rendered["h200-granite-4.0-h-1b-128k"]).words
     for absent in ("Speedup", "Roofline", "Error along the prompt"):
         assert absent not in Page(rendered["cpu"]).words
     assert "svg" not in Page(rendered["nothing"]).tags
@@ -215,3 +219,14 @@ def test_pictures_need_what_they_show():
     assert plots.roofline(untimed, make_report().ceilings) is None
     assert plots.along_positions(timed[0]) is None
     assert plots.along_positions(groups(make_report(change=with_scale))[0])
+
+
+def test_the_pages_of_recorded_runs_are_there_and_are_of_their_runs():
+    """Not word for word: a page is written anew when the report has changed, by benchmarks/render_results.py."""
+    files = list(render_results.pages())
+    assert len(files) >= 2
+    for file in files:
+        page, (_, report) = Page(file.read_text(encoding="utf-8")), runs.read(file.parent)
+        assert page.asked == ["data:,"]
+        for words in (*summary.verdict(report), *(value for _, value in origin(report)), *report.notes):
+            assert " ".join(words.split()) in page.words

@@ -15,6 +15,7 @@ from ssdprof.report.groups import groups
 from ssdprof.report.html.cells import View, view
 from ssdprof.report.html.heat import heat_map
 from ssdprof.report.html.svg import inline
+from ssdprof.report.origin import when
 from ssdprof.report.plots import run as run_plots
 from ssdprof.report.plots import stalls as stall_plots
 from ssdprof.report.summary import GOOD
@@ -121,7 +122,8 @@ def _accuracy(report: RunReport, pictures: Pictures) -> Iterator[Block]:
 
 def _stall_parts(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
     document = stall_document.compose(stalls)
-    said = (*document.verdict, *document.caveats)
+    recorded = (f"Profiled {when(stalls.recorded.created)}: {document.title}.",) if stalls.recorded else ()
+    said = (*document.verdict, *document.caveats, *recorded)
     shown = tuple(
         picture for title, svg in stall_plots.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
     )
