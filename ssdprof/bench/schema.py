@@ -14,6 +14,7 @@ from ssdprof.schema import (
     Clocks,
     Dims,
     Environment,
+    Gates,
     Launch,
     Memory,
     PrecisionRecord,
@@ -151,6 +152,7 @@ class BenchReport(Record):
     environment: Environment
     peers: dict[str, str]
     baseline: str
+    gates: Gates = Gates()
     ceilings: Ceilings | None = None
     clocks: Clocks | None = None
     cells: tuple[BenchCell, ...] = ()

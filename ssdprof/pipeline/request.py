@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import Asked, DType, Intermediates, LayerRef, PrecisionRecord
+from ssdprof.schema import Asked, DType, Gates, Intermediates, LayerRef, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -47,11 +47,12 @@ class CaptureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRequest:
-    """What to compare.  smallest_difference: of two times that counts, relative."""
+    """What to compare, and what must hold.  smallest_difference: of two times that counts, relative."""
 
     precisions: tuple[PrecisionRecord, ...]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
+    gates: Gates = Gates()
 
     def asked(self, layers: tuple[LayerRef, ...]) -> Asked:
         """For the report of a run of these layers."""

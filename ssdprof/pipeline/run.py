@@ -55,6 +55,7 @@ def run(
             loaded.prompts,
             max(loaded.segment_lengths),
             asked=replay.asked(found.layers),
+            gates=replay.gates,
         )
         recorder = stack.enter_context(recorded(folder, report, watcher))
         count = len(found.layers) * len(loaded.ids)
@@ -78,6 +79,7 @@ def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watc
             manifest.prompts,
             manifest.segment_length,
             asked=replay.asked(stored.layers),
+            gates=replay.gates,
             capture_complete=manifest.complete,
         )
         with (

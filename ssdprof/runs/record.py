@@ -11,7 +11,7 @@ from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes
-from ssdprof.schema import Asked, CaseResult, CheckpointRef, LayerRef, Prompt, RunReport
+from ssdprof.schema import Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 
 
 def draft(
@@ -22,6 +22,7 @@ def draft(
     segment_length: int,
     *,
     asked: Asked,
+    gates: Gates = Gates(),
     capture_complete: bool = True,
 ) -> RunReport:
     """The report of a run that is about to start.  command: as typed."""
@@ -32,6 +33,7 @@ def draft(
         command=command,
         state="partial",
         asked=asked,
+        gates=gates,
         capture_complete=capture_complete,
         checkpoint=ref,
         environment=environment.collect(),

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ssdprof.schema.base import PrecisionRecord
+from ssdprof.schema.gating import Broken, broken
+from ssdprof.schema.rows import of_run
 from ssdprof.schema.run import CaseResult, RunReport
 
 
@@ -16,6 +18,7 @@ class RunOutcome:
     failed: those of them that did not pass.
     refused: cases of an implementation that does not do what was asked, and was not left out by the user.
     missing: how many cases were asked for and are not in the report.
+    broken: gates that do not hold, each with its row.
     """
 
     broken_off: str
@@ -23,11 +26,12 @@ class RunOutcome:
     failed: tuple[CaseResult, ...]
     refused: tuple[CaseResult, ...]
     missing: int
+    broken: tuple[Broken, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether everything asked for was compared and passed.  Nothing compared is never a pass."""
-        return self.judged > 0 and not (self.broken_off or self.failed or self.refused or self.missing)
+        """Whether everything asked for was compared and passed, and every gate holds.  Nothing compared is no pass."""
+        return self.judged > 0 and not (self.broken_off or self.failed or self.refused or self.missing or self.broken)
 
 
 def outcome(report: RunReport) -> RunOutcome:
@@ -39,6 +43,7 @@ def outcome(report: RunReport) -> RunOutcome:
         failed=tuple(case for case in report.cases if case.status not in ("passed", "refused")),
         refused=tuple(case for case in refused if asked is None or case.implementation in asked.implementations),
         missing=_missing(report),
+        broken=broken(of_run(report), report.gates),
     )
 
 
