@@ -94,14 +94,17 @@ DryRun = Annotated[
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", parser=path, help="Where to.", show_default="stdout"),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 MinSpeedup = Annotated[
     float | None,
-    typer.Option(
-        metavar="X", min=0, help="Fail unless every case is X times as fast as the baseline, by device time."
-    ),
+    typer.Option(metavar="X", min=0, help="Fail unless every case is X times as fast as the baseline, by device time."),
 ]
 MinMatch = Annotated[
     list[str] | None,
@@ -122,6 +125,16 @@ Config = Annotated[
         show_default="the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]",
     ),
 ]
+
+
+def file_to_write(output: Path | None, *, force: bool) -> Path | None:
+    """The file of -o, which can be written; None for stdout, which "-" is too.  Raises BadInputError."""
+    from ssdprof import files
+
+    if output is None or str(output) == "-":
+        return None
+    files.check_target(output, replace=force)
+    return output
 
 
 def use_tuned(no_tuned: bool) -> Path | None:

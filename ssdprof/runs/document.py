@@ -53,7 +53,7 @@ def load(text: str) -> RunReport:
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a report, generated from the records."""
-    generated = RunReport.model_json_schema(schema_generator=_Generator)
+    generated = RunReport.model_json_schema(schema_generator=JsonNumbers)
     generated["properties"]["schema_version"]["const"] = SCHEMA_VERSION
     return {"$schema": GenerateJsonSchema.schema_dialect, **generated, "title": "ssdprof report"}
 
@@ -63,7 +63,7 @@ def schema_text() -> str:
     return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
 
 
-class _Generator(GenerateJsonSchema):
+class JsonNumbers(GenerateJsonSchema):
     """Numbers that JSON does not have are stored as strings: see `schema.Record`."""
 
     def float_schema(self, schema: core_schema.FloatSchema) -> JsonSchemaValue:

@@ -1,13 +1,13 @@
 """The settings that a file may hold, and their published JSON schema.
 
-    [tool.ssdprof.gates]            in ssdprof.toml: [gates]
-    min-speedup = 1.5
-    min-match = { "1e-3" = 99.0 }
-    max-rms-ratio = 1.5
+[tool.ssdprof.gates]            in ssdprof.toml: [gates]
+min-speedup = 1.5
+min-match = { "1e-3" = 99.0 }
+max-rms-ratio = 1.5
 
-    [tool.ssdprof.compare]          in ssdprof.toml: [compare]
-    fail-if = ["slower:3%", "match:-0.1"]
-    smallest-difference = "1%"
+[tool.ssdprof.compare]          in ssdprof.toml: [compare]
+fail-if = ["slower:3%", "match:-0.1"]
+smallest-difference = "1%"
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def parse(values: dict[str, Any], source: str) -> Settings:
             known = list(_keys(path[:-1]))
             raise BadInputError(f"{source} has the unknown key {where}.", nearest(path[-1], known)) from error
         raise BadInputError(
-            f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.", f"What a file may hold is in ssdprof/settings/{SCHEMA_FILE.name}."
+            f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.",
+            f"What a file may hold is in ssdprof/settings/{SCHEMA_FILE.name}.",
         ) from error
 
 

@@ -44,7 +44,9 @@ def _values(file: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise unreadable(str(file), error, "Name a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{file} is not TOML: {error}.", "Correct it, or name another file with --config.") from error
+        raise BadInputError(
+            f"{file} is not TOML: {error}.", "Correct it, or name another file with --config."
+        ) from error
     if file.name != PROJECT:
         return document
     tool = document.get("tool", {})

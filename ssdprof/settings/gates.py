@@ -24,7 +24,9 @@ def parse_matches(words: list[str]) -> dict[str, float]:
         except ValueError:
             least = math.nan
         if not 0 <= least <= 100:
-            raise BadInputError(f"--min-match has no percentage in {word!r}.", "Give TOLERANCE:PERCENT, such as 1e-3:99.")
+            raise BadInputError(
+                f"--min-match has no percentage in {word!r}.", "Give TOLERANCE:PERCENT, such as 1e-3:99."
+            )
         found[tolerance] = least
     return found
 
@@ -43,7 +45,9 @@ def chosen(
         "min_match": parse_matches(min_match) if min_match else None,
         "max_rms_ratio": max_rms_ratio,
     }
-    return Gates.model_validate(stored.model_dump() | {name: value for name, value in given.items() if value is not None})
+    return Gates.model_validate(
+        stored.model_dump() | {name: value for name, value in given.items() if value is not None}
+    )
 
 
 def of_accuracy(limits: Gates, of_run: Gates) -> Gates:

@@ -186,7 +186,9 @@ def test_the_gates(done: BenchReport) -> None:
 
 def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
     alone = report(*measured(contender("fused", lambda _: 1.0)))
-    assert gate.failed(gated(alone, min_speedup=1.0))[0].endswith("fused, exact, fp32 states: its baseline was not timed")
+    assert gate.failed(gated(alone, min_speedup=1.0))[0].endswith(
+        "fused, exact, fp32 states: its baseline was not timed"
+    )
     late = done.model_copy(update={"left_out": (LeftOut(cell="a cell", reason="the budget was spent"),)})
     assert gate.failed(gated(late, min_speedup=1.0)) == (
         "GATE FAILED: min-speedup: a cell: left out: the budget was spent",
