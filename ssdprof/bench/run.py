@@ -61,7 +61,7 @@ class BenchRequest:
     budget: float | None = None
     first_call: float = math.inf
     smallest_difference: float = 0.01
-    gates: schema.Gates = schema.Gates()
+    gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
 
 

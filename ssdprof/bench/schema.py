@@ -10,6 +10,7 @@ from pydantic import ValidationError, model_validator
 from ssdprof.errors import BadInputError
 from ssdprof.measure.occupancy import Occupancy
 from ssdprof.schema import (
+    NO_GATES,
     Ceilings,
     Clocks,
     Dims,
@@ -152,7 +153,7 @@ class BenchReport(Record):
     environment: Environment
     peers: dict[str, str]
     baseline: str
-    gates: Gates = Gates()
+    gates: Gates = NO_GATES
     ceilings: Ceilings | None = None
     clocks: Clocks | None = None
     cells: tuple[BenchCell, ...] = ()

@@ -61,10 +61,7 @@ def compare(
     target = options.file_to_write(output, force=force)
     found = comparing.compare(read(base), read(new), smallest_difference=smallest, fail_if=asked)
     document = comparison.compose(found)
-    if as_json or format == "json":
-        text = comparing.dump(found)
-    else:
-        text = markdown.render_document(document)
+    text = comparing.dump(found) if as_json or format == "json" else markdown.render_document(document)
     if target is not None:
         files.write_text(target, text.rstrip("\n") + "\n", replace=force)
         terminal.err().print(f"Wrote {target}.")

@@ -18,7 +18,7 @@ from ssdprof.schema.stalls import StallReport
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty of a bench, which draws them by a fixed seed."""
+    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty for a bench, which has a fixed seed."""
 
     side: Side
     rows: tuple[Row, ...]

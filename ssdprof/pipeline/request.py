@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import Asked, DType, Gates, Intermediates, LayerRef, PrecisionRecord
+from ssdprof.schema import NO_GATES, Asked, DType, Gates, Intermediates, LayerRef, PrecisionRecord
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -52,7 +52,7 @@ class ReplayRequest:
     precisions: tuple[PrecisionRecord, ...]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
-    gates: Gates = Gates()
+    gates: Gates = NO_GATES
 
     def asked(self, layers: tuple[LayerRef, ...]) -> Asked:
         """For the report of a run of these layers."""

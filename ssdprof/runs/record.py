@@ -11,7 +11,7 @@ from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes
-from ssdprof.schema import Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
+from ssdprof.schema import NO_GATES, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 
 
 def draft(
@@ -22,7 +22,7 @@ def draft(
     segment_length: int,
     *,
     asked: Asked,
-    gates: Gates = Gates(),
+    gates: Gates = NO_GATES,
     capture_complete: bool = True,
 ) -> RunReport:
     """The report of a run that is about to start.  command: as typed."""

@@ -9,12 +9,13 @@ from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionR
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
-from ssdprof.schema.gates import Gates
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
 from ssdprof.schema.run import Asked, CaseResult, RunReport, Status
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
+    "NO_GATES",
     "SCHEMA_VERSION",
     "TOLERANCES",
     "Asked",

@@ -122,7 +122,7 @@ class Condition(Record):
 
 
 class Comparison(Record):
-    comparison_version: Literal[1] = COMPARISON_VERSION
+    comparison_version: int = COMPARISON_VERSION
     base: Side
     new: Side
     smallest_difference: float

@@ -28,4 +28,7 @@ class Gates(Record):
     max_rms_ratio: _Limit | None = None
 
     def __bool__(self) -> bool:
-        return self != Gates()
+        return self != NO_GATES
+
+
+NO_GATES = Gates()

@@ -29,6 +29,11 @@ def broken(rows: Sequence[Row], gates: Gates) -> tuple[Broken, ...]:
     return tuple(one for gate, check in _checks(gates) for one in _broken(gate, check, judged))
 
 
+def gate_names(gates: Gates) -> tuple[str, ...]:
+    """ "min-speedup 1.5", "min-match 1e-3:99", ..., as in `Broken.gate`."""
+    return tuple(gate for gate, _ in _checks(gates))
+
+
 Check = Callable[[Row], str]  # what a row has instead of what the gate asks for; "" if the gate holds
 
 

@@ -10,7 +10,7 @@ from ssdprof.schema.accuracy import TensorAccuracy
 from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
-from ssdprof.schema.gates import Gates
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
 
@@ -69,5 +69,5 @@ class RunReport(Record):
     ceilings: Ceilings | None = None
     cases: tuple[CaseResult, ...]
     baseline: str = "unfused"
-    gates: Gates = Gates()  # what the user wants to hold
+    gates: Gates = NO_GATES  # what the user wants to hold
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers

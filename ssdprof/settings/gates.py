@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from ssdprof.errors import BadInputError, nearest
 from ssdprof.schema import Gates
 from ssdprof.schema.gates import TOLERANCE_NAMES
 from ssdprof.settings import find
+
+_EXAMPLE = "Give TOLERANCE:PERCENT, such as 1e-3:99."
 
 
 def parse_matches(words: list[str]) -> dict[str, float]:
@@ -17,16 +20,14 @@ def parse_matches(words: list[str]) -> dict[str, float]:
     for word in words:
         tolerance, colon, share = word.partition(":")
         if not colon or tolerance not in TOLERANCE_NAMES:
-            hint = nearest(tolerance, TOLERANCE_NAMES) if colon else "Give TOLERANCE:PERCENT, such as 1e-3:99."
+            hint = nearest(tolerance, TOLERANCE_NAMES) if colon else _EXAMPLE
             raise BadInputError(f"--min-match does not know {word!r}.", hint)
         try:
             least = float(share.removesuffix("%"))
         except ValueError:
             least = math.nan
         if not 0 <= least <= 100:
-            raise BadInputError(
-                f"--min-match has no percentage in {word!r}.", "Give TOLERANCE:PERCENT, such as 1e-3:99."
-            )
+            raise BadInputError(f"--min-match has no percentage in {word!r}.", _EXAMPLE)
         found[tolerance] = least
     return found
 
@@ -45,12 +46,14 @@ def chosen(
         "min_match": parse_matches(min_match) if min_match else None,
         "max_rms_ratio": max_rms_ratio,
     }
-    return Gates.model_validate(
-        stored.model_dump() | {name: value for name, value in given.items() if value is not None}
-    )
+    return Gates.model_validate(stored.model_dump() | _set(given))
 
 
 def of_accuracy(limits: Gates, of_run: Gates) -> Gates:
     """The gates of a run, with those on accuracy replaced where `limits` sets them."""
     given = {"min_match": limits.min_match or None, "max_rms_ratio": limits.max_rms_ratio}
-    return of_run.model_copy(update={name: value for name, value in given.items() if value is not None})
+    return of_run.model_copy(update=_set(given))
+
+
+def _set(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
