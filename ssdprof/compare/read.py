@@ -34,7 +34,7 @@ def read(where: str) -> Subject:
     folder, report = runs.read(where)
     from ssdprof.pipeline import stall_files
 
-    return _run(report, stall_files.of_run(folder) if not file.is_file() else None)
+    return _run(where, report, stall_files.of_run(folder) if not file.is_file() else None)
 
 
 def _is_bench(file: Path) -> bool:
@@ -55,7 +55,7 @@ def _bench(file: Path) -> Subject:
     except BadInputError as error:
         raise BadInputError(f"{file}: {error.message}", error.hint) from error
     side = Side(
-        name=file.name,
+        name=str(file),
         kind="bench",
         created=report.created,
         ssdprof_version=report.ssdprof_version,
@@ -66,12 +66,12 @@ def _bench(file: Path) -> Subject:
     return Subject(side=side, rows=of_bench(report))
 
 
-def _run(report: RunReport, stalls: StallReport | None) -> Subject:
+def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
     checkpoint, found = report.checkpoint, outcome(report)
     model = f"{checkpoint.repo_id}{f'@{checkpoint.revision[:12]}' if checkpoint.revision else ''}"
     missing = f"{found.missing} of the cases that were asked for are missing" if found.missing else ""
     side = Side(
-        name=report.run_id,
+        name=where,
         kind="run",
         created=report.created,
         ssdprof_version=report.ssdprof_version,

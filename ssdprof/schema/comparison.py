@@ -18,7 +18,7 @@ TotalBy = Literal["device time", "speedup"]
 
 
 class Side(Record):
-    """One of the two.  name: of the run's folder or the file.  subject: a model, or the operator of a bench.
+    """One of the two.  name: as the user gave it.  subject: a model, or the operator of a bench.
     unfinished: why it is not whole, in a sentence; empty if it is.
     """
 
