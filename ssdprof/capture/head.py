@@ -15,8 +15,10 @@ from ssdprof.capture.prefill import prefill
 
 
 def hidden_states(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
-    """What the head of `model` (a causal language model in eval mode) reads, for ids (b, l): (b, l, hidden), the model's
-    dtype, on its device.  The prompt goes through in segments of `segment_length` tokens."""
+    """What the head of `model`, a causal language model in eval mode, reads for ids (b, l).
+
+    (b, l, hidden) in the model's dtype, on its device.  The prompt goes through in segments of `segment_length` tokens.
+    """
     base, pieces = model.base_model, []
     hook = base.register_forward_hook(lambda _module, _args, output: pieces.append(output[0]))
     try:

@@ -25,8 +25,9 @@ _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # stay as stored: checkpoints 
 
 
 def load_model(local: LocalCheckpoint, *, device: torch.device | str, dtype: DType = "auto") -> PreTrainedModel:
-    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`; with its language-model head
-    if it was fetched with one.
+    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`.
+
+    With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
 

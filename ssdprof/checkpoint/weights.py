@@ -22,7 +22,7 @@ _UNUSED = re.compile(r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|mu
 
 
 def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
-    """Whether the base model cut to its first `depth` layers has the weight `key`.  head: or its language-model head."""
+    """Whether the base model cut to its first `depth` layers has the weight `key`.  head: as does the head on it."""
     if key.startswith(_HEAD):
         return head
     if _UNUSED.match(key):

@@ -25,8 +25,8 @@ OnLayer = Callable[[CapturedLayer], object]
 class Loaded:
     """A model on its device, with the prompts that it will run on.
 
-    model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the base
-    model was wanted.
+    model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the
+    base model was wanted.
     ids: each (1, l) int64.  segment_lengths: tokens per forward call, for each prompt.
     """
 

@@ -69,7 +69,10 @@ def captures_of(request: CaptureRequest) -> Path | None:
 
 
 def find(request: CaptureRequest, *, whole: bool = False) -> Subject:
-    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise.  whole: see `Subject`."""
+    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise.
+
+    whole: see `Subject`.
+    """
     model = request.model
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)

@@ -47,10 +47,11 @@ def test_segments_end_at_the_same_hidden_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_greedy_tokens_are_the_most_likely_ones(name: str) -> None:
+@pytest.mark.parametrize("segment_length", [40, 32])
+def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) -> None:
     model: Any = tiny_models.shared(name)
     ids = tiny_models.prompt(40)
-    tokens = greedy(model, ids, 4)
+    tokens = greedy(model, ids, 4, segment_length)
     text = torch.cat([ids, torch.tensor([tokens])], dim=1)
     with torch.no_grad():
         found = model(text, use_cache=False).logits[0, 39:-1]
