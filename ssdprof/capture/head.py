@@ -5,31 +5,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ssdprof.capture.prefill import prefill
+from ssdprof.capture.intercept import OperatorCall, Result
+from ssdprof.capture.prompt_run import PromptRun
 
 
-def hidden_states(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
-    """What the head of `model`, a causal language model in eval mode, reads for ids (b, l).
+def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
+    """What a head on `prompt.model`, a base model, would read, with `handler` in the place of the model's operators.
 
-    (b, l, hidden) in the model's dtype, on its device.  The prompt goes through in segments of `segment_length` tokens.
+    (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
-    base, pieces = model.base_model, []
-    hook = base.register_forward_hook(lambda _module, _args, output: pieces.append(output[0]))
+    pieces: list[torch.Tensor] = []  # one for each segment
+    hook = prompt.model.register_forward_hook(lambda _module, _args, output: pieces.append(output[0]))
     try:
-        prefill(base, ids, segment_length)
+        prompt.run(handler)
     finally:
         hook.remove()
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
 def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The logits (b, n, vocabulary) of `model` after these hidden states (b, n, hidden).
+    """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n, hidden).
 
     The model's own forward computes them, scaled, capped and cast as its family does; only its decoder is left out.
     """

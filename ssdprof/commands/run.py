@@ -35,6 +35,9 @@ def run(
     save_captures: Annotated[
         bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
     ] = False,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
+    ] = False,
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
@@ -59,7 +62,7 @@ def run(
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
     )
-    found = find_to_replay(request, save_captures=save_captures)
+    found = find_to_replay(request, save_captures=save_captures, whole=answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
 

@@ -12,6 +12,7 @@ import torch
 from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
+from ssdprof.checkpoint.load import DType
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
@@ -37,8 +38,11 @@ class Loaded:
     whole: Any = None
 
 
-def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
-    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory."""
+def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: DType = "auto") -> Loaded:
+    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory.
+
+    dtype: of the weights; "auto" is the checkpoint's own.
+    """
     for note in subject.located.notes:
         watcher.say(note)
     limits.check_weights(subject.located, subject.layers, whole=subject.whole)
@@ -46,7 +50,7 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
     built = [_prompt(local, request.prompt, seqlen) for seqlen in subject.seqlens]
     _quiet_transformers()
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
-        loaded = load_model(local, device=limits.device())
+        loaded = load_model(local, device=limits.device(), dtype=dtype)
     model: Any = loaded.base_model  # itself, if it has no head
     lengths = [
         min(request.segment_length or choose_segment_length(model, seqlen, subject.layers), seqlen)

@@ -43,14 +43,27 @@ def substituted(
     layers: Collection[int] | None = None,
     elsewhere: Compute = OperatorCall.run_original,
 ) -> Iterator[CallCount]:
-    """While the context is open, `compute` takes the place of the operator in `layers`, and `elsewhere` in the others.
+    """While the context is open, the handler of `by_layer` computes the operators of a model.
 
-    sites: all that the model has, from `find_sites`.  layers: indices of decoder layers; None is every one.
-    elsewhere: by default what the model would have computed itself.
+    sites: all that the model has, from `find_sites`.
     The model is as before when the context closes.  What `compute` raises passes through the model's forward.
+    """
+    with intercept(sites, by_layer(sites, compute, layers=layers, elsewhere=elsewhere)) as count:
+        yield count
+
+
+def by_layer(
+    sites: Sequence[Site],
+    compute: Compute,
+    *,
+    layers: Collection[int] | None = None,
+    elsewhere: Compute = OperatorCall.run_original,
+) -> Compute:
+    """`compute` in the place of the operator in `layers`, and `elsewhere` in the others.
+
+    layers: indices of decoder layers; None is every one.  elsewhere: by default what the model would have computed.
     """
     chosen = {
         site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere for site in sites
     }
-    with intercept(sites, lambda call: chosen[call.site.layer_index](call)) as count:
-        yield count
+    return lambda call: chosen[call.site.layer_index](call)

@@ -8,10 +8,15 @@ import torch
 
 from ssdprof.capture.greedy import greedy
 from ssdprof.capture.head import hidden_states, logits
-from ssdprof.capture.intercept import intercept
+from ssdprof.capture.prompt_run import PromptRun
 from ssdprof.capture.sites import find_sites
 
 LENGTH = 70
+
+
+def hidden(model: Any, segment_length: int) -> torch.Tensor:
+    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, find_sites(model), "tiny")
+    return hidden_states(prompt, lambda call: call.stand_in() if segment_length < LENGTH else call.run_original())
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -21,8 +26,8 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
         assert model.config.logits_scaling == 1.0
     with torch.no_grad():
         whole = model(tiny_models.prompt(LENGTH), use_cache=False).logits
-    hidden = hidden_states(model, tiny_models.prompt(LENGTH), LENGTH)
-    blocks = torch.cat([logits(model, block) for block in hidden.split(32, dim=1)], dim=1)
+    found = hidden(model, LENGTH)
+    blocks = torch.cat([logits(model, block) for block in found.split(32, dim=1)], dim=1)
     torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-5)
     assert "forward" not in vars(model.base_model)
     with torch.no_grad():
@@ -32,17 +37,15 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
 def test_scaled_logits_are_scaled() -> None:
     scaled = tiny_models.build("granitemoehybrid")
     scaled.config.logits_scaling = 6.0
-    hidden = hidden_states(scaled, tiny_models.prompt(LENGTH), LENGTH)
+    found = hidden(scaled, LENGTH)
     plain = tiny_models.shared("granitemoehybrid")
-    torch.testing.assert_close(6 * logits(scaled, hidden), logits(plain, hidden))
+    torch.testing.assert_close(6 * logits(scaled, found), logits(plain, found))
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
 def test_segments_end_at_the_same_hidden_states(name: str) -> None:
     model = tiny_models.shared(name)
-    ids = tiny_models.prompt(LENGTH)
-    with intercept(find_sites(model), lambda call: call.stand_in()):
-        whole, pieces = hidden_states(model, ids, LENGTH), hidden_states(model, ids, 32)
+    whole, pieces = hidden(model, LENGTH), hidden(model, 32)
     torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
 
 
