@@ -16,7 +16,20 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, bench, capture, compare, doctor, export, models, run, stalls, terminal, tune
+from ssdprof.commands import (
+    accuracy,
+    answers,
+    bench,
+    capture,
+    compare,
+    doctor,
+    export,
+    models,
+    run,
+    stalls,
+    terminal,
+    tune,
+)
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
@@ -91,6 +104,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     run.run,
     capture.capture,
     accuracy.accuracy,
+    answers.answers,
     export.export,
     compare.compare,
     stalls.stalls,

@@ -19,7 +19,7 @@ def compare(
         typer.Option(
             metavar="METRIC:LIMIT",
             help="Fail if a case is worse: slower:3%, slower-call:3%, match:-0.1, match@1e-2:-0.1, rms:5%, memory:5%, "
-            "launches:0.  Repeatable.",
+            "launches:0, kl:0.001, top1:-0.1, perplexity:1%.  Repeatable.",
         ),
     ] = None,
     smallest_difference: Annotated[

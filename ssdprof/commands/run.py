@@ -36,6 +36,9 @@ def run(
     save_captures: Annotated[
         bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
     ] = False,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
+    ] = False,
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
@@ -68,7 +71,7 @@ def run(
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
         gates=limits,
     )
-    found = find_to_replay(request, save_captures=save_captures)
+    found = find_to_replay(request, save_captures=save_captures, whole=answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
 

@@ -9,6 +9,9 @@
 | rms:5% | the RMS error of its output against fp64 is larger by more than 5 % |
 | memory:5% | it allocates more beyond its outputs, by more than 5 % |
 | launches:0 | it launches more kernels, by more than 0 |
+| kl:0.001 | the mean KL divergence of the model's answers is larger by more than 0.001 nats |
+| top1:-0.1 | fewer positions keep their most likely token, by more than 0.1 percentage points |
+| perplexity:1% | the perplexity of the prompt is larger by more than 1 % |
 
 A time is longer if its whole 95 % interval is beyond the limit.
 """
@@ -60,6 +63,9 @@ METRICS: dict[str, Value | Time] = {
         of=lambda row, _: row.memory.workspace_bytes if row.memory else None, limit="grows %", unit=" bytes"
     ),
     "launches": Value(of=lambda row, _: len(row.launches) or None, limit="grows"),
+    "kl": Value(of=lambda row, _: row.answers.kl_mean if row.answers else None, limit="grows", unit=" nats"),
+    "top1": Value(of=lambda row, _: row.answers.top1_pct if row.answers else None, limit="falls", unit="%"),
+    "perplexity": Value(of=lambda row, _: row.answers.perplexity if row.answers else None, limit="grows %"),
 }
 
 

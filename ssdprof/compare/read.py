@@ -12,7 +12,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.schema import RunReport
 from ssdprof.schema.comparison import Side
 from ssdprof.schema.outcome import outcome
-from ssdprof.schema.rows import Row, of_run, tokens
+from ssdprof.schema.rows import Row, of_answers, of_run, tokens
 from ssdprof.schema.stalls import StallReport
 
 
@@ -82,4 +82,4 @@ def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
     inputs = {
         tokens(prompt.seqlen, prompt.batch): f"{model}, prompt {prompt.token_sha256[:16]}" for prompt in report.prompts
     }
-    return Subject(side=side, rows=of_run(report), inputs=inputs, stalls=stalls)
+    return Subject(side=side, rows=(*of_run(report), *of_answers(report)), inputs=inputs, stalls=stalls)

@@ -104,12 +104,12 @@ def parse_implementations(words: str) -> tuple[str, ...]:
     return names
 
 
-def parse_percent(option: str, text: str) -> float:
-    """ "1%" -> 0.01, of an option that is called `option`."""
+def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`.  whole: 100% is one, too."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    if not 0 <= value < 100:
+    if not (0 <= value < 100 or (whole and value == 100)):
         raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
     return value / 100

@@ -1,6 +1,6 @@
 """`ssdprof run`: from a model or stored captures to a report.
 
-locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> record
+locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> compare answers, if asked for -> record
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.answers_request import AnswersRequest
+from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
 from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
@@ -65,7 +67,14 @@ def run(
             run_model(found, loaded, writer.add, on_layer)
         else:
             run_model(found, loaded, on_layer)
+        if found.whole:
+            compare_answers(loaded, found, _answers_wanted(replay), watcher, recorder.answered)
     return folder.path, recorder.report
+
+
+def _answers_wanted(replay: ReplayRequest) -> AnswersRequest:
+    """The same implementations and precisions, in the model as it was captured."""
+    return AnswersRequest(precisions=replay.precisions, implementations=replay.implementations, weights="own")
 
 
 def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher) -> tuple[Path, RunReport]:
@@ -103,7 +112,7 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
         refuse_unknown(replay.implementations, name)
     limits.check_replay(found.seqlens)
     if isinstance(found, Subject):
-        limits.check_weights(found.located, found.layers)
+        limits.check_weights(found.located, found.layers, whole=found.whole)
     else:
         for capture in found.chosen:
             refuse_larger(found.ref, capture.layer, stored_dims(capture).sizes)

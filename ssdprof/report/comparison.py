@@ -83,6 +83,7 @@ def _sections(comparison: Comparison) -> Iterator[Section]:
     speed = _speed(pairs)
     yield _section("Speed", speed, _READING if speed else None)
     yield _section("Accuracy", _accuracy(pairs))
+    yield _section("Answers of the model", _answers(pairs))
     yield _section("Launches and memory", _resources(pairs))
     yield _section("Stalls by stage", _stalls(comparison))
     yield _section("Not compared", _unpaired(comparison.pairs))
@@ -123,6 +124,26 @@ def _accuracy(pairs: Sequence[Pair]) -> Table | None:
                 *_both(pair, lambda row: fmt.percent(row.out.match_pct(1e-3) if row.out else None)),
                 *_both(pair, lambda row: fmt.small(row.out.rms_ratio if row.out else None)),
                 *_both(pair, lambda row: fmt.small(row.out.max_abs if row.out else None)),
+            )
+            for pair in compared
+        ],
+        compared,
+    )  # fmt: skip
+
+
+def _answers(pairs: Sequence[Pair]) -> Table | None:
+    compared = [pair for pair in pairs if any(row and row.answers for row in (pair.base, pair.new))]
+    return _table(
+        "Answers of the model, side by side",
+        (
+            "mean KL [nats],\nBASE", "mean KL [nats],\nNEW", "same top token,\nBASE", "same top token,\nNEW",
+            "perplexity,\nBASE", "perplexity,\nNEW",
+        ),
+        [
+            (
+                *_both(pair, lambda row: fmt.small(row.answers.kl_mean if row.answers else None)),
+                *_both(pair, lambda row: fmt.percent(row.answers.top1_pct if row.answers else None)),
+                *_both(pair, lambda row: fmt.small(row.answers.perplexity if row.answers else None)),
             )
             for pair in compared
         ],

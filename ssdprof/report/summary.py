@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
+from ssdprof.report.tables import answers
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
 from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 
-GOOD = ("PASSED", "So far", "The other", "The one", "All")  # how a line begins that holds no bad news
+GOOD = ("PASSED", "So far", "The other", "The one", "All", "Answers of")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
 _MOST_BROKEN = 6  # rows named for each gate
 _SAME_AS = "the same as "  # begins the part of a plan that names a precision with the same bits
@@ -22,8 +23,9 @@ def verdict(report: RunReport) -> tuple[str, ...]:
     """A line each on whether the run is whole, what failed, what was refused, and what passed."""
     found = outcome(report)
     lines = list(shortcomings(found))
+    lines += answers.verdict(report.answers, found.answers_failed)
     if not found.judged:
-        lines.append("Nothing was compared.")
+        lines += [] if found.answers else ["Nothing was compared."]
     elif not found.failed:
         if found.passed:
             who = "PASSED: the one case is" if found.judged == 1 else f"PASSED: all {found.judged} cases are"

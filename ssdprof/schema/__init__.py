@@ -5,6 +5,7 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 """
 
 from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
+from ssdprof.schema.answers import AnswerCase, AnswerGate, Answers
 from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
@@ -18,6 +19,9 @@ __all__ = [
     "NO_GATES",
     "SCHEMA_VERSION",
     "TOLERANCES",
+    "AnswerCase",
+    "AnswerGate",
+    "Answers",
     "Asked",
     "CaptureManifest",
     "CaseResult",

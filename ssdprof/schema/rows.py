@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from ssdprof.schema.accuracy import Match, TensorAccuracy
+from ssdprof.schema.answers import AnswerBand, AnswerCase, Answers
 from ssdprof.schema.base import PrecisionRecord, Record
 from ssdprof.schema.run import CaseResult, RunReport, Status
 from ssdprof.schema.speed import Launch, Memory, Roofline, Speedup, Timing
@@ -51,6 +52,7 @@ class Row(Record):
     launches: tuple[Launch, ...] = ()
     out: Errors | None = None
     final_states: Errors | None = None
+    answers: AnswerBand | None = None  # over all positions of the prompt, in a row of the whole model
 
     @property
     def place(self) -> str:
@@ -71,6 +73,27 @@ def tokens(seqlen: int, batch: int = 1) -> str:
 
 def of_run(report: RunReport) -> tuple[Row, ...]:
     return tuple(_row(case, gated=case.implementation != report.baseline) for case in report.cases)
+
+
+def of_answers(report: RunReport) -> tuple[Row, ...]:
+    """The answers of the whole model: a row per prompt, implementation and precision."""
+    return tuple(_answers(one, case) for one in report.answers for case in one.cases if case.judged)
+
+
+def _answers(answers: Answers, case: AnswerCase) -> Row:
+    layers = ", ".join(map(str, answers.layers))
+    return Row(
+        where="answers",
+        tokens=tokens(answers.seqlen),
+        shape=f"{answers.weights} weights, reference {answers.reference}, layers {layers}",
+        implementation=case.implementation,
+        variant="",
+        precision=case.precision,
+        status="passed" if case.status == "compared" else case.status,
+        reason=case.reason,
+        gated=False,
+        answers=case.bands[0] if case.bands else None,
+    )
 
 
 def _row(case: CaseResult, *, gated: bool) -> Row:

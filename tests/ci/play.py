@@ -2,8 +2,8 @@
 
 play.py WORKFLOW JOB [--options WORDS]
 
-WORKFLOW is a YAML file, or Markdown whose first YAML block it is.  Steps run in the current folder, one after the other,
-in the shell that GitHub takes; `uses: ./` plays action.yml of the repository.  $STORE/artifacts receives what is
+WORKFLOW is a YAML file, or Markdown whose first YAML block it is.  Steps run in the current folder, one after the
+other, in the shell that GitHub takes; `uses: ./` plays action.yml of the repository.  $STORE/artifacts receives what is
 uploaded.  --options replaces that input of the action, so that a test is quick.  Exit code 1 if a step failed.
 """
 
@@ -50,7 +50,7 @@ def filled(text: object, context: Context) -> str:
 
 
 class Job:
-    """summary, failed: what the steps left."""
+    """failed: names of the steps that failed, those of the action included."""
 
     def __init__(self, store: Path, options: str | None) -> None:
         self.store, self.options = store, options
