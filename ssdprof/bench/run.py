@@ -61,6 +61,7 @@ class BenchRequest:
     budget: float | None = None
     first_call: float = math.inf
     smallest_difference: float = 0.01
+    gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
 
 
@@ -81,6 +82,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
         environment=environment.collect(),
         peers={peer.implementation.name: peer.version for peer in request.peers},
         baseline=request.baseline,
+        gates=request.gates,
         ceilings=measure_ceilings(device),
     )
     bench_of_cells = _Cells(request, device, report.ceilings)

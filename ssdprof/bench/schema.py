@@ -10,10 +10,12 @@ from pydantic import ValidationError, model_validator
 from ssdprof.errors import BadInputError
 from ssdprof.measure.occupancy import Occupancy
 from ssdprof.schema import (
+    NO_GATES,
     Ceilings,
     Clocks,
     Dims,
     Environment,
+    Gates,
     Launch,
     Memory,
     PrecisionRecord,
@@ -151,6 +153,7 @@ class BenchReport(Record):
     environment: Environment
     peers: dict[str, str]
     baseline: str
+    gates: Gates = NO_GATES
     ceilings: Ceilings | None = None
     clocks: Clocks | None = None
     cells: tuple[BenchCell, ...] = ()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ssdprof.commands import options, terminal
-from ssdprof.errors import ExitCode
 
 if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
@@ -74,10 +73,9 @@ def bench(
     first_call: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Longest first call, which compiles.")
     ] = FIRST_CALL,
-    min_speedup: Annotated[
-        float | None,
-        typer.Option(metavar="X", min=0, help="Fail unless fused is X times as fast in every cell, by device time."),
-    ] = None,
+    min_speedup: options.MinSpeedup = None,
+    max_rms_ratio: options.MaxRmsRatio = None,
+    config: options.Config = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
@@ -90,7 +88,7 @@ def bench(
     """Time the fused and the unfused kernels on random inputs, and compare them with other libraries.
 
     Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels was wrong or
-    refused a case, that nothing was compared, or that --min-speedup did not hold.
+    refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
     from ssdprof import files, operators
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
@@ -98,11 +96,13 @@ def bench(
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import parse_percent, parse_states
+    from ssdprof.settings import gates
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     grid = expand(parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype), tokens, layout)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
+    limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
@@ -134,6 +134,7 @@ def bench(
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
+        gates=limits.model_copy(update={"min_match": {}}),  # a bench records no match
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()
@@ -151,11 +152,8 @@ def bench(
         print(render.as_markdown(report), end="")
     else:
         terminal.out().print(render.terminal(report))
-    broken = gate.wrong(report) + (gate.too_slow(report, min_speedup) if min_speedup is not None else ())
-    for line in broken:
-        watcher.say(line)
-    if broken:
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    if broken := gate.wrong(report) + gate.failed(report):
+        terminal.gate_failed(broken)
 
 
 def _baseline(wanted: str | None, libraries: Sequence[str]) -> str:

@@ -28,15 +28,17 @@ def documents() -> dict[str, Published]:
     from ssdprof.environment.checks import Check
     from ssdprof.schema import RunReport
     from ssdprof.schema.capture import StoredCapture
+    from ssdprof.schema.comparison import Comparison
     from ssdprof.schema.listing import ListedRun
     from ssdprof.schema.plan import DryRun
     from ssdprof.schema.stalls import StallReport
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
     return {
-        "report-v2.json": Published("ssdprof report", ("run", "accuracy", "export"), RunReport),
-        "dry-run.json": Published("ssdprof dry run", ("run --dry-run", "capture --dry-run"), DryRun),
+        "report-v2.json": Published("ssdprof report", ("run", "accuracy", "answers", "export"), RunReport),
+        "dry-run.json": Published("ssdprof dry run", ("run --dry-run", "capture --dry-run", "answers --dry-run"), DryRun),
         "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
+        "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
         "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
         "bench-v2.json": Published("ssdprof bench", ("bench",), BenchReport),

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -98,12 +98,25 @@ def command_line() -> tuple[str, ...]:
 
 
 def exit_by(report: RunReport) -> None:
-    """End with exit code 1 unless everything that the run was asked for was compared and passed."""
-    from ssdprof.errors import ExitCode
+    """End with exit code 1 unless everything that the run was asked for was compared and passed.
+
+    Gates that do not hold are named on stderr, whatever stdout is for.
+    """
     from ssdprof.schema.outcome import outcome
 
-    if not outcome(report).passed:
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    found = outcome(report)
+    if not found.passed:
+        gate_failed(f"GATE FAILED: {one}" for one in found.broken)
+
+
+def gate_failed(lines: Iterable[str]) -> NoReturn:
+    """Say why, a line each on stderr, and end with exit code 1."""
+    from ssdprof.errors import ExitCode
+
+    console = err()
+    for line in lines:
+        console.print(Text(line))
+    raise typer.Exit(ExitCode.GATE_FAILED)
 
 
 def show_plan(plan: DryRun, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import Asked, DType, LayerRef, PrecisionRecord, precisions_for
+from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, precisions_for
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -47,7 +47,7 @@ class CaptureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRequest:
-    """What to compare.  smallest_difference: of two times that counts, relative.
+    """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
 
     states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
     """
@@ -56,6 +56,7 @@ class ReplayRequest:
     states: tuple[DType, ...] | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
+    gates: Gates = NO_GATES
 
     def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
         """dtype: of the operators' inputs."""
@@ -101,12 +102,12 @@ def parse_implementations(words: str) -> tuple[str, ...]:
     return names
 
 
-def parse_percent(option: str, text: str) -> float:
-    """ "1%" -> 0.01, of an option that is called `option`."""
+def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`.  whole: 100% is one, too."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    if not 0 <= value < 100:
+    if not (0 <= value < 100 or (whole and value == 100)):
         raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
     return value / 100

@@ -1,6 +1,6 @@
 """`ssdprof run`: from a model or stored captures to a report.
 
-locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> record
+locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> compare answers, if asked for -> record
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.answers_request import AnswersRequest
+from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
 from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
@@ -57,6 +59,7 @@ def run(
             loaded.prompts,
             max(loaded.segment_lengths),
             asked=replay.asked(found.layers, dtype),
+            gates=replay.gates,
         )
         recorder = stack.enter_context(recorded(folder, report, watcher))
         count = len(found.layers) * len(loaded.ids)
@@ -66,7 +69,14 @@ def run(
             run_model(found, loaded, writer.add, on_layer)
         else:
             run_model(found, loaded, on_layer)
+        if found.whole:
+            compare_answers(loaded, found, _answers_wanted(replay, dtype), watcher, recorder.answered)
     return folder.path, recorder.report
+
+
+def _answers_wanted(replay: ReplayRequest, dtype: DType) -> AnswersRequest:
+    """The same implementations and precisions, in the model as it was captured."""
+    return AnswersRequest(precisions=replay.precisions(dtype), implementations=replay.implementations, weights="own")
 
 
 def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher) -> tuple[Path, RunReport]:
@@ -81,6 +91,7 @@ def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watc
             manifest.prompts,
             manifest.segment_length,
             asked=replay.asked(stored.layers, dtype),
+            gates=replay.gates,
             capture_complete=manifest.complete,
         )
         with (
@@ -104,7 +115,7 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
         refuse_unknown(replay.implementations, name)
     limits.check_replay(found.seqlens)
     if isinstance(found, Subject):
-        limits.check_weights(found.located, found.layers)
+        limits.check_weights(found.located, found.layers, whole=found.whole)
     else:
         for capture in found.chosen:
             refuse_larger(found.ref, capture.layer, stored_dims(capture).sizes)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssdprof.report import summary
+from ssdprof.report.format import tokens as tokens_of
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.origin import MEANINGS, origin
-from ssdprof.report.tables import Figure, Note, Table, accuracy, run, speed
+from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, run, speed
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 
@@ -68,10 +69,14 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section(SPEED, "main", *speeds, speed.READING if speeds else None)
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
+    compared = [table for one in report.answers for table in (answers.total(one), answers.by_layer(one)) if table]
+    yield _section("Answers", "main", *compared, answers.READING if compared else None)
     yield _section("Remarks", "main", run.remarks(report))
     yield _section("Words", "main", _words() if found else None)
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
+    for one in report.answers:
+        yield _section(f"Answers by position at {tokens_of(one.seqlen)}", "detail", answers.by_position(one))
     for group in found:
         yield _section(f"Speed of each layer at {group.tokens}", "detail", speed.per_layer(group))
     for group in found:
