@@ -1,4 +1,4 @@
-"""Records -> tables.  `speed`, `accuracy`, `answers`, `run`, `stalls` and `stall_origin` say what is in them, not how."""
+"""Records -> tables.  Each module says what is in its tables, not how they are drawn."""
 
 from ssdprof.report.tables import accuracy, answers, run, speed, stall_origin, stalls
 from ssdprof.report.tables.table import Figure, Note, Table

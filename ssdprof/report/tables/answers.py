@@ -92,7 +92,8 @@ def facts(answers: Answers) -> Iterator[tuple[str, str]]:
     yield (
         f"answers, {fmt.tokens(answers.seqlen)}",
         f"{fmt.plural(len(answers.cases), 'case')} against {answers.reference}, layers {fmt.indices(answers.layers)}, "
-        f"model in {answers.weights}, segments of {answers.segment_length:,}, {fmt.duration(answers.seconds * 1e6)}{used}",
+        f"model in {answers.weights}, segments of {answers.segment_length:,}, "
+        f"{fmt.duration(answers.seconds * 1e6)}{used}",
     )
 
 
