@@ -36,7 +36,9 @@ def documents() -> dict[str, Published]:
 
     return {
         "report-v2.json": Published("ssdprof report", ("run", "accuracy", "answers", "export"), RunReport),
-        "dry-run.json": Published("ssdprof dry run", ("run --dry-run", "capture --dry-run", "answers --dry-run"), DryRun),
+        "dry-run.json": Published(
+            "ssdprof dry run", ("run --dry-run", "capture --dry-run", "answers --dry-run"), DryRun
+        ),
         "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
         "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
