@@ -4,9 +4,9 @@
     python benchmarks/check_bars.py --partial short/*.json
 
 Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and which rival
-of GDN was the fastest where.  Exit code 1 unless all that must hold holds, and 2 for results of several GPUs.  If several
-results measured the same thing, the least counts, so that no bar holds because another library was slow once.  A case
-that ran and was not timed (wrong or refused) has missed.
+of GDN was the fastest where.  Exit code 1 unless all that must hold holds, and 2 for results of several GPUs.  If
+several results measured the same thing, the least counts, so that no bar holds because another library was slow once.
+A case that ran and was not timed (wrong or refused) has missed.
 """
 
 from __future__ import annotations
