@@ -1,7 +1,7 @@
 """`ssdprof answers` on the demo models: exact and relaxed are told apart, and a broken kernel fails the gate."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Adds an implementation for the length of a test; and makes a plain one of the baseline, which is slow here."""
     monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ssdprof.bench.contenders import OURS
 from ssdprof.bench.rows import of_bench, where
 from ssdprof.bench.schema import BenchReport
 from ssdprof.schema.gating import broken
@@ -13,7 +12,7 @@ def wrong(report: BenchReport) -> tuple[str, ...]:
 
     Cells that the budget or the memory left out are named in the report and are no failure.
     """
-    ours = [(cell, case) for cell in report.cells for case in cell.cases if case.implementation in OURS]
+    ours = [(cell, case) for cell in report.cells for case in cell.cases if case.implementation not in report.peers]
     if not ours:
         return ("Nothing was compared.",)
     return tuple(

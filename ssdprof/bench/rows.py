@@ -36,5 +36,6 @@ def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
 
 
 def where(cell: BenchCell) -> str:
-    """ "mamba2-2.7b, bf16"; views are named, because they take other times."""
-    return f"{cell.shape}, {cell.dims.dtype}{', views' if cell.layout == 'views' else ''}"
+    """ "mamba2-2.7b, bf16"; views and other draws are named, because they take other times."""
+    views, drawn = ", views" if cell.layout == "views" else "", f", {cell.drawn}" if cell.drawn else ""
+    return f"{cell.shape}, {cell.dims.dtype}{views}{drawn}"

@@ -118,6 +118,7 @@ class BenchCase(Record):
 
 class BenchCell(Record):
     """sizes: of the shape, in words: "80x64, N 128, G 1".
+    drawn: in what the inputs differ from those that the operator draws, in words of --draw.
     checked: how many tokens of a sequence the outputs were compared on, if not on all."""
 
     shape: str
@@ -126,6 +127,7 @@ class BenchCell(Record):
     sequences: int
     layout: Literal["contiguous", "views"]
     packed: bool
+    drawn: tuple[str, ...] = ()
     tokens: str  # in words: "8 x 4,096"
     checked: int | None = None
     cases: tuple[BenchCase, ...]

@@ -46,6 +46,9 @@ def bench(
         Literal["contiguous", "views"],
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
     ] = "contiguous",
+    draw: Annotated[
+        str, typer.Option(metavar="W[,W...]", help="Draw inputs otherwise: normalised, quarter-ungated (GDN).")
+    ] = "",
     against: Annotated[
         str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
     ] = "",
@@ -53,6 +56,10 @@ def bench(
         Path | None,
         typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
     ] = None,
+    also: Annotated[
+        str,
+        typer.Option(metavar="I[,I...]", help="Further forms: fused_portable (GDN), recurrent_in_place (SSD)."),
+    ] = "",
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +106,7 @@ def bench(
     from ssdprof.settings import gates
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
-    grid = expand(parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype), tokens, layout)
+    shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
@@ -108,7 +115,7 @@ def bench(
 
     # these import torch: after all words that can be checked without
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import load_peers, peer_names
+    from ssdprof.bench.contenders import alternatives, load_peers, peer_names, ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
@@ -120,6 +127,8 @@ def bench(
     if chunk_size != "best" and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
     names = peer_names(record, against, published)
+    forms = alternatives(record, also)
+    grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
     baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
     options.use_tuned(no_tuned)
@@ -128,6 +137,7 @@ def bench(
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
         peers=load_peers(record, names, published),
+        also=forms,
         baseline=baseline,
         chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
         check=check,
