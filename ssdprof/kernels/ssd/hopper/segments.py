@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 # In units of a chunk of the second pass (1.8 us on an H200), fitted to the times in
-# benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
+# benchmarks/results/hopper-segments-h200.json.  How well: benchmarks/log/ssd.md#row-53.
 # A chunk of the first pass, by halves of N: where all programs begin with one, and where only those that recompute do.
 FIRST_PASS = {1: 0.45, 2: 0.34}
 RECOMPUTED = {1: 0.384, 2: 0.34}

@@ -1,0 +1,60 @@
+"""Links and anchors of documents and of code lead somewhere, and the prose keeps to plain words."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    file
+    for folder in (".", "docs", "benchmarks", "ssdprof")
+    for file in (ROOT.glob("*.md") if folder == "." else (ROOT / folder).rglob("*.md"))
+)
+CODE = sorted(
+    {file for folder in ("ssdprof", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
+)
+
+
+def anchors(file: Path) -> set[str]:
+    """Those that a Markdown file has, as GitHub makes them of headings, and those that it writes itself."""
+    text = file.read_text(encoding="utf-8")
+    found = set(re.findall(r'<a id="([^"]+)">', text))
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return found
+
+
+def broken(file: Path, target: str) -> bool:
+    """Whether `target`, a path relative to `file` with or without an anchor, does not exist."""
+    path, _, anchor = target.partition("#")
+    there = (file.parent / path).resolve() if path else file
+    return not there.exists() or bool(anchor and there.suffix == ".md" and anchor not in anchors(there))
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_of_documents_lead_somewhere(file: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", file.read_text(encoding="utf-8"), flags=re.S)
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [target for target in targets if broken(file, target)] == []
+
+
+def test_documents_that_code_cites_exist() -> None:
+    """By their path from the root of the repository, with an anchor or without."""
+    lost = [
+        f"{file.relative_to(ROOT)}: {cited}"
+        for file in CODE
+        for cited in re.findall(r"\b(?:docs|benchmarks)/[\w./-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8"))
+        if broken(ROOT / "README.md", cited)
+    ]
+    assert lost == []
+
+
+def test_a_broken_anchor_is_found() -> None:
+    log = ROOT / "benchmarks" / "log" / "ssd.md"
+    assert not broken(log, "#row-57")
+    assert broken(log, "#row-999")
+    assert not broken(ROOT / "README.md", "docs/measuring.md#cold-cache")
+    assert broken(ROOT / "README.md", "docs/measuring.md#warm-cache")
+    assert broken(ROOT / "README.md", "docs/nothing.md")
