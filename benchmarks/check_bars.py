@@ -3,8 +3,8 @@
     python benchmarks/check_bars.py benchmarks/results/bench-ssd-h200*.json
 
 Prints a table in Markdown, and below it every cell that missed or was not measured.  Exit code 1 unless all that must
-hold holds, and 2 for results of several GPUs.  Of results that measured the same thing the least counts, so that no bar
-holds because another library was slow once; what ran and was not timed, being wrong or refused, has missed.
+hold holds, and 2 for results of several GPUs.  If several results measured the same thing, the least counts, so that no
+bar holds because another library was slow once.  A case that ran and was not timed (wrong or refused) has missed.
 """
 
 from __future__ import annotations

@@ -58,3 +58,38 @@ def test_a_broken_anchor_is_found() -> None:
     assert not broken(ROOT / "README.md", "docs/measuring.md#cold-cache")
     assert broken(ROOT / "README.md", "docs/measuring.md#warm-cache")
     assert broken(ROOT / "README.md", "docs/nothing.md")
+
+
+# Phrases of the dialect that this project once had; CONTRIBUTING.md, "Plain words", says what to write instead.
+BANNED = re.compile(
+    r"""(?:^|[.!?]\ \ ?|\"\"\")Of\ (?!course|floor:)[a-z`]      # a sentence that begins with "Of"
+    | \bgoes\ on\ where\b
+    | \bnobody\ (?:looks|knows|asks|waits)\b
+    | \bis\ missing\ for\ everyone\b
+    | \b[Aa]\ mistake\ of\ ssdprof\b
+    | \bwhat\ is\ waited\ for\b
+    | \bWhat\ Triton\ \S+\ made\ of\b
+    | \bpretends?\ to\ be\b
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def test_the_prose_keeps_to_plain_words() -> None:
+    exempt = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}  # the examples of what not to write; what was released
+    prose = [file for file in DOCUMENTS if file not in exempt and "log" not in file.parts and "text" not in file.parts]
+    code = [file for file in CODE if "tests" not in file.parts]
+    found = [
+        f"{file.relative_to(ROOT)}: {match[0]!r}"
+        for file in (*prose, *code)
+        for match in BANNED.finditer(file.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text", ["Of these, two fail.", "It ends.  Of the rest", '"""Of a row', "it goes on where it was"]
+)
+def test_a_banned_phrase_is_found(text: str) -> None:
+    assert BANNED.search(text)
+    assert not BANNED.search("Each of these fails. The rest of it goes on.  Of course it does.")

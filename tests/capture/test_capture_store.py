@@ -293,7 +293,7 @@ def test_a_changed_scalar(stored: Path, change: dict[str, Any], message: str) ->
         ({"chunk_size": True}, "chunk_size = True"),
         ({"dt_softplus": "yes"}, "dt_softplus = 'yes'"),
         ({"dt_limit_low": "0"}, "dt_limit"),
-        ({"unheard": 1}, "unheard is no argument of SSDInputs"),
+        ({"unheard": 1}, "unheard is not an argument of SSDInputs"),
     ],
 )
 def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:

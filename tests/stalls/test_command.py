@@ -291,4 +291,4 @@ def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monk
         app, ["run", "demo", "--seq", "64", "--layers", "first:1", "--dtypes", "exact", "--states", "fp32", "--stalls"]
     )
     assert result.exit_code == 0, result.output
-    assert "No stalls: There is no NVIDIA GPU here" in result.stderr
+    assert "No stalls: Warp stalls need an NVIDIA GPU" in result.stderr
