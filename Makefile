@@ -16,8 +16,7 @@ test-full:  ## run every test that needs no GPU, those of the compiler and slow 
 	$(PYTHON) -m pytest -m "not gpu and not ncu"
 
 test-gpu:  ## run the tests that need an NVIDIA GPU
-	$(PYTHON) -m pytest -m "gpu and not ncu"
-	$(PYTHON) -m pytest -m ncu -n 0
+	$(PYTHON) -m pytest -m gpu -n 0
 
 lint:  ## check style and format
 	$(PYTHON) -m ruff check .

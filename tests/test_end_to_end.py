@@ -430,6 +430,7 @@ def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
         assert "PARTIAL" in answer.out
 
 
+@pytest.mark.slow
 def test_killed(running: Callable[..., subprocess.Popen[str]]) -> None:
     process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
     wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)

@@ -39,7 +39,7 @@ def test_json_comes_back_as_it_was(done: BenchReport) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"kind": "bench ssd", "schema_version": 2}'])
 def test_json_of_something_else(text: str) -> None:
-    with pytest.raises(BadInputError, match="no result of ssdprof bench"):
+    with pytest.raises(BadInputError, match="not a result of ssdprof bench"):
         load(text)
 
 

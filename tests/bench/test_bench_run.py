@@ -98,6 +98,7 @@ def test_from_words_to_a_file() -> None:
         assert fused.plan
 
 
+@pytest.mark.slow
 def test_gdn_and_its_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", name), noting(name, cost, "gdn"))
