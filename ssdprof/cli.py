@@ -75,7 +75,7 @@ def _told(error: OSError) -> SsdprofError | None:
     """What the user is told of an error of the operating system that no stage expected; None for a defect of ours."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
-            f"The disk is full: {error}.", "Free some space.  Reports that were written before are whole."
+            f"The disk is full: {error}.", "Free some space.  Reports that were written earlier are complete."
         )
     if error.errno in _NO_PERMISSION:
         name = error.filename or "A file or folder"

@@ -83,14 +83,14 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 def _batches(words: str) -> Iterable[int]:
     for word in _words(words):
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
-            raise BadInputError(f"{word!r} is no batch.", "Give numbers of sequences, such as 1,8,32.")
+            raise BadInputError(f"{word!r} is not a batch.", "Give numbers of sequences, such as 1,8,32.")
         yield int(word)
 
 
 def _pair(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", word)
     if match is None:
-        raise BadInputError(f"{word!r} is no cell.", "Give sequences x length, such as 8x4k or 32x1k.")
+        raise BadInputError(f"{word!r} is not a cell.", "Give sequences x length, such as 8x4k or 32x1k.")
     return Tokens(sequences=int(match[1]), seqlen=parse_seq(match[2]))
 
 
@@ -98,7 +98,7 @@ def _packed(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
     tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
     if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
-        raise BadInputError(f"{word!r} is no pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
+        raise BadInputError(f"{word!r} is not a pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
     return tokens
 
 

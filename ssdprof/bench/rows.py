@@ -37,5 +37,5 @@ def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
 
 def where(cell: BenchCell) -> str:
     """ "mamba2-2.7b, bf16"; views and other draws are named, because they take other times."""
-    views, drawn = ", views" if cell.layout == "views" else "", f", {cell.drawn}" if cell.drawn else ""
-    return f"{cell.shape}, {cell.dims.dtype}{views}{drawn}"
+    views = ("views",) if cell.layout == "views" else ()
+    return ", ".join((cell.shape, cell.dims.dtype, *views, *cell.drawn))

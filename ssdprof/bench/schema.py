@@ -175,8 +175,8 @@ def load(text: str) -> BenchReport:
             text = json.dumps(migrate.bench_report(document))
         return BenchReport.model_validate_json(text)
     except json.JSONDecodeError as error:
-        raise BadInputError(f"The file is no result of ssdprof bench: {error}.", _AGAIN) from error
+        raise BadInputError(f"The file is not a result of ssdprof bench: {error}.", _AGAIN) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BadInputError(f"The file is no result of ssdprof bench: {where}: {first['msg']}.", _AGAIN) from error
+        raise BadInputError(f"The file is not a result of ssdprof bench: {where}: {first['msg']}.", _AGAIN) from error

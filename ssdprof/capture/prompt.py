@@ -133,7 +133,7 @@ def _first_ids(tokenizer: Tokenizer, stream: TextIO, seqlen: int, name: str) -> 
         raise BadInputError(f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for.")
     if len(ids) < seqlen:
         raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {seqlen:,} were asked for.",
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {seqlen:,} are needed.",
             f"Ask for at most --seq {len(ids)}, or give a longer text with --prompt-file.",
         )
     return ids[:seqlen]

@@ -116,7 +116,7 @@ def _does_not_fit(
     local: LocalCheckpoint, name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None
 ) -> BadInputError:
     """expected: None where the config has no such weight."""
-    wanted = f"is {stored} in the file and {expected} by the config" if expected else "is none of the config's"
+    wanted = f"is {stored} in the file and {expected} by the config" if expected else "is not in the config"
     return BadInputError(
         f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} {wanted}.",
         "Config and weights do not belong together.",
@@ -142,7 +142,7 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         raise broken_file(path.resolve(), original.PICKLE, str(error)) from None
     if not isinstance(pickled, dict) or not all(isinstance(value, torch.Tensor) for value in pickled.values()):
         raise BadInputError(
-            f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "It is no checkpoint."
+            f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
         )
     return pickled
 

@@ -49,7 +49,7 @@ def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     ssm_sizes = {key: inner.get(key, default) for key, default in _SSM_SIZES.items()}
     channels = ssm_sizes["expand"] * hidden
     if channels % ssm_sizes["headdim"]:
-        raise sizes.refuse(f"has d_model = {hidden}: {channels} channels are no multiple of {ssm_sizes['headdim']}")
+        raise sizes.refuse(f"has d_model = {hidden}: {channels} channels are not a multiple of {ssm_sizes['headdim']}")
     return {
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],

@@ -55,8 +55,8 @@ def run(
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
-    not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was broken
-    off.
+    not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
+    interrupted.
     """
     from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, parse_states
     from ssdprof.pipeline.subject import find_to_replay

@@ -222,5 +222,5 @@ class Operator(Generic[I]):
 
     def _present(self, part: P | None, words: str) -> P:
         if part is None:
-            raise BadInputError(f"ssdprof has not got {words} for {self.outline.layers} layers ({self.name}) yet.")
+            raise BadInputError(f"ssdprof does not have {words} for {self.outline.layers} layers ({self.name}) yet.")
         return part

@@ -12,7 +12,7 @@ from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
 from ssdprof.schema.plan import DryRun, PlannedFile
 
-_BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, and a run of it cannot pass."
+_BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 
 
 def plan(found: Subject | Stored) -> DryRun:

@@ -109,5 +109,5 @@ def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
     except ValueError:
         value = math.nan
     if not (0 <= value < 100 or (whole and value == 100)):
-        raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
+        raise BadInputError(f"{option} is not a percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
     return value / 100

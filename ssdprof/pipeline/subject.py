@@ -109,7 +109,7 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
     chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
     if not chosen:
-        raise BadInputError(f"{folder} holds no layer: its capture was broken off.", "Capture again.")
+        raise BadInputError(f"{folder} holds no layer: its capture was interrupted.", "Capture again.")
     return Stored(folder=folder, manifest=manifest, chosen=chosen)
 
 

@@ -44,9 +44,9 @@ def verdict(report: RunReport) -> tuple[str, ...]:
 def shortcomings(found: RunOutcome) -> Iterator[str]:
     """A line for each thing that keeps a run from passing, if any of its cases ran."""
     if found.broken_off:
-        yield f"PARTIAL: {found.broken_off}.  What is here is valid; the rest is missing."
+        yield f"PARTIAL: {found.broken_off}.  The results here are valid; the rest is missing."
     elif found.missing:
-        yield f"MISSING: {fmt.plural(found.missing, 'case')} that the run was asked for."
+        yield f"MISSING: {fmt.plural(found.missing, 'requested case')}."
     of_inputs = [case for case in found.failed if not exact_answer_is_finite(case)]
     of_kernels = [case for case in found.failed if exact_answer_is_finite(case)]
     if of_inputs:

@@ -72,7 +72,7 @@ def _broken_off(report: RunReport) -> str:
     if report.state == "partial":
         return "this run did not reach its end"
     if not report.capture_complete:
-        return "the stored capture that was replayed was broken off, and may lack layers or prompts"
+        return "the replayed capture was interrupted and may lack layers or prompts"
     return ""
 
 

@@ -21,7 +21,7 @@ def bench(*words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--shape", "mamba3"], "'mamba3' is no known shape"),
+        (["--shape", "mamba3"], "'mamba3' is not a known shape"),
         (["--shape", "80x64x300x1"], "80x64x300x1 is not measured: N is at most 256"),
         (["--shape", "80x64x512x1"], "N is at most 256"),
         (["--seq", "many"], "'many' is not a prompt length"),

@@ -39,6 +39,7 @@ def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
     return gdn_fused_hopper(inputs, config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case, config = CASES[name]

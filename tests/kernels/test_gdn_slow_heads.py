@@ -49,6 +49,7 @@ def mixed() -> GDNInputs:
     return replace(inputs, g=g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case, config = CASES[name]
@@ -90,6 +91,7 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pyte
     assert all(map(torch.equal, run(inputs, config), run(inputs, whole_past(config))))
 
 
+@pytest.mark.slow
 def test_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how many programs compute parts, or on whose turn it is."""
     inputs = mixed()
@@ -111,6 +113,7 @@ def test_minus_infinity_turns_first_passes_off(monkeypatch: pytest.MonkeyPatch) 
     assert max(never) < 4.5e-3 < min(early)
 
 
+@pytest.mark.slow
 def test_nan_stays_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=7, source=GDN)
     for name, place in (("v", (0, 70, 0, 5)), ("g", (0, 70, 0)), ("beta", (0, 70, 0))):

@@ -168,7 +168,7 @@ def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypa
     result = CliRunner().invoke(app, ["run", str(captures)], prog_name="ssdprof")
     assert result.exit_code == 2
     assert "no 'unfused' implementation of toy" in " ".join(result.stderr.split())
-    with pytest.raises(BadInputError, match="knows no operator 'tay'"):
+    with pytest.raises(BadInputError, match="There is no operator 'tay'"):
         operators.get("tay")
     with pytest.raises(ValueError, match="registered already"):
         operators.register(toy.OPERATOR)

@@ -135,16 +135,14 @@ def test_a_run_in_which_everything_was_refused_compared_nothing():
 
 def test_a_capture_that_was_broken_off_is_partial():
     lines = summary.verdict(make_report(capture_complete=False))
-    assert lines[0].startswith("PARTIAL: the stored capture that was replayed was broken off")
+    assert lines[0].startswith("PARTIAL: the replayed capture was interrupted")
     assert lines[1].startswith("So far all 32 cases are")
 
 
 def test_what_was_asked_for_and_is_not_there_is_missing():
     report = make_report(layers=(0,), precisions=(EXACT_FP32,), seqlens=(1024,))
     asked = Asked(implementations=("fused",), precisions=(EXACT_FP32,), layers=(layer(0), layer(9)))
-    assert summary.verdict(report.model_copy(update={"asked": asked}))[0] == (
-        "MISSING: 1 case that the run was asked for."
-    )
+    assert summary.verdict(report.model_copy(update={"asked": asked}))[0] == ("MISSING: 1 requested case.")
 
 
 def without_exact_answer(case):

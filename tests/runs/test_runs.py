@@ -133,7 +133,7 @@ def test_a_damaged_report_is_refused_with_the_place(text: str, words: str) -> No
 
 def test_a_folder_without_a_report_is_no_run() -> None:
     Path("empty").mkdir()
-    with pytest.raises(BadInputError, match="empty is no run"):
+    with pytest.raises(BadInputError, match="empty is not a run"):
         runs.read("empty")
 
 

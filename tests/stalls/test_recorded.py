@@ -235,6 +235,7 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_json_is_the_same_everywhere(unpacked: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ssdprof", "stalls", "--json"]
     command += [word for name in ("unfused", "fused") for word in ("--from", str(unpacked / f"{name}.ncu-rep"))]

@@ -36,7 +36,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["ssd", "--shape", "mamba3"], "'mamba3' is no known shape"),
+        (["ssd", "--shape", "mamba3"], "'mamba3' is not a known shape"),
         (["ssd", "--seq", "many"], "'many' is not a prompt length"),
         (["ssd", "--dtype", "int8"], "does not know 'int8'"),
         (["ssd", "--out", "nowhere/found.json"], "There is no folder nowhere"),
