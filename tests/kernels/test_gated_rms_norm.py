@@ -62,9 +62,7 @@ def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) 
 
 
 def test_a_row_of_zeros_is_no_nan() -> None:
-    out = gated_rms_norm(
-        torch.zeros(1, 2, 8), normal(1, 2, 8), torch.ones(8), eps=1e-6, group_size=8, norm_first=False
-    )
+    out = gated_rms_norm(torch.zeros(1, 2, 8), normal(1, 2, 8), torch.ones(8), eps=1e-6, group_size=8, norm_first=False)
     assert torch.equal(out, torch.zeros(1, 2, 8))
 
 
