@@ -101,7 +101,7 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
         refuse_unknown(replay.implementations, name)
     limits.check_replay(found.seqlens)
     if isinstance(found, Subject):
-        limits.check_weights(found.located, found.layers)
+        limits.check_weights(found.located, found.layers, whole=found.whole)
     else:
         for capture in found.chosen:
             refuse_larger(found.ref, capture.layer, stored_dims(capture).sizes)

@@ -1,0 +1,58 @@
+"""Logits from kept hidden states, and greedy tokens, are those of the whole model."""
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from ssdprof.capture.greedy import greedy
+from ssdprof.capture.head import hidden_states, logits
+from ssdprof.capture.intercept import intercept
+from ssdprof.capture.sites import find_sites
+
+LENGTH = 70
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
+    model = tiny_models.shared(name)
+    if name == "granitemoehybrid":
+        assert model.config.logits_scaling == 1.0
+    with torch.no_grad():
+        whole = model(tiny_models.prompt(LENGTH), use_cache=False).logits
+    hidden = hidden_states(model, tiny_models.prompt(LENGTH), LENGTH)
+    blocks = torch.cat([logits(model, block) for block in hidden.split(32, dim=1)], dim=1)
+    torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-5)
+    assert "forward" not in vars(model.base_model)
+    with torch.no_grad():
+        assert torch.equal(model(tiny_models.prompt(LENGTH), use_cache=False).logits, whole)
+
+
+def test_scaled_logits_are_scaled() -> None:
+    scaled = tiny_models.build("granitemoehybrid")
+    scaled.config.logits_scaling = 6.0
+    hidden = hidden_states(scaled, tiny_models.prompt(LENGTH), LENGTH)
+    plain = tiny_models.shared("granitemoehybrid")
+    torch.testing.assert_close(6 * logits(scaled, hidden), logits(plain, hidden))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
+def test_segments_end_at_the_same_hidden_states(name: str) -> None:
+    model = tiny_models.shared(name)
+    ids = tiny_models.prompt(LENGTH)
+    with intercept(find_sites(model), lambda call: call.stand_in()):
+        whole, pieces = hidden_states(model, ids, LENGTH), hidden_states(model, ids, 32)
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_greedy_tokens_are_the_most_likely_ones(name: str) -> None:
+    model: Any = tiny_models.shared(name)
+    ids = tiny_models.prompt(40)
+    tokens = greedy(model, ids, 4)
+    text = torch.cat([ids, torch.tensor([tokens])], dim=1)
+    with torch.no_grad():
+        found = model(text, use_cache=False).logits[0, 39:-1]
+    margins = found.max(-1).values - found.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert float(margins.max()) < 1e-4
