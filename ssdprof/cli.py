@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, bench, capture, doctor, export, models, run, stalls, terminal, tune
+from ssdprof.commands import accuracy, bench, capture, doctor, export, models, prefill, run, stalls, terminal, tune
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
@@ -92,6 +92,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     capture.capture,
     accuracy.accuracy,
     export.export,
+    prefill.prefill,
     stalls.stalls,
     bench.bench,
     tune.tune,

@@ -87,12 +87,14 @@ def test_two_pieces_with_the_state_between_are_one() -> None:
         first, state = causal_conv1d(x[:, :cut], weight, bias, wants_final_state=True)
         second, last = causal_conv1d(x[:, cut:], weight, bias, initial_state=state, wants_final_state=True)
         assert torch.equal(torch.cat([first, second], dim=1), whole)
-        assert last is not None and end is not None and torch.equal(last, end)
+        assert last is not None
+        assert end is not None
+        assert torch.equal(last, end)
 
 
 def test_what_it_does_not_take_is_refused() -> None:
     x, weight = normal(1, 8, 4), normal(4, 4)
-    with pytest.raises(UnsupportedError, match="not torch.float64"):
+    with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
         causal_conv1d(x.double(), weight)
     with pytest.raises(UnsupportedError, match="2 to 16 positions, not 1"):
         causal_conv1d(x, weight[:, :1])

@@ -68,7 +68,7 @@ def test_a_row_of_zeros_is_no_nan() -> None:
 
 def test_what_it_does_not_take_is_refused() -> None:
     x = normal(1, 4, 8)
-    with pytest.raises(UnsupportedError, match="not torch.float64"):
+    with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
         gated_rms_norm(x.double(), x, torch.ones(8), eps=1e-6, group_size=8, norm_first=False)
     for gate, weight, group_size in ((x[:, :3], 8, 8), (x, 7, 8), (x, 8, 3)):
         with pytest.raises(ValueError, match="do not fit together"):

@@ -32,7 +32,7 @@ MAX_WIDTH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv1dConfig:
-    """block_d: 128 channels in 16 bit are two cache lines.  block_l: positions, each read `width` times, once from L2."""
+    """block_d: channels; 128 in 16 bit are two cache lines.  block_l: positions."""
 
     block_l: int = 32
     block_d: int = 128
@@ -93,7 +93,7 @@ def _causal_conv1d_kernel(
     tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=(o_l < length)[:, None] & m_d[None, :])
 
     # --- the last positions, for what follows the sequence
-    if final_ptr is not None:
+    if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
         if i_l == l_blocks - 1:
             o_w = tl.arange(0, BLOCK_W)
             m_w = (o_w < WIDTH - 1)[:, None] & m_d[None, :]
