@@ -133,7 +133,8 @@ class LengthTimer:
     _bundled: BundledSurroundings = field(init=False)
 
     def __post_init__(self) -> None:
-        self._bundled = BundledSurroundings(self.prompted.sites)
+        bundled = any(contender.surroundings == "bundled" for contender in self.contenders)
+        self._bundled = BundledSurroundings(self.prompted.sites if bundled else ())
 
     @property
     def steps(self) -> int:
