@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -32,8 +33,9 @@ from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.subject import Subject, refuse_large
 from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
+from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import PrecisionRecord, RunReport
 from ssdprof.schema.prefill import LeftOutLength, Prefill, PrefillLength, PrefillReport, Surroundings
 
 NEEDS_GPU = (
@@ -105,6 +107,34 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     report = report.model_copy(update={"state": "complete"})
     keep(report)
     return report
+
+
+def prefill_of_run(
+    asked: CaptureRequest, smallest_difference: float, folder: Path, report: RunReport, watcher: Watcher
+) -> RunReport:
+    """The report of a run that has just ended, with prefill times of its model; on disk after each length.
+
+    asked: what the run captured.  Raises what `time_prefills` raises.
+    """
+    require_gpu(*NEEDS_GPU)
+    request = PrefillRequest(
+        model=asked,
+        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        smallest_difference=smallest_difference,
+    )
+    together = report
+
+    def keep(found: PrefillReport) -> None:
+        nonlocal together
+        together = report.model_copy(update={"prefill": found.prefill})
+        RunFolder(folder).write(together)
+
+    try:
+        time_prefills(request, find(asked), watcher, keep)
+    except KeyboardInterrupt:
+        lengths = len(together.prefill.lengths) if together.prefill else 0
+        raise KeyboardInterrupt(f"The run is kept in {folder}, with prefill times of {lengths} lengths.") from None
+    return together
 
 
 def contenders(request: PrefillRequest, sites: Sequence[Site], dtype: InputDType) -> Iterator[Contender]:

@@ -8,9 +8,10 @@ from typing import Literal
 
 from ssdprof.report import summary
 from ssdprof.report.groups import Group, groups, tokens
-from ssdprof.report.tables import Figure, Note, Table, accuracy, run, speed
+from ssdprof.report.tables import Figure, Note, Table, accuracy, prefill, run, speed
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
+from ssdprof.schema.prefill import Prefill
 
 Depth = Literal["main", "detail", "file"]
 
@@ -57,6 +58,8 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Speed", "main", *speeds, speed.READING if speeds else None)
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section("Accuracy", "main", *matches, accuracy.READING if matches else None)
+    if report.prefill:
+        yield from prefill_sections(report.prefill)
     yield _section("Remarks", "main", run.remarks(report))
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
@@ -82,6 +85,17 @@ def _accuracy(group: Group) -> Iterator[Table | None]:
     for name in group.compared:
         for tensor in accuracy.TENSORS:
             yield accuracy.match(group, name, tensor)
+
+
+def prefill_sections(found: Prefill) -> Iterator[Section]:
+    """Of the whole model: how long, and where the time goes."""
+    times = prefill.times(found)
+    yield _section("Prefill time", "main", times, prefill.reading(found) if times else None)
+    yield _section("Prefills not timed, and predictions", "main", *prefill.failures(found), *prefill.differences(found))
+    yield _section(
+        "Where the time of a prefill goes", "main", *(prefill.parts(found, length) for length in found.lengths)
+    )
+    yield _section("Kernels of a prefill", "detail", prefill.ran(found))
 
 
 def _section(title: str, depth: Depth, *blocks: Table | Note | str | None) -> Section:

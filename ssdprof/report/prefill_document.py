@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
-from ssdprof.report.document import Document, Section
+from ssdprof.report.document import Document, Section, prefill_sections
 from ssdprof.report.summary import Statement
-from ssdprof.report.tables import Note, Table, prefill
+from ssdprof.report.tables import Table, prefill
 from ssdprof.report.tables.run import clocks, gpu, versions
 from ssdprof.report.tables.table import columns
 from ssdprof.schema.prefill import Prefill, PrefillCase, PrefillLength, PrefillReport
@@ -25,20 +25,10 @@ def compose(report: PrefillReport) -> Document:
         verdict=tuple(_verdict(report)),
         failed=report.state == "partial" or bool(found.failed),
         summary=tuple(statements(found)),
-        caveats=(*prefill.differences(found), *report.notes),
-        sections=tuple(section for section in (*sections(found), _what_ran(report)) if section.blocks),
+        caveats=report.notes,
+        sections=tuple(section for section in (*prefill_sections(found), _what_ran(report)) if section.blocks),
         run_id="",
     )
-
-
-def sections(found: Prefill) -> Iterator[Section]:
-    """Of a run's report, too."""
-    yield _section("Not timed", "main", *prefill.failures(found))
-    times = prefill.times(found)
-    yield _section("Prefill time", "main", times, prefill.reading(found) if times else None)
-    tables = (prefill.parts(found, length) for length in found.lengths)
-    yield _section("Where the time of a prefill goes", "main", *tables)
-    yield _section("Kernels of a prefill", "detail", prefill.ran(found))
 
 
 def statements(found: Prefill) -> Iterator[Statement]:
@@ -97,8 +87,4 @@ def _what_ran(report: PrefillReport) -> Section:
         align=columns(2, 0),
         wraps=1,
     )
-    return _section("What ran", "main", table)
-
-
-def _section(title: str, depth: str, *blocks: Table | Note | str | None) -> Section:
-    return Section(title=title, depth=depth, blocks=tuple(block for block in blocks if block))  # type: ignore[arg-type]
+    return Section(title="What ran", blocks=(table,), depth="main")

@@ -6,10 +6,9 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from ssdprof.schema.base import PrecisionRecord, Record
+from ssdprof.schema.base import PrecisionRecord, Record, Status
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
 from ssdprof.schema.machine import Clocks, Environment
-from ssdprof.schema.run import Status
 from ssdprof.schema.speed import Interval, Verdict
 
 PREFILL_VERSION = 1

@@ -7,13 +7,12 @@ from typing import Literal
 from pydantic import model_validator
 
 from ssdprof.schema.accuracy import TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record
+from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record, Status
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment
+from ssdprof.schema.prefill import Prefill
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
-
-Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 
 
 class CaseResult(Record):
@@ -67,5 +66,6 @@ class RunReport(Record):
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
     cases: tuple[CaseResult, ...]
+    prefill: Prefill | None = None  # of the whole model, if it was asked for
     baseline: str = "unfused"
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
