@@ -43,6 +43,7 @@ NEEDS_GPU = (
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
 )
 BASELINE = "unfused"
+SURROUNDINGS: tuple[Surroundings, ...] = ("model", "bundled")  # of a run
 Keep = Callable[[PrefillReport], object]
 
 
@@ -58,7 +59,7 @@ class PrefillRequest:
     model: CaptureRequest
     batch: int = 1
     precision: PrecisionRecord
-    surroundings: tuple[Surroundings, ...] = ("model", "bundled")
+    surroundings: tuple[Surroundings, ...]
     implementations: tuple[str, ...] = COMPARED
     peers: tuple[Peer, ...] = ()
     seconds: float = 20.0
@@ -120,6 +121,7 @@ def prefill_of_run(
     request = PrefillRequest(
         model=asked,
         precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        surroundings=SURROUNDINGS,
         smallest_difference=smallest_difference,
     )
     together = report
