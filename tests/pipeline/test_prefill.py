@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from prefill_fakes import FakeBench
 
-from ssdprof import runs
+from ssdprof import kernels, runs
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import prefill
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
@@ -35,6 +36,8 @@ class Stopwatch(FakeBench):
 
 @pytest.fixture
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = {name: kernels.get(name, "reference") for name in ("ssd", "gdn")}  # quicker than the interpreter
+    monkeypatch.setattr(kernels, "get", lambda operator, name: replace(reference[operator], name=name))
     monkeypatch.setattr(prefill, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(prefill, "CudaBench", Stopwatch)
     monkeypatch.setattr(prefill, "traced", lambda run, device: (run(), [])[1])  # noqa: ARG005
@@ -68,9 +71,7 @@ def test_every_length_is_kept_when_it_is_timed_the_shortest_first() -> None:
             ("unfused", "passed"),
             ("fused", "passed"),
         ]
-        rms = length.cases[1].logits_rms
-        assert rms is not None
-        assert rms < 0.05
+        assert length.cases[1].logits_rms == 0
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
