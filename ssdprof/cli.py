@@ -16,7 +16,20 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, bench, capture, doctor, export, models, prefill, run, stalls, terminal, tune
+from ssdprof.commands import (
+    accuracy,
+    bench,
+    capture,
+    doctor,
+    export,
+    models,
+    prefill,
+    run,
+    runs,
+    stalls,
+    terminal,
+    tune,
+)
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
@@ -89,6 +102,7 @@ def _help(command: Callable[..., None]) -> str:
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
     run.run,
+    runs.runs,
     capture.capture,
     accuracy.accuracy,
     export.export,

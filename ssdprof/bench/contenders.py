@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ssdprof import kernels, schema
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.call import Call, call_of
-from ssdprof.operators.drawing import Cell, InputDType, Peer
+from ssdprof.operators.drawing import Cell, Peer
 from ssdprof.operators.operator import Operator
 
 ALWAYS = ("unfused", "fused")
@@ -130,18 +130,4 @@ def line_up(
             )
             for name, precision in ours
         ),
-    )
-
-
-def precisions_for(
-    dtype: InputDType,
-    intermediates: Literal["exact", "relaxed", "all"],
-    states: Sequence[schema.DType] | None,
-) -> tuple[schema.PrecisionRecord, ...]:
-    """Every pair of intermediates and state dtype.  states None: fp32 with exact, the inputs' dtype with relaxed."""
-    kinds: tuple[schema.Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
-    return tuple(
-        schema.PrecisionRecord(intermediates=kind, state_dtype=state)
-        for kind in kinds
-        for state in states or ("fp32" if kind == "exact" else dtype,)
     )

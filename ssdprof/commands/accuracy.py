@@ -17,14 +17,16 @@ def accuracy(
     says that a case was inaccurate, not finite or refused, or that the run is partial.
     """
     from ssdprof import runs
-    from ssdprof.pipeline.request import parse_states, precisions
+    from ssdprof.pipeline.request import parse_states
     from ssdprof.report import accuracy_table
     from ssdprof.runs import document
+    from ssdprof.schema import precisions_for
     from ssdprof.schema.outcome import at_precisions
 
     folder, report = runs.read(run)
-    table = accuracy_table(report, dtypes, parse_states(states), every_state=states != "all")
-    shown = at_precisions(report, precisions(dtypes, states))
+    wanted = parse_states(states)
+    table = accuracy_table(report, dtypes, wanted, every_state=states != "all")
+    shown = at_precisions(report, precisions_for("fp32", dtypes, wanted))
     if as_json:
         print(document.dump(shown))
     else:

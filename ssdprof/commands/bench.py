@@ -42,14 +42,7 @@ def bench(
     ] = MAX_TOKENS,
     dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16",
     dtypes: options.Dtypes = "exact",
-    states: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D[,D...]",
-            help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
-            show_default="fp32 with exact, the inputs' with relaxed",
-        ),
-    ] = None,
+    states: options.UsualStates = None,
     layout: Annotated[
         Literal["contiguous", "views"],
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
@@ -115,11 +108,12 @@ def bench(
 
     # these import torch: after all words that can be checked without
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
+    from ssdprof.bench.contenders import load_peers, peer_names
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
+    from ssdprof.schema import precisions_for
 
     record = operators.get(operator)
     drawing = record.drawing

@@ -13,7 +13,7 @@ from ssdprof.commands import options, terminal
 def export(
     run: options.Run = None,
     format: Annotated[
-        Literal["markdown", "json"] | None, typer.Option(help="What to write.", show_default="markdown")
+        Literal["markdown", "json", "html"] | None, typer.Option(help="What to write.", show_default="markdown")
     ] = None,
     output: Annotated[
         Path | None,
@@ -22,7 +22,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Write a run's report as Markdown or JSON.
+    """Write a run's report as Markdown, HTML or JSON.
 
     The report is written in any case.  Exit code 1 says that not everything asked of the run was compared and passed.
     """
@@ -32,14 +32,18 @@ def export(
     from ssdprof.report import markdown
     from ssdprof.runs import document
 
-    if as_json and format == "markdown":
-        raise BadInputError("--json and --format markdown exclude each other.", "Give one of them.")
+    if as_json and format not in (None, "json"):
+        raise BadInputError(f"--json and --format {format} exclude each other.", "Give one of them.")
     folder, report = runs.read(run)
     to_stdout = output is None or str(output) == "-"
     if output is not None and not to_stdout:
         files.check_target(output, replace=force)
     if as_json or format == "json":
         text = document.dump(report)
+    elif format == "html":
+        from ssdprof.report import html
+
+        text = html.render(report, stall_files.of_run(folder))
     else:
         text = markdown.render(report)
         stalls = stall_files.of_run(folder)

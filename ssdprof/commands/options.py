@@ -78,6 +78,15 @@ Dtypes = Annotated[
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+UsualStates = Annotated[
+    str | None,
+    typer.Option(
+        "--states",
+        metavar="D[,D...]",
+        help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
+        show_default="fp32 with exact, the inputs' with relaxed",
+    ),
+]
 SmallestDifference = Annotated[
     str,
     typer.Option(
@@ -94,6 +103,7 @@ NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
+Full = Annotated[bool, typer.Option("--full", help="Print every table, not one screen.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 

@@ -24,7 +24,7 @@ def run(
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
     dtypes: options.Dtypes = "all",
-    states: options.States = "all",
+    states: options.UsualStates = None,
     implementations: Annotated[
         str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
     ] = "unfused,fused",
@@ -44,6 +44,7 @@ def run(
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
+    full: options.Full = False,
     as_json: options.Json = False,
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
@@ -51,14 +52,16 @@ def run(
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that nothing was compared, or that the stored capture was broken off.
     """
-    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, precisions
+    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, parse_states
     from ssdprof.pipeline.subject import find_to_replay
+    from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     replay = ReplayRequest(
-        precisions=precisions(dtypes, states),
+        intermediates=dtypes,
+        states=None if states is None else parse_states(states),
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
     )
@@ -82,10 +85,12 @@ def run(
     if as_json:
         print(document.dump(report))
     else:
-        terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
+        terminal.out().print(tables.render(report) if full else brief.render(report))
     if stalls:
         _stalls(request, folder, report, tuned, as_json)
+        if not as_json:
+            terminal.out().print(*tables.verdicts(report), sep="\n")
     terminal.exit_by(report)
 
 

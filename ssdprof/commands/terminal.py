@@ -109,7 +109,7 @@ def exit_by(report: RunReport) -> None:
 def show_plan(plan: DryRun, as_json: bool) -> None:
     """The answer of --dry-run, on stdout."""
     if as_json:
-        print_json(plan.model_dump(mode="json") | {"download_bytes": plan.download_bytes})
+        print_json(plan.model_dump(mode="json"))
         return
     console = out()
     checkpoint = plan.checkpoint
@@ -137,6 +137,9 @@ def _tokens(seqlens: tuple[int, ...]) -> str:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+_ETA_FROM = 3600.0  # seconds of progress that an ETA is estimated from: a layer may take minutes
 
 
 class TerminalWatcher:
@@ -196,7 +199,14 @@ class TerminalWatcher:
         if self._bars is not None:
             yield self._bars
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -204,8 +214,12 @@ class TerminalWatcher:
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
         )
-        self._bars = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
+        self._bars = Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False, speed_estimate_period=_ETA_FROM
+        )
         try:
             with self._bars:
                 yield self._bars

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
+from ssdprof.report import merged
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
@@ -14,6 +15,7 @@ from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 GOOD = ("PASSED", "So far", "The other")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
 _SAME_AS = "the same as "  # begins the part of a plan that names a precision with the same bits
+_MOST_STATEMENTS = 2  # of an implementation
 _NO_ANSWER = "without a finite exact answer"
 
 
@@ -68,12 +70,19 @@ class Statement:
 
 
 def statements(report: RunReport) -> tuple[Statement, ...]:
-    """One per implementation and precision that is compared with something: speed first, then accuracy."""
+    """Of each implementation that is compared with something, speed first, then accuracy.
+
+    One or two precisions have a statement each; of more there is one, from the least to the greatest.
+    """
     found = groups(report)
     names = dict.fromkeys(name for group in found for name in group.compared)
     said = [Statement("No speed:", untimed)] if (untimed := nothing_timed(report)) else []
     for name in names:
         precisions = {s.precision for group in found for s in group.series(name)}
+        if len(precisions) > _MOST_STATEMENTS:
+            if text := _together(report, found, name):
+                said.append(Statement(f"{name}, {len(precisions)} precisions:", text))
+            continue
         for precision in sorted(precisions, key=precision_order):
             if text := _text(report, found, name, precision):
                 said.append(Statement(f"{name}, {_with(precision)}:", text))
@@ -117,6 +126,18 @@ def _trouble(series: Series) -> str:
         if case.status != "passed":
             found.setdefault(_status(case), []).append(case.layer.index)
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
+
+
+def _together(report: RunReport, found: tuple[Group, ...], name: str) -> str:
+    series = [s for group in found for s in group.series(name)]
+    troubles = list(dict.fromkeys(f"{_with(s.precision)}: {_trouble(s)}" for s in series if _failed(s)))
+    compared = [group for group in found if any(pool(s.cases, "out", vs_oracle) for s in group.series(name))]
+    parts = (
+        f"FAILED: {'; '.join(troubles)}." if troubles else "",
+        merged.speed(report.baseline, found, name),
+        merged.exactness(report.baseline, compared[0], name) if compared else "",
+    )
+    return " ".join(part for part in parts if part)
 
 
 def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> str:

@@ -4,8 +4,8 @@ checkpoint -> capture -> replay -> measure -> report.  Shapes use the letters of
 names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `schema.plan`.
 """
 
-from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record, Status
+from ssdprof.schema.accuracy import SLICES, TOLERANCES, Deviation, Match, TensorAccuracy
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record, Status, precisions_for
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
@@ -15,6 +15,7 @@ from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, S
 
 __all__ = [
     "SCHEMA_VERSION",
+    "SLICES",
     "TOLERANCES",
     "Asked",
     "CaptureManifest",
@@ -45,4 +46,5 @@ __all__ = [
     "TensorRecord",
     "Timing",
     "Verdict",
+    "precisions_for",
 ]

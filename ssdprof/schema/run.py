@@ -49,7 +49,7 @@ class Asked(Record):
 
 
 class RunReport(Record):
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     ssdprof_version: str
     run_id: str  # name of the run's folder
     created: str  # ISO 8601, UTC

@@ -90,9 +90,11 @@ def test_the_model_is_restored_whatever_ends_the_context() -> None:
     model = tiny_models.shared("mamba2")
     sites = find_sites(model)
     own = sites[0].namespace[CONVOLUTION]
-    with pytest.raises(KeyboardInterrupt), BundledSurroundings(sites).installed():
-        assert sites[0].namespace[CONVOLUTION] is not own
-        raise KeyboardInterrupt
+    installed = BundledSurroundings(sites).installed()
+    installed.__enter__()
+    assert sites[0].namespace[CONVOLUTION] is not own
+    error = KeyboardInterrupt()
+    assert not installed.__exit__(KeyboardInterrupt, error, None)
     assert sites[0].namespace[CONVOLUTION] is own
     assert "forward" not in vars(sites[0].mixer.norm)
 
