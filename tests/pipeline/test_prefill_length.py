@@ -212,7 +212,7 @@ def test_a_model_that_bypasses_its_operator_is_refused() -> None:
 
 def test_an_interrupt_passes_and_the_model_is_restored() -> None:
     class Interrupted(Noted):
-        def compute(self, call: Any) -> Any:
+        def compute(self, call: Any) -> Any:  # noqa: ARG002
             raise KeyboardInterrupt
 
     def contenders(bench: FakeBench) -> list[Contender]:
