@@ -23,9 +23,11 @@ def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], seqlen], strict=True))
 
 
-def prefill(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
+def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False) -> torch.Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the last hidden state
-    or logits of the last segment.
+    of the last segment, or, of a model with a language-model head, the logits of its last position.
+
+    keeps_cache: also in one piece the cache is filled, as it is where tokens are generated afterwards.
 
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
     passed: an all-ones mask costs a synchronisation and says nothing.
@@ -35,10 +37,13 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
     segments = split_prompt(ids.shape[1], segment_length)
     accepted = inspect.signature(model.forward).parameters
     cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
-    cache = counting_cache(model) if len(segments) > 1 and cache_name == "past_key_values" else None
+    use_cache = keeps_cache or len(segments) > 1
+    cache = counting_cache(model) if use_cache and cache_name == "past_key_values" else None
     with torch.no_grad(), lower_right_attention(model) if len(segments) > 1 else nullcontext():
         for start, stop in segments:
-            arguments: dict[str, Any] = {"use_cache": len(segments) > 1, cache_name: cache}
+            arguments: dict[str, Any] = {"use_cache": use_cache, cache_name: cache}
+            if "logits_to_keep" in accepted:
+                arguments["logits_to_keep"] = 1
             if "position_ids" in accepted:
                 arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
             output = model(ids[:, start:stop], **arguments)

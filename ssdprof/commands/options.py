@@ -196,3 +196,13 @@ def capture_request(
         layers=layers,
         segment_length=segment,
     )
+
+
+def refuse_captures(request: CaptureRequest, option: str) -> None:
+    """BadInputError if the request names stored captures, and not a model, for an option that runs the model."""
+    from ssdprof.errors import BadInputError
+    from ssdprof.pipeline.subject import captures_of
+
+    folder = captures_of(request)
+    if folder is not None:
+        raise BadInputError(f"{folder} holds stored captures, and {option} runs the model.", "Name the model.")

@@ -42,6 +42,9 @@ def run(
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Also time the whole model's prefill: see 'ssdprof prefill'.")
+    ] = False,
     smallest_difference: options.SmallestDifference = "1%",
     min_speedup: options.MinSpeedup = None,
     min_match: options.MinMatch = None,
@@ -74,6 +77,8 @@ def run(
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
         gates=limits,
     )
+    if prefill:
+        options.refuse_captures(request, "--prefill")
     found = find_to_replay(request, save_captures=save_captures, whole=answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
@@ -88,6 +93,8 @@ def run(
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
     folder, report = run_model(request, replay, keep, terminal.TerminalWatcher(), found=found)
+    if prefill:
+        report = _prefill(request, replay.smallest_difference, folder, report)
     if as_json:
         print(document.dump(report))
     else:
@@ -98,6 +105,18 @@ def run(
         if not as_json:
             terminal.out().print(*tables.verdicts(report), sep="\n")
     terminal.exit_by(report)
+
+
+def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, report: RunReport) -> RunReport:
+    """Time it, and keep it in the run's report.  A machine that cannot says so, and the run is what it was."""
+    from ssdprof.errors import SsdprofError
+    from ssdprof.pipeline.prefill import prefill_of_run
+
+    try:
+        return prefill_of_run(request, smallest_difference, folder, report, terminal.TerminalWatcher())
+    except SsdprofError as error:
+        terminal.err().print(f"No prefill times: {error.message}  {error.hint}")
+        return report
 
 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:

@@ -46,7 +46,7 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
     for note in subject.located.notes:
         watcher.say(note)
     limits.check_weights(subject.located, subject.layers, whole=subject.whole)
-    local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.whole, progress=watcher.say)
+    local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     built = [_prompt(local, request.prompt, seqlen) for seqlen in subject.seqlens]
     _quiet_transformers()
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
@@ -61,7 +61,7 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=tuple(lengths),
-        whole=loaded if subject.whole else None,
+        whole=loaded if subject.head else None,
     )
 
 

@@ -20,12 +20,14 @@ class Subject:
     """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine.
 
     whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
+    head: the language-model head is needed; it is, if `whole`.
     """
 
     located: Located
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
     whole: bool = False
+    head: bool = False
 
     @property
     def ref(self) -> CheckpointRef:
@@ -38,7 +40,7 @@ class Subject:
     @property
     def weight_bytes(self) -> int:
         """Of the weights that are needed, once loaded."""
-        return self.located.weight_bytes(self.deepest_layer, head=self.whole)
+        return self.located.weight_bytes(self.deepest_layer, head=self.head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,10 @@ def captures_of(request: CaptureRequest) -> Path | None:
     return folder if is_capture(folder) else None
 
 
-def find(request: CaptureRequest, *, whole: bool = False) -> Subject:
+def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
     """Locate the model and choose its layers; small files are downloaded.  Raises what they raise.
 
-    whole: see `Subject`.
+    whole, head: see `Subject`.
     """
     model = request.model
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
@@ -79,7 +81,7 @@ def find(request: CaptureRequest, *, whole: bool = False) -> Subject:
     from ssdprof.pipeline import limits  # imports torch, after all that needs none
 
     seqlens = request.prompt.seqlens or limits.default_seqlens()
-    return Subject(located=located, layers=layers, seqlens=seqlens, whole=whole)
+    return Subject(located=located, layers=layers, seqlens=seqlens, whole=whole, head=whole or head)
 
 
 def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:

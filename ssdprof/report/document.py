@@ -10,9 +10,10 @@ from ssdprof.report import summary
 from ssdprof.report.format import tokens as tokens_of
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.origin import MEANINGS, origin
-from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, run, speed
+from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
+from ssdprof.schema.prefill import Prefill
 
 Depth = Literal["main", "detail", "file"]
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections that a page adds pictures to
@@ -71,6 +72,8 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
     compared = [table for one in report.answers for table in (answers.total(one), answers.by_layer(one)) if table]
     yield _section("Answers", "main", *compared, answers.READING if compared else None)
+    if report.prefill:
+        yield from prefill_sections(report.prefill)
     yield _section("Remarks", "main", run.remarks(report))
     yield _section("Words", "main", _words() if found else None)
     yield _section("What ran", "main", run.facts(report))
@@ -103,6 +106,17 @@ def _accuracy(group: Group) -> Iterator[Table | None]:
     for name in group.compared:
         for tensor in accuracy.TENSORS:
             yield accuracy.match(group, name, tensor)
+
+
+def prefill_sections(found: Prefill) -> Iterator[Section]:
+    """Of the whole model: how long, and where the time goes."""
+    times = prefill.times(found)
+    yield _section("Prefill time", "main", times, prefill.reading(found) if times else None)
+    yield _section("Prefills not timed, and predictions", "main", *prefill.failures(found), *prefill.differences(found))
+    yield _section(
+        "Where the time of a prefill goes", "main", *(prefill.parts(found, length) for length in found.lengths)
+    )
+    yield _section("Kernels of a prefill", "detail", prefill.ran(found))
 
 
 def _section(title: str, depth: Depth, *blocks: Table | Note | str | None) -> Section:

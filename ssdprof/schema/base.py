@@ -11,6 +11,7 @@ SCHEMA_VERSION: Final = 2
 
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 Intermediates = Literal["exact", "relaxed"]
+Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 
 
 class Record(BaseModel):

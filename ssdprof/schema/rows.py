@@ -7,8 +7,8 @@ from typing import Literal
 
 from ssdprof.schema.accuracy import Match, TensorAccuracy
 from ssdprof.schema.answers import AnswerBand, AnswerCase, Answers
-from ssdprof.schema.base import PrecisionRecord, Record
-from ssdprof.schema.run import CaseResult, RunReport, Status
+from ssdprof.schema.base import PrecisionRecord, Record, Status
+from ssdprof.schema.run import CaseResult, RunReport
 from ssdprof.schema.speed import Launch, Memory, Roofline, Speedup, Timing
 
 

@@ -1,6 +1,6 @@
 """Records -> tables: what is in them, not how they are drawn."""
 
-from ssdprof.report.tables import accuracy, answers, brief, listing, run, speed, stall_origin, stalls
+from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls
 from ssdprof.report.tables.table import Figure, Note, Table
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "answers",
     "brief",
     "listing",
+    "prefill",
     "run",
     "speed",
     "stall_origin",
