@@ -30,6 +30,7 @@ def documents() -> dict[str, Published]:
     from ssdprof.schema.capture import StoredCapture
     from ssdprof.schema.listing import ListedRun
     from ssdprof.schema.plan import DryRun
+    from ssdprof.schema.prefill import PrefillReport
     from ssdprof.schema.stalls import StallReport
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
@@ -38,6 +39,7 @@ def documents() -> dict[str, Published]:
         "dry-run.json": Published("ssdprof dry run", ("run --dry-run", "capture --dry-run"), DryRun),
         "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
+        "prefill-v1.json": Published("ssdprof prefill", ("prefill",), PrefillReport),
         "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
         "bench-v2.json": Published("ssdprof bench", ("bench",), BenchReport),
         "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),
