@@ -31,6 +31,7 @@ def documents() -> dict[str, Published]:
     from ssdprof.schema.comparison import Comparison
     from ssdprof.schema.listing import ListedRun
     from ssdprof.schema.plan import DryRun
+    from ssdprof.schema.prefill import PrefillReport
     from ssdprof.schema.stalls import StallReport
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
@@ -42,6 +43,7 @@ def documents() -> dict[str, Published]:
         "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
         "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
+        "prefill-v1.json": Published("ssdprof prefill", ("prefill",), PrefillReport),
         "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
         "bench-v2.json": Published("ssdprof bench", ("bench",), BenchReport),
         "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),

@@ -11,7 +11,6 @@ from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Interval, Verdict
 
-PREFILL_VERSION = 1
 PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
 Surroundings = Literal["model", "bundled"]  # whose convolution and gated norm ran around the operator
 
