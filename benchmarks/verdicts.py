@@ -136,15 +136,25 @@ def different(bench: CudaBench, place: Place, seed: int) -> Row:
 
 @cache
 def longer_waits(bench: CudaBench, place: Place) -> tuple[int, int]:
-    """The waits, in cycles, that make device time and call time longer by DIFFERENCE."""
-    short = waiting(run_of(place), replayed=SHORT_WAIT, called=SHORT_WAIT)
+    """The waits, in cycles, that make device time and call time longer by DIFFERENCE.
+
+    Each is found from a wait so long that the GPU alone decides the time: where a call's time is that of the host, a
+    wait shorter than what the host is ahead would not show.
+    """
+    call = run_of(place)
+    short = waiting(call, replayed=SHORT_WAIT, called=SHORT_WAIT)
     recording = bench.record(short)
     device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))
-    cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
-    twice = bench.record(waiting(run_of(place), replayed=SHORT_WAIT + cycles, called=SHORT_WAIT))
-    cycles_per_us = cycles / (median_of(lambda: bench.device_us(twice)) - device_us)
-    device, call = (SHORT_WAIT + round(DIFFERENCE * us * cycles_per_us) for us in (device_us, call_us))
-    return device, call
+    cycles = int(1500 * max(device_us, call_us))  # about as long again, for a clock of 1.5 GHz
+    longer = waiting(call, replayed=SHORT_WAIT + cycles, called=SHORT_WAIT + cycles)
+    twice = bench.record(longer)
+    longer_us = median_of(lambda: bench.device_us(twice)), median_of(lambda: bench.call_us(longer))
+    cycles_per_us = cycles / (longer_us[0] - device_us)
+    device, call_wait = (
+        SHORT_WAIT + cycles - round((long - (1 + DIFFERENCE) * us) * cycles_per_us)
+        for long, us in zip(longer_us, (device_us, call_us), strict=True)
+    )
+    return device, call_wait
 
 
 def median_of(sample: Callable[[], float], count: int = 15) -> float:

@@ -16,7 +16,21 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, bench, capture, doctor, export, models, run, stalls, terminal, tune
+from ssdprof.commands import (
+    accuracy,
+    answers,
+    bench,
+    capture,
+    compare,
+    doctor,
+    export,
+    models,
+    run,
+    runs,
+    stalls,
+    terminal,
+    tune,
+)
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
@@ -89,9 +103,12 @@ def _help(command: Callable[..., None]) -> str:
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
     run.run,
+    runs.runs,
     capture.capture,
     accuracy.accuracy,
+    answers.answers,
     export.export,
+    compare.compare,
     stalls.stalls,
     bench.bench,
     tune.tune,

@@ -39,7 +39,9 @@ MAY_IMPORT = {
     "report": {"errors", "schema"},
     "runs": {"errors", "schema", "progress", "files", "environment"},
     "pipeline": STAGES | {"report"},
-    "commands": STAGES | {"report", "bench", "tuning", "pipeline"},
+    "settings": {"errors", "schema"},
+    "compare": {"errors", "schema", "runs", "report", "bench", "pipeline"},
+    "commands": STAGES | {"report", "bench", "tuning", "pipeline", "settings", "compare"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

@@ -47,11 +47,15 @@ def lengths(words: str) -> tuple[int, ...]:
 
 
 def expand(
-    shapes: Sequence[Shape], dtypes: Sequence[InputDType], tokens: Sequence[Tokens], layout: Layout
+    shapes: Sequence[Shape],
+    dtypes: Sequence[InputDType],
+    tokens: Sequence[Tokens],
+    layout: Layout,
+    drawn: tuple[str, ...] = (),
 ) -> tuple[Cell, ...]:
     """Shape by shape; in each, dtype by dtype, so that what is compiled for one serves its neighbours."""
     return tuple(
-        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out)
+        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out, drawn=drawn)
         for shape, dtype, laid_out in product(shapes, dtypes, tokens)
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 
 from ssdprof.capture.captured import CapturedLayer, OnLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
-from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layout import PromptBuffer, strides, token_major
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.prefill import prefill, split_prompt
-from ssdprof.capture.sites import Site, find_sites, match_layers
+from ssdprof.capture.prompt_run import PromptRun, check_ids
+from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.environment.memory import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.schema import CheckpointRef, LayerRef
 
 
@@ -51,7 +51,7 @@ def capture_layers(
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
     is beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
-    _check_ids(model, ids)
+    check_ids(model, ids)
     sites = find_sites(model)
     wanted = match_layers(sites, layers, ref.model_type)
     if not wanted:
@@ -59,7 +59,7 @@ def capture_layers(
     batch, seqlen = ids.shape
     if segment_length is None:
         segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
-    prompt = _Prompt(model, ids.to(model.device), segment_length, sites, ref.model_type)
+    prompt = PromptRun(model, ids.to(model.device), segment_length, sites, ref.model_type)
     if prompt.segments == 1:
         calls = _capture_in_one_piece(prompt, wanted, on_layer)
         prefills = 1
@@ -72,68 +72,7 @@ def capture_layers(
     )
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt, and the model that it goes through."""
-
-    model: Any
-    ids: torch.Tensor  # (b, l)
-    segment_length: int
-    sites: tuple[Site, ...]
-    model_type: str
-
-    @property
-    def segments(self) -> int:
-        return len(split_prompt(self.ids.shape[1], self.segment_length))
-
-    def run(self, handler: Callable[[OperatorCall], Result]) -> int:
-        """One prefill with `handler` at the operator's door; returns the number of operator calls.
-
-        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
-        transformers accepts may still describe a model that does not run.
-        """
-        raised: list[BaseException] = []
-
-        def watched(call: OperatorCall) -> Result:
-            try:
-                return handler(call)
-            except BaseException as error:
-                raised.append(error)
-                raise
-
-        try:
-            with intercept(self.sites, watched) as count:
-                prefill(self.model, self.ids, self.segment_length)
-        except torch.OutOfMemoryError as error:
-            raise MissingCapabilityError(
-                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
-                "Use a shorter --seq, or --layers first:N with fewer layers.",
-            ) from error
-        except Exception as error:
-            if error in raised or isinstance(error, SsdprofError):
-                raise
-            raise BadInputError(
-                f"This {self.model_type} model does not run: {library_message(error)}.",
-                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
-            ) from error
-        if count.steps:
-            raise BadInputError(
-                f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
-                "computes by another function than its operator.",
-                "Use --segment 2 or longer segments.",
-            )
-        expected = len(self.sites) * self.segments
-        if count.calls != expected:
-            raise BadInputError(
-                f"This {self.model_type} model made {count.calls} operator calls where {len(self.sites)} layers and "
-                f"{self.segments} segments make {expected}: part of it bypasses its operator, and a capture would be "
-                "incomplete.",
-                "Load the model without use_kernels, in eval mode.",
-            )
-        return count.calls
-
-
-def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_in_one_piece(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
     def handler(call: OperatorCall) -> Result:
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
@@ -144,7 +83,7 @@ def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer
     return prompt.run(handler)
 
 
-def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_in_segments(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
     model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -171,7 +110,7 @@ def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer:
     return calls
 
 
-def _groups(prompt: _Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
+def _groups(prompt: PromptRun, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
     """`wanted` in groups whose inputs take at most `budget` bytes of main memory."""
     group: dict[int, LayerRef] = {}
     used = 0
@@ -191,15 +130,3 @@ def _groups(prompt: _Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterat
         group[site.layer_index] = wanted[site.layer_index]
         used += size
     yield group
-
-
-def _check_ids(model: Any, ids: torch.Tensor) -> None:
-    if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
-        raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        raise BadInputError(
-            f"The prompt has token id {high if high >= vocabulary else low}; the model's vocabulary has {vocabulary}.",
-            "The tokenizer is not this model's: name the right one with --tokenizer.",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,7 @@ def run(
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
     dtypes: options.Dtypes = "all",
-    states: options.States = "all",
+    states: options.UsualStates = None,
     implementations: Annotated[
         str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
     ] = "unfused,fused",
@@ -35,31 +36,45 @@ def run(
     save_captures: Annotated[
         bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
     ] = False,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
+    ] = False,
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
     smallest_difference: options.SmallestDifference = "1%",
+    min_speedup: options.MinSpeedup = None,
+    min_match: options.MinMatch = None,
+    max_rms_ratio: options.MaxRmsRatio = None,
+    config: options.Config = None,
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
+    full: options.Full = False,
     as_json: options.Json = False,
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
-    not finite or refused, that nothing was compared, or that the stored capture was interrupted.
+    not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
+    interrupted.
     """
-    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, precisions
+    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, parse_states
     from ssdprof.pipeline.subject import find_to_replay
+    from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
+    from ssdprof.settings import gates
 
+    limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     replay = ReplayRequest(
-        precisions=precisions(dtypes, states),
+        intermediates=dtypes,
+        states=None if states is None else parse_states(states),
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
+        gates=limits,
     )
-    found = find_to_replay(request, save_captures=save_captures)
+    found = find_to_replay(request, save_captures=save_captures, whole=answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
 
@@ -69,16 +84,19 @@ def run(
         terminal.show_plan(plan(found), as_json)
         check(found, replay)
         return
+    replay = replace(replay, gates=options.gates_here(limits, speedup_given=min_speedup is not None))
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
     folder, report = run_model(request, replay, keep, terminal.TerminalWatcher(), found=found)
     if as_json:
         print(document.dump(report))
     else:
-        terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
+        terminal.out().print(tables.render(report) if full else brief.render(report))
     if stalls:
         _stalls(request, folder, report, tuned, as_json)
+        if not as_json:
+            terminal.out().print(*tables.verdicts(report), sep="\n")
     terminal.exit_by(report)
 
 

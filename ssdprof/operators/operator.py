@@ -41,7 +41,7 @@ Scalar = int | float | bool | str | None
 class BoundCall:
     """What a mixer asks of its operator.
 
-    remark: what was undone of the call, in a sentence for the report; empty if the inputs are as the mixer passed them.
+    remark: what was undone of the call, or differs from the config, in a sentence for the report; empty if nothing is.
     """
 
     inputs: Any

@@ -30,8 +30,10 @@ def _of_model(subject: Subject) -> DryRun:
         layers=subject.layers,
         dims=str(subject.located.dims(subject.layers[0])),
         seqlens=subject.seqlens,
-        files=tuple(PlannedFile(**file._asdict()) for file in subject.located.files(subject.deepest_layer)),
-        weight_bytes=subject.located.weight_bytes(subject.deepest_layer),
+        files=tuple(
+            PlannedFile(**file._asdict()) for file in subject.located.files(subject.deepest_layer, head=subject.whole)
+        ),
+        weight_bytes=subject.weight_bytes,
         device=str(limits.device()),
         free_bytes=limits.free_bytes(),
         notes=subject.located.notes,

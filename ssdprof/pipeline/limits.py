@@ -44,13 +44,18 @@ def check_replay(seqlens: Sequence[int]) -> None:
         )
 
 
-def check_weights(located: Located, layers: Sequence[LayerRef]) -> None:
-    """MissingCapabilityError unless the weights that `layers` need fit into the device's memory."""
+def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool = False) -> None:
+    """MissingCapabilityError unless the weights that `layers` need fit into the device's memory.
+
+    whole: all of the model is needed, with its language-model head.
+    """
     free = free_bytes()
-    needed = located.weight_bytes(max(layer.index for layer in layers))
+    deepest = max(layer.index for layer in layers)
+    needed = located.weight_bytes(head=True) if whole else located.weight_bytes(deepest)
     if needed <= free:
         return
-    fitting = [n for n, layer in enumerate(located.ref.layers, start=1) if located.weight_bytes(layer.index) <= free]
+    counted = () if whole else enumerate(located.ref.layers, start=1)
+    fitting = [n for n, layer in counted if located.weight_bytes(layer.index) <= free]
     siblings = [known.repo for known in siblings_that_fit(located.ref.repo_id, free)]
     advice = []
     if fitting:
@@ -60,7 +65,7 @@ def check_weights(located: Located, layers: Sequence[LayerRef]) -> None:
     raise MissingCapabilityError(
         f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
         f"{_gib(free)} are free.",
-        " ".join(advice) or "Not one layer of it fits: take a smaller model.",
+        " ".join(advice) or ("Take a smaller model." if whole else "Not one layer of it fits: take a smaller model."),
     )
 
 

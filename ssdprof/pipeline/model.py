@@ -12,6 +12,7 @@ import torch
 from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
+from ssdprof.checkpoint.load import DType
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
@@ -25,6 +26,8 @@ OnLayer = Callable[[CapturedLayer], object]
 class Loaded:
     """A model on its device, with the prompts that it will run on.
 
+    model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the
+    base model was wanted.
     ids: each (1, l) int64.  segment_lengths: tokens per forward call, for each prompt.
     """
 
@@ -32,18 +35,23 @@ class Loaded:
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
+    whole: Any = None
 
 
-def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
-    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory."""
+def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: DType = "auto") -> Loaded:
+    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory.
+
+    dtype: of the weights; "auto" is the checkpoint's own.
+    """
     for note in subject.located.notes:
         watcher.say(note)
-    limits.check_weights(subject.located, subject.layers)
-    local = fetch(subject.located, deepest_layer=subject.deepest_layer, progress=watcher.say)
+    limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.whole, progress=watcher.say)
     built = [_prompt(local, request.prompt, seqlen) for seqlen in subject.seqlens]
     _quiet_transformers()
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
-        model = load_model(local, device=limits.device())
+        loaded = load_model(local, device=limits.device(), dtype=dtype)
+    model: Any = loaded.base_model  # itself, if it has no head
     lengths = [
         min(request.segment_length or choose_segment_length(model, seqlen, subject.layers), seqlen)
         for seqlen in subject.seqlens
@@ -53,6 +61,7 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=tuple(lengths),
+        whole=loaded if subject.whole else None,
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import Asked, DType, Intermediates, LayerRef, PrecisionRecord
+from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, precisions_for
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -47,15 +47,24 @@ class CaptureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRequest:
-    """What to compare.  smallest_difference: of two times that counts, relative."""
+    """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
 
-    precisions: tuple[PrecisionRecord, ...]
+    states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
+    """
+
+    intermediates: Dtypes = "all"
+    states: tuple[DType, ...] | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
+    gates: Gates = NO_GATES
 
-    def asked(self, layers: tuple[LayerRef, ...]) -> Asked:
-        """For the report of a run of these layers."""
-        return Asked(implementations=self.implementations, precisions=self.precisions, layers=layers)
+    def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
+        """dtype: of the operators' inputs."""
+        return precisions_for(dtype, self.intermediates, self.states)
+
+    def asked(self, layers: tuple[LayerRef, ...], dtype: DType) -> Asked:
+        """For the report of a run of these layers, whose inputs have this dtype."""
+        return Asked(implementations=self.implementations, precisions=self.precisions(dtype), layers=layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +74,6 @@ class Keep:
     out: Path | None = None
     save_captures: bool = False
     command: tuple[str, ...] = ()
-
-
-def precisions(dtypes: Dtypes, states: str) -> tuple[PrecisionRecord, ...]:
-    """Every pair of intermediates and state dtype, exact before relaxed."""
-    intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
-    return tuple(
-        PrecisionRecord(intermediates=kind, state_dtype=state)
-        for kind in intermediates
-        for state in parse_states(states)
-    )
 
 
 def parse_states(states: str) -> tuple[DType, ...]:
@@ -103,12 +102,12 @@ def parse_implementations(words: str) -> tuple[str, ...]:
     return names
 
 
-def parse_percent(option: str, text: str) -> float:
-    """ "1%" -> 0.01, of an option that is called `option`."""
+def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`.  whole: 100% is one, too."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    if not 0 <= value < 100:
+    if not (0 <= value < 100 or (whole and value == 100)):
         raise BadInputError(f"{option} is not a percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
     return value / 100

@@ -17,19 +17,28 @@ from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRe
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine."""
+    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine.
+
+    whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
+    """
 
     located: Located
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
+    whole: bool = False
 
     @property
     def ref(self) -> CheckpointRef:
         return self.located.ref
 
     @property
-    def deepest_layer(self) -> int:
-        return max(layer.index for layer in self.layers)
+    def deepest_layer(self) -> int | None:
+        return None if self.whole else max(layer.index for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights that are needed, once loaded."""
+        return self.located.weight_bytes(self.deepest_layer, head=self.whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +68,21 @@ def captures_of(request: CaptureRequest) -> Path | None:
     return folder if is_capture(folder) else None
 
 
-def find(request: CaptureRequest) -> Subject:
-    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise."""
+def find(request: CaptureRequest, *, whole: bool = False) -> Subject:
+    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise.
+
+    whole: see `Subject`.
+    """
     model = request.model
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)
     from ssdprof.pipeline import limits  # imports torch, after all that needs none
 
-    return Subject(located=located, layers=layers, seqlens=request.prompt.seqlens or limits.default_seqlens())
+    seqlens = request.prompt.seqlens or limits.default_seqlens()
+    return Subject(located=located, layers=layers, seqlens=seqlens, whole=whole)
 
 
-def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> Subject | Stored:
+def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
     """As `find`, or the wanted layers of stored captures.
 
     BadInputError for options that do not go with stored captures, and for a model whose layers are larger than any
@@ -77,8 +90,10 @@ def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> S
     """
     folder = captures_of(request)
     if folder is not None:
+        if whole:
+            raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
         return _find_stored(folder, request, save_captures=save_captures)
-    subject = find(request)
+    subject = find(request, whole=whole)
     refuse_large(subject)
     return subject
 

@@ -4,18 +4,25 @@ checkpoint -> capture -> replay -> measure -> report.  Shapes use the letters of
 names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `schema.plan`.
 """
 
-from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record
+from ssdprof.schema.accuracy import SLICES, TOLERANCES, Deviation, Match, TensorAccuracy
+from ssdprof.schema.answers import AnswerCase, AnswerGate, Answers
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record, precisions_for
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
 from ssdprof.schema.run import Asked, CaseResult, RunReport, Status
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
+    "NO_GATES",
     "SCHEMA_VERSION",
+    "SLICES",
     "TOLERANCES",
+    "AnswerCase",
+    "AnswerGate",
+    "Answers",
     "Asked",
     "CaptureManifest",
     "CaseResult",
@@ -26,6 +33,7 @@ __all__ = [
     "Deviation",
     "Dims",
     "Environment",
+    "Gates",
     "Gpu",
     "Intermediates",
     "Interval",
@@ -45,4 +53,5 @@ __all__ = [
     "TensorRecord",
     "Timing",
     "Verdict",
+    "precisions_for",
 ]

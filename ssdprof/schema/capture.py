@@ -23,7 +23,7 @@ Scalar = int | float | bool | str | None
 class LayerCapture(Record):
     """The stored inputs of one layer on one prompt.
 
-    remark: what was undone of the model's call, in a sentence for the report.
+    remark: what was undone of the model's call, or differs from its config, in a sentence for the report.
     scalars: arguments that are no tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
     scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
     """
@@ -44,6 +44,13 @@ class CaptureManifest(Record):
     segment_length: int  # tokens per forward call of the model
     layers: tuple[LayerCapture, ...]
     complete: bool
+
+
+class StoredCapture(Record):
+    """What `ssdprof capture` has stored, and where."""
+
+    folder: str
+    manifest: CaptureManifest
 
 
 def scalars_hash(scalars: Mapping[str, Scalar]) -> str:

@@ -7,9 +7,11 @@ from typing import Literal
 from pydantic import model_validator
 
 from ssdprof.schema.accuracy import TensorAccuracy
+from ssdprof.schema.answers import Answers
 from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
 
@@ -50,7 +52,7 @@ class Asked(Record):
 
 
 class RunReport(Record):
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     ssdprof_version: str
     run_id: str  # name of the run's folder
     created: str  # ISO 8601, UTC
@@ -67,5 +69,7 @@ class RunReport(Record):
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
     cases: tuple[CaseResult, ...]
+    answers: tuple[Answers, ...] = ()  # one for each prompt, if they were asked for
     baseline: str = "unfused"
+    gates: Gates = NO_GATES  # what the user wants to hold
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers

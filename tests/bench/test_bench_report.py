@@ -15,7 +15,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Fi
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
-from ssdprof.schema import Gpu, Launch, PrecisionRecord
+from ssdprof.schema import Gates, Gpu, Launch, PrecisionRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,17 +171,31 @@ def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
     assert "kernels" not in facts
 
 
-def test_the_gate(done: BenchReport) -> None:
-    assert gate.too_slow(done, 3.0) == ()
-    (line,) = gate.too_slow(done, 3.25)
-    assert "3.00x over mamba_ssm, not 3.25x" in line
+def gated(done: BenchReport, **limits: float) -> BenchReport:
+    return done.model_copy(update={"gates": Gates.model_validate(limits)})
 
 
-def test_the_gate_does_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
+def test_the_gates(done: BenchReport) -> None:
+    assert gate.failed(gated(done, min_speedup=3.0, max_rms_ratio=2.0)) == ()
+    (line,) = gate.failed(gated(done, min_speedup=3.25))
+    assert line.startswith("GATE FAILED: min-speedup 3.25: tiny, bf16, 1 x 40, fused, exact, fp32 states: 3x over")
+    (line,) = gate.failed(gated(done, max_rms_ratio=0.5))
+    assert "max-rms-ratio 0.5: tiny, bf16, 1 x 40, fused" in line
+    assert line.endswith("times the floor")
+
+
+def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
     alone = report(*measured(contender("fused", lambda _: 1.0)))
-    assert "mamba_ssm was not timed" in gate.too_slow(alone, 1.0)[0]
+    assert gate.failed(gated(alone, min_speedup=1.0))[0].endswith(
+        "fused, exact, fp32 states: its baseline was not timed"
+    )
     late = done.model_copy(update={"left_out": (LeftOut(cell="a cell", reason="the budget was spent"),)})
-    assert gate.too_slow(late, 1.0) == ("a cell: left out: the budget was spent",)
+    assert gate.failed(gated(late, min_speedup=1.0)) == (
+        "GATE FAILED: min-speedup: a cell: left out: the budget was spent",
+    )
+    assert gate.failed(late) == ()
+    (line,) = gate.failed(gated(report(), min_speedup=1.0))
+    assert line.endswith("no case passed that it could judge")
 
 
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))

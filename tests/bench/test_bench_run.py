@@ -215,4 +215,4 @@ def test_the_gate_is_the_exit_code(least: str, code: int) -> None:
     ended, out, err = bench("--seq", "20", "--min-speedup", least, "--markdown")
     assert ended == code
     assert "**Fused over unfused" in out
-    assert ("not 3.01x" in err) == bool(code)
+    assert ("GATE FAILED: min-speedup 3.01: " in err) == bool(code)
