@@ -89,7 +89,7 @@ def test_settings_hold_the_conditions() -> None:
     [
         (("base", "nothing"), "nothing is not a run"),
         (("base", "same", "--fail-if", "slowr:3%"), "Did you mean slower?"),
-        (("base", "same", "--smallest-difference", "much"), "no percentage"),
+        (("base", "same", "--smallest-difference", "much"), "not a percentage"),
         (("base", "same", "-o", "no/where.md"), "There is no folder"),
         (("base", "ssdprof.txt"), "not JSON"),
         (("base", "cells.json"), "cells.json: The file is not a result of ssdprof bench"),
