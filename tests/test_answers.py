@@ -169,8 +169,8 @@ def test_run_compares_answers_too(register: Register) -> None:
     ("words", "message"),
     [
         (("--max-kl", "-1"), "--max-kl is no divergence"),
-        (("--min-top1", "101%"), "--min-top1 is no percentage"),
-        (("--max-perplexity-increase", "little"), "--max-perplexity-increase is no percentage"),
+        (("--min-top1", "101%"), "--min-top1 is not a percentage"),
+        (("--max-perplexity-increase", "little"), "--max-perplexity-increase is not a percentage"),
         (("--implementations", "fastest"), "There is no implementation 'fastest' of ssd"),
         (("--layers", "2"), "2"),
         (("--prompt-file", "missing.txt"), "missing.txt"),

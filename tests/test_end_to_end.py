@@ -471,6 +471,7 @@ def test_killed(running: Callable[..., subprocess.Popen[str]]) -> None:
     assert report.cases
 
 
+@pytest.mark.slow
 def test_progress_and_data_do_not_mix(running: Callable[..., subprocess.Popen[str]]) -> None:
     process = running("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--json")
     out, err = process.communicate(timeout=120)

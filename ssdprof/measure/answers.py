@@ -21,7 +21,7 @@ _FP64_COPIES = 6  # of a block's logits, held at the same time
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of each position (n,) on the CPU.  kl, margin and the losses in fp64 and nats, tokens in int64.
+    """For each position (n,) on the CPU.  kl, margin and the losses in fp64 and nats, tokens in int64.
 
     kl: KL(reference || candidate).  reference_token, token: the most likely ones; of equals, the first.
     margin: log-probability, by the reference, of its own token less that of the candidate's.
@@ -75,7 +75,7 @@ def first_nonfinite(comparison: Comparison) -> int | None:
 
 
 def bands(comparison: Comparison) -> tuple[AnswerBand, ...]:
-    """Of all positions, then of each part that the prompt reaches, if it reaches more than the first."""
+    """Bands of all positions, then of each part that the prompt reaches, if it reaches more than the first."""
     count = len(comparison.kl)
     parts = [(start, min(stop, count)) for start, stop in _edges(count)]
     return tuple(_band(comparison, start, stop) for start, stop in ((0, count), *(parts if len(parts) > 1 else ())))
@@ -131,7 +131,7 @@ def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) ->
 
 
 def _increase_pct(difference: float) -> float:
-    """Of the perplexity, from the difference of two mean losses."""
+    """Change of the perplexity in percent, from the difference of two mean losses."""
     return float(100 * np.expm1(difference))
 
 

@@ -175,7 +175,7 @@ class PromptAnswers:
         return result("compared", bands=bands(found), generated=generated)
 
     def _comparison(self, hidden: torch.Tensor) -> Comparison:
-        """Of the logits after `hidden` (1, l, hidden) with the reference's, a block of positions at a time."""
+        """Compares the logits after `hidden` (1, l, hidden) with the reference's, a block of positions at a time."""
         next_tokens = self._prompt.ids[0, 1:]
         blocks = []
         for start in range(0, hidden.shape[1], self._rows):

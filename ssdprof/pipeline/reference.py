@@ -70,7 +70,7 @@ def _baseline(prompt: PromptRun, remark: str) -> Reference:
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:
-    """Of a run of the model on the oracle, by its time on a piece of the prompt.  The first run is to warm up."""
+    """Seconds of a run of the model on the oracle, from a piece of the prompt.  The first run is a warm-up."""
     piece = replace(prompt, ids=prompt.ids[:, :PIECE], segment_length=PIECE)
     for _ in range(2):
         began = time.monotonic()

@@ -39,7 +39,7 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that are needed, once loaded."""
+        """Bytes of the weights that are needed, once loaded."""
         return self.located.weight_bytes(self.deepest_layer, head=self.head)
 
 

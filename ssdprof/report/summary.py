@@ -86,7 +86,7 @@ class Statement:
 
 
 def statements(report: RunReport) -> tuple[Statement, ...]:
-    """Of each implementation that is compared with something, speed first, then accuracy.
+    """Statements for each compared implementation, speed first, then accuracy.
 
     One or two precisions have a statement each; of more there is one, from the least to the greatest.
     """

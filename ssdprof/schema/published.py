@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "schemas"  # where they are published
 
 
 def json_schema(kind: Any, title: str) -> dict[str, Any]:
-    """Of a document.  kind: a record, or a type made of records."""
+    """The JSON schema of a document.  kind: a record, or a type made of records."""
     generated = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=_Generator)
     return {"$schema": GenerateJsonSchema.schema_dialect, **generated, "title": title}
 

@@ -124,6 +124,7 @@ def test_a_kernel_that_compiles_too_long_is_named() -> None:
     assert not slow.holds
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(dump(timed()))
     (tmp_path / "bars.toml").write_text(
@@ -142,6 +143,7 @@ def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
     assert "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x" in ended["4"].stdout
 
 
+@pytest.mark.slow
 def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
     files = []
     for number, name in enumerate(("NVIDIA H200", "NVIDIA H200", "NVIDIA H100")):

@@ -135,6 +135,7 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert (kept.state, len(kept.cells)) == ("partial", 1)
 
 
+@pytest.mark.slow
 def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CHECKED_SEQLEN", 16)
     compared = []

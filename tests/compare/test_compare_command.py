@@ -87,12 +87,12 @@ def test_settings_hold_the_conditions() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("base", "nothing"), "nothing is no run"),
+        (("base", "nothing"), "nothing is not a run"),
         (("base", "same", "--fail-if", "slowr:3%"), "Did you mean slower?"),
-        (("base", "same", "--smallest-difference", "much"), "no percentage"),
+        (("base", "same", "--smallest-difference", "much"), "not a percentage"),
         (("base", "same", "-o", "no/where.md"), "There is no folder"),
         (("base", "ssdprof.txt"), "not JSON"),
-        (("base", "cells.json"), "cells.json: The file is no result of ssdprof bench"),
+        (("base", "cells.json"), "cells.json: The file is not a result of ssdprof bench"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], complaint: str) -> None:

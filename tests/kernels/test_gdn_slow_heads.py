@@ -61,6 +61,7 @@ def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert all(a < 1.02 * b for a, b in zip(ours, whole, strict=True))
 
 
+@pytest.mark.slow
 def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=2, source=GDN)
     inputs = mixed()
@@ -70,6 +71,7 @@ def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(result.out[:, :, 0], whole.out[:, :, 0])
 
 
+@pytest.mark.slow
 def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts begin where that first pass does: the head forgets until position 500, and nothing after it."""
     inputs = GDNCase(seqlen=2700, heads=1, gate=-1.0, initial_state=True).inputs()

@@ -40,6 +40,7 @@ def test_any_dims(key_dim: int, value_dim: int) -> None:
     assert_is_recurrence(Case(length=70, key_dim=key_dim, value_dim=value_dim).inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values_per_key", [1, 2, 3])
 def test_value_heads_share_key_heads(values_per_key: int) -> None:
     assert_is_recurrence(Case(key_heads=2, values_per_key=values_per_key, batch=2).inputs())
@@ -195,6 +196,7 @@ def test_two_segments_with_a_carried_state_are_one(case: Case, where: float) -> 
     assert_near(second.final_states, whole.final_states)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(case=cases)
 def test_chunked_is_the_recurrence(case: Case) -> None:

@@ -63,6 +63,7 @@ def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
     return analyse([raw(folder / f"{name}.ncu-rep")]).kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_self_check_holds(unpacked: Path, name: str) -> None:
     report = analyse([raw(unpacked / f"{name}.ncu-rep")])

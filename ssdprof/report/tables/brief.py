@@ -31,7 +31,7 @@ def speed(found: Sequence[Group]) -> Table | None:
 
 
 def accuracy(found: Sequence[Group]) -> Table | None:
-    """Of the outputs; None if nothing was compared."""
+    """Accuracy of the outputs; None if nothing was compared."""
     rows = list(_rows(found, _accuracy))
     if not rows:
         return None

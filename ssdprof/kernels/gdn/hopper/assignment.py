@@ -76,7 +76,7 @@ class Segment:
 
     @gluon.jit
     def chunks(self):
-        """Of all segments, where none has a first pass."""
+        """Chunks of all segments, where none has a first pass."""
         return self.nchunks
 
     @gluon.jit

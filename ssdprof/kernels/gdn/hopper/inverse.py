@@ -46,7 +46,7 @@ STAGES = {
 
 @gluon.constexpr_function
 def narrow(warps):
-    """Of products of 16-bit operands: 16 rows for each warp, and 8 columns."""
+    """Layout of products of 16-bit operands: 16 rows for each warp, and 8 columns."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 

@@ -17,7 +17,7 @@ WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "outputs": "chu
 
 @gluon.jit
 def copies(rings, work, descs, out_desc, GROUP: gl.constexpr):
-    """Of all chunks; none of them is of a first pass."""
+    """Copies of all chunks; there is no first pass."""
     q_desc, k_desc, v_desc = descs
     AHEAD: gl.constexpr = rings.keys.SIZE - rings.queries.SIZE
     chunks = work.chunks()
