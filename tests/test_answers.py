@@ -1,7 +1,7 @@
 """`ssdprof answers` on the demo models: exact and relaxed are told apart, and a broken kernel fails the gate."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ssdprof import runs
+from ssdprof import kernels, runs
 from ssdprof.cli import app
 from ssdprof.kernels import registry
 from ssdprof.measure.oracle import oracle_output
@@ -37,8 +37,9 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Adds an implementation for the length of a test; and makes a plain one of the baseline, which is slow here."""
+    kernels.get("ssd", "unfused")  # registers all that there are
     monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
 
     def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
@@ -47,12 +48,9 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
             operator=operator, name=name, run=run, plan=lambda *_: plan
         )
 
-    from ssdprof import kernels
-
-    kernels.get("ssd", "unfused"), kernels.get("gdn", "unfused")  # registered before they are replaced
     for operator in ("ssd", "gdn"):
         add(operator, "unfused", lambda inputs, _precision: oracle_output(inputs))
-    yield add
+    return add
 
 
 def swapped_heads(inputs: Any, _precision: Any) -> Any:
