@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ssdprof import runs
+from ssdprof import kernels, runs
 from ssdprof.cli import app
 from ssdprof.kernels import registry
 from ssdprof.measure.oracle import oracle_output
@@ -39,6 +39,7 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Adds an implementation for the length of a test; and makes a plain one of the baseline, which is slow here."""
+    kernels.get("ssd", "unfused")  # registers all that there are
     monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
 
     def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
@@ -47,9 +48,6 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
             operator=operator, name=name, run=run, plan=lambda *_: plan
         )
 
-    from ssdprof import kernels
-
-    kernels.get("ssd", "unfused"), kernels.get("gdn", "unfused")  # registered before they are replaced
     for operator in ("ssd", "gdn"):
         add(operator, "unfused", lambda inputs, _precision: oracle_output(inputs))
     return add
@@ -76,17 +74,17 @@ def cases(report: RunReport) -> dict[str, AnswerCase]:
 
 @pytest.mark.parametrize("model", ["demo", "demo-gdn"])
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
-    words = ("--implementations", "unfused", "--layers", "0", "--states", "fp32,bf16", "--max-kl", "1e-8")
+    words = ("--implementations", "unfused", "--layers", "0", "--states", "fp32,bf16", "--max-kl", "1e-10")
     code, shown, _ = call("answers", model, *SEQ, *words)
     assert code == 1
     assert "unfused (relaxed, bf16 states) at 70 tokens: mean KL" in " ".join(shown.split())
     report = runs.read(None)[1]
     found = cases(report)
     exact, relaxed = found["exact, fp32 states"].bands[0], found["relaxed, bf16 states"].bands[0]
-    assert exact.kl_mean < 1e-10 < 1e-8 < relaxed.kl_mean
+    assert exact.kl_mean < 1e-11 < 1e-10 < relaxed.kl_mean
     noise = [case for case in report.answers[0].cases if case.change]
     assert len(noise) == 2
-    assert all(0 < case.bands[0].kl_mean < 1e-10 for case in noise)
+    assert all(0 < case.bands[0].kl_mean < 1e-11 for case in noise)
     assert (report.answers[0].reference, report.answers[0].weights) == ("fp64 oracle", "fp32")
 
 

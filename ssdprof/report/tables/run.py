@@ -104,7 +104,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "asked for", ref.requested
     yield "siblings", ", ".join(ref.siblings)
     yield "quantisation", ref.quantization or ""
-    yield "layers", _layers(report) if report.captured_layers else ""
+    yield "layers", _layers(report) if report.captured_layers or not report.answers else ""
     for dims, indices in _shapes(report).items():
         yield "dimensions", dims if len(_shapes(report)) == 1 else f"{dims} (layers {fmt.indices(indices)})"
     for prompt in report.prompts:
