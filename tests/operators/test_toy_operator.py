@@ -74,7 +74,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     assert torch.equal(read.x, drawn().x)
     assert torch.equal(read.a, drawn().a)
 
-    shown = ssdprof("run", str(captures), "--out", "run")
+    shown = ssdprof("run", str(captures), "--out", "run", "--states", "all")
     assert "toy" in shown
     _, report = runs.read("run")
     assert outcome(report).passed
