@@ -52,7 +52,7 @@ RUNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Of the end-to-end speedup of a fused over the unfused SSD, as published."""
+    """A published claim about the end-to-end speedup of a fused over the unfused SSD, as published."""
 
     seqlen: int
     words: str

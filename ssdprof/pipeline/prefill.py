@@ -207,7 +207,7 @@ def _with(report: PrefillReport, **fields: Any) -> PrefillReport:
 
 
 def _dtype(model: Any) -> InputDType:
-    """Of the model's weights, and so of the operators' inputs."""
+    """The dtype of the model's weights, and so of the operators' inputs."""
     dtype: torch.dtype = model.get_input_embeddings().weight.dtype
     return next(name for name in get_args(InputDType) if dtype_named(name) == dtype)
 

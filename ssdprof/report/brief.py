@@ -12,7 +12,7 @@ from ssdprof.report import summary, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.groups import groups
 from ssdprof.report.origin import MEANINGS, origin
-from ssdprof.report.tables import brief
+from ssdprof.report.tables import answers, brief, prefill
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 
@@ -36,6 +36,11 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
     for table in (brief.speed(found), brief.accuracy(found)):
         if table:
             yield from ("", terminal.SplitTable(table))
+    for one in report.answers:
+        if table := answers.total(one):
+            yield from ("", terminal.SplitTable(table))
+    if report.prefill and (table := prefill.times(report.prefill)):
+        yield from ("", terminal.SplitTable(table))
     if found:
         yield ""
     for word, meaning in MEANINGS if found else ():

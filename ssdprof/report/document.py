@@ -109,7 +109,7 @@ def _accuracy(group: Group) -> Iterator[Table | None]:
 
 
 def prefill_sections(found: Prefill) -> Iterator[Section]:
-    """Of the whole model: how long, and where the time goes."""
+    """How long the whole model takes, and where the time goes."""
     times = prefill.times(found)
     yield _section("Prefill time", "main", times, prefill.reading(found) if times else None)
     yield _section("Prefills not timed, and predictions", "main", *prefill.failures(found), *prefill.differences(found))

@@ -24,6 +24,8 @@ BLOCK = gl.constexpr(256)  # chunks' sums looked at side by side
 STAGES = {
     "segments": "ticket",
     "segment_at": "ticket",
+    "chunks": "ticket",
+    "chunk_at": "ticket",
     "sequence_at": "ticket",
     "packed_slot": "ticket",
     "segment_of": "ticket",

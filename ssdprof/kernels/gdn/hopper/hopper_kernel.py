@@ -30,7 +30,13 @@ from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.gdn.hopper.role_stores import stores
 
-STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup", "run_inverting_roles": "setup"}
+STAGES = {
+    "_hopper_kernel": "setup",
+    "_parts_kernel": "setup",
+    "run_roles": "setup",
+    "run_inverting_roles": "setup",
+    "as_tensors": "setup",
+}
 
 
 @gluon.jit

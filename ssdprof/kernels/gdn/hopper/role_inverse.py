@@ -19,6 +19,7 @@ HALF = gl.constexpr(32)  # columns of the inverse: 16 for each of two warps
 STAGES = {
     "allocate_inversion": "setup",
     "begin_inversion": "setup",
+    "diagonal": "caller",
     "inverse_of": "solve_tril",
     "inverses": "solve_tril",
 }
