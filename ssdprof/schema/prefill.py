@@ -99,7 +99,7 @@ class PrefillCase(Record):
 
     @property
     def idle_us(self) -> float | None:
-        """The part of the call in which the GPU did not work; below 0 if the profiled prefill was slower than the timed ones."""
+        """The GPU's idle time in the call; below 0 if the profiled prefill was slower than the timed ones."""
         return self.call.median_us - self.busy_us if self.call and self.parts else None
 
     def part_us(self, name: str) -> float:

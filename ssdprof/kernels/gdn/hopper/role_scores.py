@@ -38,6 +38,7 @@ WAITS = {
     "queries": "waiting.chunk",
     "updates": "ahead",
     "weights": "ahead",
+    "lowers": "ahead",
 }
 
 
