@@ -89,8 +89,9 @@ class PromptAnswers:
         device = self._prompt.ids.device
         if device.type == "cuda":
             forget_peak(device)
+        cases = list(self._cases())
         with self._watcher.step("Running the reference"):
-            self._reference = reference.choose(self._request.reference, self._prompt)
+            self._reference = reference.choose(self._request.reference, self._prompt, self._reference_runs(cases))
             self._hidden = hidden_states(self._prompt, self._reference.compute)
             self._tokens = self._greedy(self._reference.compute, None)
         answers = Answers(
@@ -103,7 +104,6 @@ class PromptAnswers:
             segment_length=self._prompt.segment_length,
             gate=self._request.gate,
         )
-        cases = list(self._cases())
         with self._watcher.step("Comparing answers", len(cases), unit="cases") as advance:
             for case in cases:
                 done = self._compare(case)
@@ -142,6 +142,11 @@ class PromptAnswers:
                 yield Case(
                     implementation=name, precision=precision, compute=compute, layers=frozenset({layer}), layer=layer
                 )
+
+    def _reference_runs(self, cases: Sequence[Case]) -> float:
+        """Runs of the model with the reference: its own, and the share of the layers that a case leaves to it."""
+        layers = len({site.layer_index for site in self._prompt.sites})
+        return 1 + bool(self._request.generate) + sum(1 - len(case.layers) / layers for case in cases)
 
     def _compare(self, case: Case) -> AnswerCase:
         def result(status: AnswerStatus, reason: str = "", **fields: Any) -> AnswerCase:

@@ -21,7 +21,7 @@ from ssdprof.pipeline.substitute import Compute, implemented
 from ssdprof.schema import PrecisionRecord
 
 EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
-LONGEST_S = 300.0  # that the oracle may take for one prompt, by its own estimate
+LONGEST_S = 300.0  # that the oracle may take for all of a prompt's runs, by its time on a piece
 PIECE = 2048  # tokens from which the estimate is made
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -50,17 +50,20 @@ def baseline_name(sites: Sequence[Site]) -> str:
     return operators.get(sites[0].operator).baseline
 
 
-def choose(wanted: Wanted, prompt: PromptRun) -> Reference:
-    """The oracle, or the baseline where that is asked for, or where the oracle would take longer than `LONGEST_S`."""
+def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
+    """The oracle, or the baseline where that is asked for, or where the oracle would take longer than `LONGEST_S`.
+
+    runs: how many runs of the model on the reference the comparison takes; a run with it in some layers is a fraction.
+    """
     if wanted == "unfused":
         return _baseline(prompt, "It was asked for.")
     if wanted == "auto" and prompt.ids.shape[1] > 2 * PIECE:
-        seconds = _oracle_seconds(prompt)
+        seconds = runs * _oracle_seconds(prompt)
         if seconds > LONGEST_S:
             return _baseline(
                 prompt,
-                f"The fp64 oracle would take about {seconds / 60:.0f} min for each run of the model, by its time on "
-                f"{PIECE:,} tokens; --reference oracle takes it all the same.",
+                f"The fp64 oracle would take about {seconds / 60:.0f} min, by its time on {PIECE:,} tokens; "
+                "--reference oracle takes it all the same.",
             )
     return Reference(compute=oracle, name="fp64 oracle")
 
