@@ -30,7 +30,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str) -> None:
     inputs = on_gpu(CASES[name].inputs())
-    assert get("gdn", "fused").plan(inputs, Precision()).variant == "hopper"
+    plan = get("gdn", "fused").plan(inputs, Precision())
+    assert plan.variant == "hopper"
+    assert "padded to 128" in plan.reason
     result = get("gdn", "fused").run(inputs, Precision())
     assert_right(result, inputs)
     assert_right(SlicedLaunch(inputs, HopperConfig(segment=8))(inputs), inputs)
