@@ -10,14 +10,15 @@ import torch
 
 from ssdprof.capture.captured import CapturedLayer, OnLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
-from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.layout import PromptBuffer, strides, token_major
+from ssdprof.capture.intercept import OperatorCall, Result
+from ssdprof.capture.layout import PromptBuffer, packed, strides, token_major
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.prefill import prefill, split_prompt
-from ssdprof.capture.sites import Site, find_sites, match_layers
+from ssdprof.capture.passage import Prompt
+from ssdprof.capture.prefill import Head
+from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.environment.memory import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
-from ssdprof.schema import CheckpointRef, LayerRef
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,10 @@ def capture_layers(
     segment_length: int | None,
     on_layer: OnLayer,
     host_budget_bytes: int | None = None,
+    serving: Serving = Serving(),  # noqa: B008
+    head: Head | None = None,
 ) -> CaptureSummary:
-    """Run `model` on ids (b, l) and call `on_layer` once for each of `layers`, in the model's order.
+    """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls (`Serving.calls`).
 
     model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
     segment_length: tokens per forward call; None: the whole prompt if it fits beside the model, else in segments.
@@ -46,6 +49,10 @@ def capture_layers(
         memory and on_layer is called after the prompt: then layer after layer is moved to the model's device.
     host_budget_bytes: main memory for collected inputs (half of what is available if None).  Layers that need more go
         in groups, each with a prefill of its own.
+    serving: packed sequences go through the model one by one, so that nothing passes from one to the next, and their
+        inputs are put behind each other.  Chunks are segments that are handed on as they come, with the states that
+        they begin with.  Decode steps are computed by the model itself; their inputs are handed on as they come.
+    head: the model's scores of the next token, which decode steps need.
 
     Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
@@ -57,94 +64,38 @@ def capture_layers(
     if not wanted:
         raise BadInputError("No layer was selected.")
     batch, seqlen = ids.shape
-    if segment_length is None:
+    if serving.chunk is not None:
+        segment_length = serving.chunk
+    elif segment_length is None:
         segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
-    prompt = _Prompt(model, ids.to(model.device), segment_length, sites, ref.model_type)
-    if prompt.segments == 1:
-        calls = _capture_in_one_piece(prompt, wanted, on_layer)
+    prompt = Prompt(model, ids.to(model.device), segment_length, sites, ref.model_type, serving, head)
+    if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
+        calls = _capture_on_the_way(prompt, wanted, on_layer)
         prefills = 1
     else:
         groups = list(_groups(prompt, wanted, host_memory() // 2 if host_budget_bytes is None else host_budget_bytes))
-        calls = sum(_capture_in_segments(prompt, group, on_layer) for group in groups)
+        calls = sum(_capture_together(prompt, group, on_layer) for group in groups)
         prefills = len(groups)
     return CaptureSummary(
         segment_length=min(segment_length, seqlen), segments=prompt.segments, prefills=prefills, operator_calls=calls
     )
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt, and the model that it goes through."""
+def _capture_on_the_way(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+    """Hand on every call while its layer runs."""
+    upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
 
-    model: Any
-    ids: torch.Tensor  # (b, l)
-    segment_length: int
-    sites: tuple[Site, ...]
-    model_type: str
-
-    @property
-    def segments(self) -> int:
-        return len(split_prompt(self.ids.shape[1], self.segment_length))
-
-    def run(self, handler: Callable[[OperatorCall], Result]) -> int:
-        """One prefill with `handler` at the operator's door; returns the number of operator calls.
-
-        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
-        transformers accepts may still describe a model that does not run.
-        """
-        raised: list[BaseException] = []
-
-        def watched(call: OperatorCall) -> Result:
-            try:
-                return handler(call)
-            except BaseException as error:
-                raised.append(error)
-                raise
-
-        try:
-            with intercept(self.sites, watched) as count:
-                prefill(self.model, self.ids, self.segment_length)
-        except torch.OutOfMemoryError as error:
-            raise MissingCapabilityError(
-                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
-                "Use a shorter --seq, or --layers first:N with fewer layers.",
-            ) from error
-        except Exception as error:
-            if error in raised or isinstance(error, SsdprofError):
-                raise
-            raise BadInputError(
-                f"This {self.model_type} model does not run: {library_message(error)}.",
-                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
-            ) from error
-        if count.steps:
-            raise BadInputError(
-                f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
-                "computes by another function than its operator.",
-                "Use --segment 2 or longer segments.",
-            )
-        expected = len(self.sites) * self.segments
-        if count.calls != expected:
-            raise BadInputError(
-                f"This {self.model_type} model made {count.calls} operator calls where {len(self.sites)} layers and "
-                f"{self.segments} segments make {expected}: part of it bypasses its operator, and a capture would be "
-                "incomplete.",
-                "Load the model without use_kernels, in eval mode.",
-            )
-        return count.calls
-
-
-def _capture_in_one_piece(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
     def handler(call: OperatorCall) -> Result:
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
-            taken = token_major(call.inputs)
-            on_layer(CapturedLayer(layer=layer, inputs=taken, model_strides=strides(call.inputs), remark=call.remark))
+            on_layer(_taken(call, layer, next(upcoming[layer.index], None)))
         return call.stand_in()
 
-    return prompt.run(handler)
+    return prompt.run(handler, _on_step(prompt, wanted, on_layer))
 
 
-def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_together(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+    """Put the inputs of all segments, and of all packed sequences, behind each other, and hand them on at the end."""
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
     model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -161,17 +112,51 @@ def _capture_in_segments(prompt: _Prompt, wanted: dict[int, LayerRef], on_layer:
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.stand_in()
 
-    calls = prompt.run(handler)
+    calls = prompt.run(handler, _on_step(prompt, wanted, on_layer))
+    (whole,) = prompt.calls(decode=False)
     for index, layer in wanted.items():
         inputs = buffers.pop(index).inputs(prompt.model.device)
-        on_layer(
-            CapturedLayer(layer=layer, inputs=inputs, model_strides=model_strides.pop(index), remark=remarks[index])
+        if prompt.serving.packed:
+            inputs = packed(inputs, prompt.serving.packed)
+        captured = CapturedLayer(
+            layer=layer,
+            inputs=inputs,
+            model_strides=model_strides.pop(index),
+            remark=" ".join(part for part in (remarks[index], prompt.remark) if part),
+            call=whole,
         )
         del inputs
+        on_layer(captured)
+        del captured
     return calls
 
 
-def _groups(prompt: _Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
+def _on_step(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> Callable[[OperatorCall], None] | None:
+    """Hands on decode steps; None if there are none."""
+    if not prompt.serving.decode:
+        return None
+    upcoming = {index: iter(prompt.calls(decode=True)) for index in wanted}
+
+    def observe(call: OperatorCall) -> None:
+        layer = wanted.get(call.site.layer_index)
+        if layer is not None and (which := next(upcoming[layer.index], None)):
+            on_layer(_taken(call, layer, which))
+
+    return observe
+
+
+def _taken(call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
+    """A copy: what the model does next may overwrite it."""
+    return CapturedLayer(
+        layer=layer,
+        inputs=token_major(call.inputs),
+        model_strides=strides(call.inputs),
+        remark=call.remark,
+        call=which,
+    )
+
+
+def _groups(prompt: Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
     """`wanted` in groups whose inputs take at most `budget` bytes of main memory."""
     group: dict[int, LayerRef] = {}
     used = 0

@@ -93,6 +93,10 @@ class Located:
                 infos.append(info._replace(name=prefix + name))
         return tuple(infos)
 
+    def file_info(self, name: str) -> FileInfo:
+        """Size of one of the checkpoint's files, and whether it is here."""
+        return _file_info(self.source, name)
+
     def weight_bytes(self, deepest_layer: int | None = None) -> int:
         """Bytes of the weights of layers 0 to `deepest_layer`, and of what is in no layer, once loaded.
 

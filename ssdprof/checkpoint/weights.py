@@ -19,6 +19,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Parts that no capture runs: the language model's head, image and audio towers, multi-token prediction.
 _UNUSED = re.compile(r"^(?:lm_head|mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
 
+_HEAD = re.compile(r"(?:.+\.)?lm_head\.weight")
+
 
 def is_needed(key: str, depth: int) -> bool:
     """Whether the base model cut to its first `depth` layers has the weight `key`."""
@@ -75,6 +77,17 @@ class Weights:
         if self.pickled:
             return self.source.sizes[original.PICKLE]
         return loaded_bytes(self.tensors(depth).values())
+
+    def head(self) -> tuple[str, str, int] | None:
+        """Name, file and bytes of the language model's head; None where no file holds one, or is a pickle."""
+        if self.pickled:
+            return None
+        places = self.shards if self.shards is not None else dict.fromkeys(self._headers(str(self.single)), self.single)
+        name = next((key for key in places if _HEAD.fullmatch(key)), None)
+        if name is None:
+            return None
+        file = str(places[name])
+        return name, file, loaded_bytes([self._headers(file)[name]])
 
     def _headers(self, file: str) -> Mapping[str, StoredTensor]:
         # What the hub said of a file proves nothing of the copy that is downloaded later: that one is read again.

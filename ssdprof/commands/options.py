@@ -11,7 +11,7 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
-    from ssdprof.pipeline.request import CaptureRequest
+    from ssdprof.pipeline.request import CaptureRequest, ServingRequest
 
 
 def path(text: str) -> Path:
@@ -73,6 +73,37 @@ Segment = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Tokens per forward call of the model.", show_default="by length"),
 ]
+Batch = Annotated[
+    int, typer.Option(metavar="N", min=1, max=65536, help="Run N different prompts side by side.", show_default=True)
+]
+Packed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NxA-B",
+        help="Run N sequences of A to B tokens behind each other in one call: 64x1k-4k.",
+        show_default=False,
+    ),
+]
+ChunkedPrefill = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Replay the prompt as calls of N tokens, each with the states that the one before left: 8k.",
+        show_default=False,
+    ),
+]
+Decode = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, max=4096, help="Let the model generate N tokens after the prompt, and replay each step."
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=1, help="Replay what one of N GPUs computes that share each layer's heads.", show_default=True
+    ),
+]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
@@ -113,6 +144,7 @@ def capture_request(
     seq: str | None,
     layers: str,
     segment: int | None,
+    serving: ServingRequest,
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
@@ -125,7 +157,9 @@ def capture_request(
     check_layers(layers)
     return CaptureRequest(
         model=ModelRequest(model=model, revision=revision, tokenizer=tokenizer),
-        prompt=PromptRequest(text=prompt_file or prompt, seqlens=None if seq is None else parse_seqs(seq)),
+        prompt=PromptRequest(
+            text=prompt_file or prompt, seqlens=None if seq is None else parse_seqs(seq), serving=serving
+        ),
         layers=layers,
         segment_length=segment,
     )

@@ -23,6 +23,11 @@ def run(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    batch: options.Batch = 1,
+    packed: options.Packed = None,
+    chunked_prefill: options.ChunkedPrefill = None,
+    decode: options.Decode = 0,
+    tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
     implementations: Annotated[
@@ -48,16 +53,25 @@ def run(
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that nothing was compared, or that the stored capture was broken off.
     """
-    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, precisions
+    from ssdprof.pipeline.request import (
+        Keep,
+        ReplayRequest,
+        parse_implementations,
+        parse_percent,
+        parse_serving,
+        precisions,
+    )
     from ssdprof.pipeline.subject import find_to_replay
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
+    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
     replay = ReplayRequest(
         precisions=precisions(dtypes, states),
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
+        tensor_parallel=tensor_parallel,
     )
     found = find_to_replay(request, save_captures=save_captures)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
@@ -66,7 +80,7 @@ def run(
     if dry_run:
         from ssdprof.pipeline.dry_run import plan
 
-        terminal.show_plan(plan(found), as_json)
+        terminal.show_plan(plan(found, tensor_parallel=tensor_parallel), as_json)
         check(found, replay)
         return
     tuned = options.use_tuned(no_tuned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdprof.checkpoint import check_config
+from ssdprof.checkpoint.head import stored_head
 from ssdprof.errors import BadInputError
 from ssdprof.files import why
 from ssdprof.pipeline import limits
@@ -15,23 +16,32 @@ from ssdprof.schema.plan import DryRun, PlannedFile
 _BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, and a run of it cannot pass."
 
 
-def plan(found: Subject | Stored) -> DryRun:
+def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
     """What `run` or `capture` would download and load.
 
+    tensor_parallel: ranks among which a run divides the heads.
     BadInputError for a config that transformers cannot use, and for a file of a capture that is not there.
     """
-    return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+    planned = _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+    return planned.model_copy(
+        update={"batch": found.batch, "serving": found.serving, "tensor_parallel": tensor_parallel}
+    )
 
 
 def _of_model(subject: Subject) -> DryRun:
     check_config(subject.located, deepest_layer=subject.deepest_layer)
+    decode = subject.serving.decode > 0
+    files = {file.name: file for file in subject.located.files(subject.deepest_layer)}
+    if decode and (head := stored_head(subject.located)):
+        file = subject.located.file_info(head[1])
+        files.setdefault(file.name, file)
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
         dims=str(subject.located.dims(subject.layers[0])),
         seqlens=subject.seqlens,
-        files=tuple(PlannedFile(**file._asdict()) for file in subject.located.files(subject.deepest_layer)),
-        weight_bytes=subject.located.weight_bytes(subject.deepest_layer),
+        files=tuple(PlannedFile(**file._asdict()) for file in files.values()),
+        weight_bytes=limits.weight_bytes(subject.located, subject.layers, decode=decode),
         device=str(limits.device()),
         free_bytes=limits.free_bytes(),
         notes=subject.located.notes,

@@ -9,6 +9,7 @@ import torch
 
 from ssdprof.checkpoint import Located
 from ssdprof.checkpoint.families import siblings_that_fit
+from ssdprof.checkpoint.head import stored_head
 from ssdprof.environment.memory import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.schema import LayerRef
@@ -33,9 +34,9 @@ def default_seqlens() -> tuple[int, ...]:
     return (DEFAULT_SEQLEN_GPU if device().type == "cuda" else DEFAULT_SEQLEN_CPU,)
 
 
-def check_replay(seqlens: Sequence[int]) -> None:
-    """MissingCapabilityError for a prompt that is too long to be replayed without a GPU."""
-    longest = max(seqlens)
+def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
+    """MissingCapabilityError for a prompt, or a batch of them, that is too long to be replayed without a GPU."""
+    longest = batch * max(seqlens)
     if device().type == "cpu" and longest > LONGEST_INTERPRETED:
         raise MissingCapabilityError(
             f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, a program at a "
@@ -44,12 +45,21 @@ def check_replay(seqlens: Sequence[int]) -> None:
         )
 
 
-def check_weights(located: Located, layers: Sequence[LayerRef]) -> None:
-    """MissingCapabilityError unless the weights that `layers` need fit into the device's memory."""
+def check_weights(located: Located, layers: Sequence[LayerRef], *, decode: bool = False) -> None:
+    """MissingCapabilityError unless the weights that `layers` need fit into the device's memory.
+
+    decode: the model generates tokens, which takes all of it.
+    """
     free = free_bytes()
-    needed = located.weight_bytes(max(layer.index for layer in layers))
+    needed = weight_bytes(located, layers, decode=decode)
     if needed <= free:
         return
+    if decode:
+        raise MissingCapabilityError(
+            f"--decode needs all {located.ref.layer_count} layers of {located.ref.repo_id} and its head, "
+            f"{_gib(needed)} ({needed:,} bytes) on {device()}; {_gib(free)} are free.",
+            "Leave out --decode: without it, only the layers up to the deepest wanted one are loaded.",
+        )
     fitting = [n for n, layer in enumerate(located.ref.layers, start=1) if located.weight_bytes(layer.index) <= free]
     siblings = [known.repo for known in siblings_that_fit(located.ref.repo_id, free)]
     advice = []
@@ -62,6 +72,14 @@ def check_weights(located: Located, layers: Sequence[LayerRef]) -> None:
         f"{_gib(free)} are free.",
         " ".join(advice) or "Not one layer of it fits: take a smaller model.",
     )
+
+
+def weight_bytes(located: Located, layers: Sequence[LayerRef], *, decode: bool = False) -> int:
+    """Bytes of the weights that a capture of `layers` loads."""
+    if not decode:
+        return located.weight_bytes(max(layer.index for layer in layers))
+    head = stored_head(located)
+    return located.weight_bytes() + (head[2] if head else 0)
 
 
 @contextmanager

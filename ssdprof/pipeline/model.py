@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
+from ssdprof.capture.prefill import Head
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
+from ssdprof.checkpoint.head import load_head
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
@@ -25,35 +28,45 @@ OnLayer = Callable[[CapturedLayer], object]
 class Loaded:
     """A model on its device, with the prompts that it will run on.
 
-    ids: each (1, l) int64.  segment_lengths: tokens per forward call, for each prompt.
+    ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
+    head: scores of the next token; None where no token is generated.
     """
 
     model: Any
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
+    head: Head | None = None
 
 
 def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
     """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory."""
     for note in subject.located.notes:
         watcher.say(note)
-    limits.check_weights(subject.located, subject.layers)
+    decode = subject.serving.decode > 0
+    limits.check_weights(subject.located, subject.layers, decode=decode)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, progress=watcher.say)
-    built = [_prompt(local, request.prompt, seqlen) for seqlen in subject.seqlens]
+    built = [_prompt(local, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
     _quiet_transformers()
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
         model = load_model(local, device=limits.device())
-    lengths = [
-        min(request.segment_length or choose_segment_length(model, seqlen, subject.layers), seqlen)
-        for seqlen in subject.seqlens
-    ]
+        head = load_head(subject.located, model) if decode else None
+    lengths = [_segment_length(request, subject, model, seqlen) for seqlen in subject.seqlens]
     return Loaded(
         model=model,
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=tuple(lengths),
+        head=head,
     )
+
+
+def _segment_length(request: CaptureRequest, subject: Subject, model: Any, seqlen: int) -> int:
+    """Tokens per forward call for a prompt."""
+    serving = subject.serving
+    longest = max(serving.packed, default=seqlen)
+    wanted = serving.chunk or request.segment_length
+    return min(wanted or choose_segment_length(model, seqlen, subject.layers, batch=subject.batch), longest)
 
 
 def _quiet_transformers() -> None:
@@ -64,15 +77,20 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _prompt(local: LocalCheckpoint, wanted: PromptRequest, seqlen: int) -> tuple[torch.Tensor, Prompt]:
+def _prompt(
+    local: LocalCheckpoint, wanted: PromptRequest, subject: Subject, seqlen: int
+) -> tuple[torch.Tensor, Prompt]:
+    build = partial(build_prompt, seqlen=seqlen, batch=subject.batch, packed=subject.serving.packed)
     if local.tokenizer_name is None and wanted.text == "random":
-        return build_prompt(None, seqlen, kind="random", vocab_size=local.description.vocab_size)
+        ids, prompt = build(None, kind="random", vocab_size=local.description.vocab_size)
+        return ids, prompt.model_copy(update={"serving": subject.serving})
     folder = local.tokenizer_folder
     if isinstance(wanted.text, Path):
-        ids, prompt = build_prompt(folder, seqlen, kind="file", file=wanted.text)
+        ids, prompt = build(folder, kind="file", file=wanted.text)
     else:
-        ids, prompt = build_prompt(folder, seqlen, kind=wanted.text)
-    return ids, prompt.model_copy(update={"tokenizer": f"{local.tokenizer_name}: {prompt.tokenizer}"})
+        ids, prompt = build(folder, kind=wanted.text)
+    tokenizer = f"{local.tokenizer_name}: {prompt.tokenizer}"
+    return ids, prompt.model_copy(update={"tokenizer": tokenizer, "serving": subject.serving})
 
 
 def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
@@ -84,7 +102,14 @@ def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
 
     for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
         capture_layers(
-            loaded.model, ids, subject.layers, ref=subject.ref, segment_length=segment_length, on_layer=on_layer
+            loaded.model,
+            ids,
+            subject.layers,
+            ref=subject.ref,
+            segment_length=segment_length,
+            on_layer=on_layer,
+            serving=subject.serving,
+            head=loaded.head,
         )
 
 

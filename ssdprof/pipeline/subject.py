@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from ssdprof import operators
 from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.capture.select import select_layers
 from ssdprof.checkpoint import Located, locate
 from ssdprof.errors import BadInputError
+from ssdprof.operators.drawing import boundaries
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest
-from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef
+from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
+
+SEED = 0  # of the lengths of packed sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine."""
+    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine.
+
+    seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
+    """
 
     located: Located
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
+    batch: int = 1
+    serving: Serving = field(default_factory=Serving)
 
     @property
     def ref(self) -> CheckpointRef:
@@ -29,7 +39,13 @@ class Subject:
 
     @property
     def deepest_layer(self) -> int:
-        return max(layer.index for layer in self.layers)
+        """The deepest layer that is loaded: a model that generates tokens is whole."""
+        return self.ref.layer_count - 1 if self.serving.decode else max(layer.index for layer in self.layers)
+
+    @property
+    def calls(self) -> int:
+        """Captures to be expected: of all layers on all prompts."""
+        return len(self.layers) * sum(len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +66,22 @@ class Stored:
 
     @property
     def seqlens(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(capture.seqlen for capture in self.chosen))
+        """Of prompts."""
+        found = (capture.call.prompt_seqlen if capture.call else capture.seqlen for capture in self.chosen)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def prompt(self) -> Prompt:
+        """One of the prompts: all are served in the same way."""
+        return self.manifest.prompts[0]
+
+    @property
+    def batch(self) -> int:
+        return self.prompt.batch
+
+    @property
+    def serving(self) -> Serving:
+        return self.prompt.serving
 
 
 def captures_of(request: CaptureRequest) -> Path | None:
@@ -64,9 +95,25 @@ def find(request: CaptureRequest) -> Subject:
     model = request.model
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)
+    asked = request.prompt.serving
     from ssdprof.pipeline import limits  # imports torch, after all that needs none
 
-    return Subject(located=located, layers=layers, seqlens=request.prompt.seqlens or limits.default_seqlens())
+    lengths: tuple[int, ...] = ()
+    if asked.packed is not None:
+        lengths = tuple(stop - start for start, stop in pairwise(boundaries(asked.packed, SEED)))
+    seqlens = (sum(lengths),) if lengths else request.prompt.seqlens or limits.default_seqlens()
+    if asked.batch * max(seqlens) > LONGEST_SEQLEN:
+        raise BadInputError(
+            f"{asked.batch * max(seqlens):,} tokens are too many for one call.",
+            f"Give fewer or shorter sequences, of {LONGEST_SEQLEN:,} tokens together.",
+        )
+    return Subject(
+        located=located,
+        layers=layers,
+        seqlens=seqlens,
+        batch=asked.batch,
+        serving=Serving(packed=lengths, chunk=asked.chunk, decode=asked.decode),
+    )
 
 
 def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> Subject | Stored:

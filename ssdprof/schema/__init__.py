@@ -5,18 +5,20 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 """
 
 from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record
+from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record, StoredDType
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import Asked, CaseResult, RunReport, Status
+from ssdprof.schema.run import Asked, CaseResult, RunReport, Status, StepsAsked
+from ssdprof.schema.serving import CallRef, Serving
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
     "SCHEMA_VERSION",
     "TOLERANCES",
     "Asked",
+    "CallRef",
     "CaptureManifest",
     "CaseResult",
     "Ceilings",
@@ -39,8 +41,11 @@ __all__ = [
     "Record",
     "Roofline",
     "RunReport",
+    "Serving",
     "Speedup",
     "Status",
+    "StepsAsked",
+    "StoredDType",
     "TensorAccuracy",
     "TensorRecord",
     "Timing",

@@ -1,0 +1,127 @@
+"""A prompt on its way through a model whose operators are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
+from ssdprof.capture.prefill import Head, generate, prefilled, split_prompt
+from ssdprof.capture.sites import Site
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.schema import CallRef, Serving
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and the model that they go through.
+
+    ids: (b, l); packed sequences behind each other, (1, l).  head: the scores of the next token, for decode steps.
+    """
+
+    model: Any
+    ids: torch.Tensor
+    segment_length: int
+    sites: tuple[Site, ...]
+    model_type: str
+    serving: Serving
+    head: Head | None = None
+
+    @property
+    def segments(self) -> int:
+        """Forward calls of the model before the first decode step."""
+        lengths = self.serving.packed or (self.ids.shape[1],)
+        return sum(len(split_prompt(length, self.segment_length)) for length in lengths)
+
+    @property
+    def remark(self) -> str:
+        """What was done otherwise than a server does it, in a sentence; empty if nothing was."""
+        if not self.serving.packed:
+            return ""
+        return (
+            f"The {len(self.serving.packed)} packed sequences went through the model one by one, and the inputs of its "
+            "operators were put behind each other: so nothing passes from one to the next."
+        )
+
+    def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
+        """Those of one layer's operator: decode steps, or the others."""
+        found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
+        return tuple(call for call in found if (call is not None and call.kind == "decode") is decode)
+
+    def run(
+        self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
+    ) -> int:
+        """Once through the model with `handler` at the operator's door; returns the number of calls but decode steps.
+
+        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
+        transformers accepts may still describe a model that does not run.
+        """
+        raised: list[BaseException] = []
+
+        def watched(call: OperatorCall) -> Result:
+            try:
+                return handler(call)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
+        def watched_step(call: OperatorCall) -> None:
+            assert on_step is not None
+            try:
+                on_step(call)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
+        try:
+            with intercept(self.sites, watched, watched_step if on_step else None) as count:
+                self._feed()
+        except torch.OutOfMemoryError as error:
+            raise MissingCapabilityError(
+                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
+                "Use a shorter --seq, or --layers first:N with fewer layers.",
+            ) from error
+        except Exception as error:
+            if error in raised or isinstance(error, SsdprofError):
+                raise
+            raise BadInputError(
+                f"This {self.model_type} model does not run: {library_message(error)}.",
+                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
+            ) from error
+        self._check(count)
+        return count.calls
+
+    def _feed(self) -> None:
+        for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
+            decode = self.serving.decode
+            with prefilled(self.model, ids, self.segment_length, goes_on=decode > 0) as (last, feed):
+                if decode:
+                    assert self.head is not None, "decode steps need a head"
+                    generate(feed, last, self.head, decode)
+
+    def _check(self, count: CallCount) -> None:
+        """BadInputError unless every layer made every call."""
+        steps = len(self.sites) * self.serving.decode
+        if count.steps > steps:
+            raise BadInputError(
+                f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
+                "computes by another function than its operator.",
+                "Use --segment 2 or longer segments.",
+            )
+        expected = len(self.sites) * self.segments
+        if count.calls != expected:
+            raise BadInputError(
+                f"This {self.model_type} model made {count.calls} operator calls where {len(self.sites)} layers and "
+                f"{self.segments} segments make {expected}: part of it bypasses its operator, and a capture would be "
+                "incomplete.",
+                "Load the model without use_kernels, in eval mode.",
+            )
+        if count.steps < steps:
+            raise BadInputError(
+                f"This {self.model_type} model computed {count.steps} steps where {len(self.sites)} layers and "
+                f"{self.serving.decode} generated tokens make {steps}: it decodes in another way.",
+                "Leave out --decode.",
+            )
