@@ -121,7 +121,7 @@ def _capture_together(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnL
         captured = CapturedLayer(
             layer=layer,
             inputs=inputs,
-            model_strides=model_strides.pop(index),
+            model_strides=strides(inputs) | model_strides.pop(index),  # bounds of a pack are not the model's
             remark=" ".join(part for part in (remarks[index], prompt.remark) if part),
             call=whole,
         )

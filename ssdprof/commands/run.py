@@ -53,6 +53,7 @@ def run(
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that nothing was compared, or that the stored capture was broken off.
     """
+    from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import (
         Keep,
         ReplayRequest,
@@ -65,6 +66,11 @@ def run(
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
+    if stalls and tensor_parallel > 1:
+        raise BadInputError(
+            "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
+            "Leave out one of them.",
+        )
     serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
     replay = ReplayRequest(

@@ -17,9 +17,9 @@ IMPLEMENTATIONS = ("unfused", "fused")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 # A step is computed in fp32 throughout, whatever the precision of the prompt.
 STEPS = StepsAsked(
-    implementations=("unfused", "recurrent"),
+    implementations=("unfused_step", "recurrent"),
     precisions=(PrecisionRecord(intermediates="exact", state_dtype="fp32"),),
-    baseline="unfused",
+    baseline="unfused_step",
 )
 
 

@@ -87,13 +87,15 @@ def bind_step(
 
 
 def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
-    """The first `dims` dimensions of a tensor that is expanded over the others.  ValueError if it is not."""
-    for size, stride in zip(tensor.shape[dims:], tensor.stride()[dims:], strict=True):
-        if size > 1 and stride:
-            raise ValueError(f"{name} differs between the channels of a head")
+    """The first `dims` dimensions of a tensor that is the same over the others.  ValueError if it is not."""
+    first = tensor
     for _ in range(tensor.ndim - dims):
-        tensor = tensor.select(-1, 0)
-    return tensor
+        first = first.select(-1, 0)
+    if any(tensor.stride()[dims:]):  # not expanded
+        repeated = first.reshape(*first.shape, *(1 for _ in tensor.shape[dims:])).expand_as(tensor)
+        if not torch.equal(tensor, repeated):
+            raise ValueError(f"{name} differs between the channels of a head")
+    return first
 
 
 def stand_in(inputs: SSDInputs) -> Output:
