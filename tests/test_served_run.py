@@ -249,3 +249,7 @@ def test_reports_and_captures_from_before_are_read() -> None:
     before = store.read_manifest(Path("a/captures"))
     file.write_text(json.dumps(manifest))
     assert store.read_manifest(Path("a/captures")) == before
+    file.write_text(json.dumps(manifest | {"prompts": []}))
+    answer = Answer("run", "a/captures", "--dry-run")
+    assert answer.code == 2
+    assert "is damaged: it names no prompt" in answer.err

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ssdprof import operators
-from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.capture.select import select_layers
 from ssdprof.checkpoint import Located, locate
@@ -138,6 +138,8 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
             "--layers is the only option of a model that stored captures take.",
         )
     manifest = read_manifest(folder)
+    if not manifest.prompts:
+        raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
     chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
     if not chosen:
