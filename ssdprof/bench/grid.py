@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
-from ssdprof.capture.prompt import parse_seq
+from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Cell, InputDType, Layout, Tokens
 from ssdprof.operators.shapes import Shape
@@ -25,7 +25,7 @@ def parse_tokens(
     """
     pairs = [Tokens(sequences=b, seqlen=l) for b, l in product(_batches(batches), lengths(seqs))]
     fitting = [pair for pair in pairs if pair.at_most <= max_tokens]
-    wanted = dict.fromkeys([*fitting, *map(_pair, _words(extra)), *map(_packed, _words(packed))])
+    wanted = dict.fromkeys([*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))])
     if not wanted:
         raise BadInputError(f"Every cell has more than {max_tokens:,} tokens.", "Raise --max-tokens, or ask for less.")
     return tuple(wanted), tuple(pair for pair in pairs if pair not in wanted)
@@ -92,14 +92,6 @@ def _pair(word: str) -> Tokens:
     if match is None:
         raise BadInputError(f"{word!r} is not a cell.", "Give sequences x length, such as 8x4k or 32x1k.")
     return Tokens(sequences=int(match[1]), seqlen=parse_seq(match[2]))
-
-
-def _packed(word: str) -> Tokens:
-    match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
-    tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
-    if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
-        raise BadInputError(f"{word!r} is not a pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
-    return tokens
 
 
 def _words(text: str) -> list[str]:

@@ -16,17 +16,22 @@ from ssdprof.errors import BadInputError
 from ssdprof.operators.operator import BoundCall
 
 
-def bind(operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
-    """What `mixer` asks of its operator.
+def bind(
+    operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
+) -> BoundCall:
+    """What `mixer` asks of its operator.  step: the call is one of the operator's `step`.
 
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the argument.
     """
     door = operators.get(operator).door
+    binder = door.bind_step if step else door.bind
+    if binder is None:
+        raise BadInputError(f"Decode steps of {operator} layers cannot be captured.", "Leave out --decode.")
     for name in door.refused:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise BadInputError(f"{type(mixer).__name__} passes {name} to its operator, which a capture cannot hold.")
     try:
-        return door.bind(mixer, *args, **kwargs)
+        return binder(mixer, *args, **kwargs)
     except (ValueError, TypeError) as error:
         raise BadInputError(
             f"{type(mixer).__name__} calls its {operator} operator in a way unknown here: {error}."

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ssdprof.schema import LayerRef
+from ssdprof.schema import CallRef, LayerRef
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedLayer:
-    """The inputs of one layer's operator for a whole prompt.
+    """The inputs of one call of a layer's operator.
 
+    call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
     model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
     remark: what was undone of the model's call, or differs from its config, in a sentence; empty if nothing is
@@ -22,6 +23,7 @@ class CapturedLayer:
     inputs: Any
     model_strides: dict[str, tuple[int, ...]]
     remark: str = ""
+    call: CallRef | None = None
 
 
 OnLayer = Callable[[CapturedLayer], None]

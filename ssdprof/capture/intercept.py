@@ -44,13 +44,19 @@ class OperatorCall:
 @dataclass
 class CallCount:
     calls: int = 0  # of the operator
-    steps: int = 0  # for one token with a cached state: the model computed them itself
+    steps: int = 0  # for one token with a cached state: the model computes them itself
 
 
 @contextmanager
-def intercept(sites: Sequence[Site], handler: Callable[[OperatorCall], Result]) -> Iterator[CallCount]:
+def intercept(
+    sites: Sequence[Site],
+    handler: Callable[[OperatorCall], Result],
+    on_step: Callable[[OperatorCall], object] | None = None,
+) -> Iterator[CallCount]:
     """While the context is open, `handler` computes every operator call of `sites`.
 
+    on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
+    the state.
     The model is as before when the context closes, whatever ended it.  The handler's exceptions pass through the
     model's forward unchanged.
     """
@@ -76,8 +82,17 @@ def intercept(sites: Sequence[Site], handler: Callable[[OperatorCall], Result]) 
 
     def counted(step: Callable[..., Any]) -> Callable[..., Any]:
         def call_step(*args: Any, **kwargs: Any) -> Any:
-            running.clear()
+            site = running.pop() if running else None
             count.steps += 1
+            if on_step is not None:
+                if site is None:
+                    raise BadInputError("A decode step was computed outside the mixers that were found.")
+                bound = bind(site.operator, site.mixer, args, kwargs, step=True)
+                on_step(
+                    OperatorCall(
+                        site, bound.inputs, bound.wants_final_state, bound.remark, lambda: step(*args, **kwargs)
+                    )
+                )
             return step(*args, **kwargs)
 
         return call_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from ssdprof.capture.captured import CapturedLayer, OnLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.layout import PromptBuffer, strides, token_major
+from ssdprof.capture.layout import PromptBuffer, packed, strides, token_major
 from ssdprof.capture.memory import choose_segment_length
+from ssdprof.capture.prefill import Head
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.environment.memory import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.schema import CheckpointRef, LayerRef
+from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,10 @@ def capture_layers(
     segment_length: int | None,
     on_layer: OnLayer,
     host_budget_bytes: int | None = None,
+    serving: Serving = Serving(),  # noqa: B008
+    head: Head | None = None,
 ) -> CaptureSummary:
-    """Run `model` on ids (b, l) and call `on_layer` once for each of `layers`, in the model's order.
+    """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls (`Serving.calls`).
 
     model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
     segment_length: tokens per forward call; None: the whole prompt if it fits beside the model, else in segments.
@@ -46,6 +49,10 @@ def capture_layers(
         memory and on_layer is called after the prompt: then layer after layer is moved to the model's device.
     host_budget_bytes: main memory for collected inputs (half of what is available if None).  Layers that need more go
         in groups, each with a prefill of its own.
+    serving: packed sequences go through the model one by one, so that nothing passes from one to the next, and their
+        inputs are put behind each other.  Chunks are segments that are handed on as they come, with the states that
+        they begin with.  Decode steps are computed by the model itself; their inputs are handed on as they come.
+    head: the model's scores of the next token, which decode steps need.
 
     Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
@@ -57,33 +64,38 @@ def capture_layers(
     if not wanted:
         raise BadInputError("No layer was selected.")
     batch, seqlen = ids.shape
-    if segment_length is None:
+    if serving.chunk is not None:
+        segment_length = serving.chunk
+    elif segment_length is None:
         segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
-    prompt = PromptRun(model, ids.to(model.device), segment_length, sites, ref.model_type)
-    if prompt.segments == 1:
-        calls = _capture_in_one_piece(prompt, wanted, on_layer)
+    prompt = PromptRun(model, ids.to(model.device), segment_length, sites, ref.model_type, serving, head)
+    if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
+        calls = _capture_on_the_way(prompt, wanted, on_layer)
         prefills = 1
     else:
         groups = list(_groups(prompt, wanted, host_memory() // 2 if host_budget_bytes is None else host_budget_bytes))
-        calls = sum(_capture_in_segments(prompt, group, on_layer) for group in groups)
+        calls = sum(_capture_together(prompt, group, on_layer) for group in groups)
         prefills = len(groups)
     return CaptureSummary(
         segment_length=min(segment_length, seqlen), segments=prompt.segments, prefills=prefills, operator_calls=calls
     )
 
 
-def _capture_in_one_piece(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+    """Hand on every call while its layer runs."""
+    upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
+
     def handler(call: OperatorCall) -> Result:
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
-            taken = token_major(call.inputs)
-            on_layer(CapturedLayer(layer=layer, inputs=taken, model_strides=strides(call.inputs), remark=call.remark))
+            on_layer(_taken(call, layer, next(upcoming[layer.index], None)))
         return call.stand_in()
 
-    return prompt.run(handler)
+    return prompt.run(handler, _on_step(prompt, wanted, on_layer))
 
 
-def _capture_in_segments(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+    """Put the inputs of all segments, and of all packed sequences, behind each other, and hand them on at the end."""
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
     model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -100,14 +112,50 @@ def _capture_in_segments(prompt: PromptRun, wanted: dict[int, LayerRef], on_laye
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.stand_in()
 
-    calls = prompt.run(handler)
+    calls = prompt.run(handler, _on_step(prompt, wanted, on_layer))
+    (whole,) = prompt.calls(decode=False)
     for index, layer in wanted.items():
         inputs = buffers.pop(index).inputs(prompt.model.device)
-        on_layer(
-            CapturedLayer(layer=layer, inputs=inputs, model_strides=model_strides.pop(index), remark=remarks[index])
+        if prompt.serving.packed:
+            inputs = packed(inputs, prompt.serving.packed)
+        captured = CapturedLayer(
+            layer=layer,
+            inputs=inputs,
+            model_strides=strides(inputs) | model_strides.pop(index),  # bounds of a pack are not the model's
+            remark=" ".join(part for part in (remarks[index], prompt.remark) if part),
+            call=whole,
         )
         del inputs
+        on_layer(captured)
+        del captured
     return calls
+
+
+def _on_step(
+    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
+) -> Callable[[OperatorCall], None] | None:
+    """Hands on decode steps; None if there are none."""
+    if not prompt.serving.decode:
+        return None
+    upcoming = {index: iter(prompt.calls(decode=True)) for index in wanted}
+
+    def observe(call: OperatorCall) -> None:
+        layer = wanted.get(call.site.layer_index)
+        if layer is not None and (which := next(upcoming[layer.index], None)):
+            on_layer(_taken(call, layer, which))
+
+    return observe
+
+
+def _taken(call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
+    """A copy: what the model does next may overwrite it."""
+    return CapturedLayer(
+        layer=layer,
+        inputs=token_major(call.inputs),
+        model_strides=strides(call.inputs),
+        remark=call.remark,
+        call=which,
+    )
 
 
 def _groups(prompt: PromptRun, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:

@@ -7,14 +7,16 @@ production model's causal convolution writes one token-major buffer, (b, l, conv
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
-from ssdprof.operators.tensors import tensors
+from ssdprof.operators.tensors import device, tensors
 
 
 def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
@@ -34,13 +36,14 @@ class PromptBuffer:
     """Token-major room on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
 
     `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
-    state before the prompt).  BadInputError if it holds packed sequences: their boundaries are those of one call.
+    state before the prompt).  BadInputError if it holds packed sequences and is not the whole: their boundaries are
+    those of one call.
     """
 
     def __init__(self, first: Any, seqlen: int, device: torch.device) -> None:
         door = operators.of(first).door
         given = tensors(first)
-        if "cu_seqlens" in given:
+        if "cu_seqlens" in given and given[door.views[0]].shape[1] != seqlen:
             raise BadInputError(
                 "The model packs sequences (cu_seqlens), and segments of them cannot be put together.",
                 "Give --segment the length of the whole prompt.",
@@ -88,3 +91,16 @@ class PromptBuffer:
             views[name] = columns.view(*buffer.shape[:2], heads, width)
             offset += heads * width
         return views
+
+
+def packed(inputs: Any, lengths: Sequence[int]) -> Any:
+    """`inputs`, (1, l, ...), as sequences of these lengths behind each other.
+
+    BadInputError if the operator's inputs cannot be packed.
+    """
+    if "cu_seqlens" not in {field.name for field in fields(inputs)}:
+        raise BadInputError(
+            f"Sequences of {operators.of(inputs).outline.layers} layers cannot be packed.", "Use --batch instead."
+        )
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device(inputs))
+    return replace(inputs, cu_seqlens=bounds)

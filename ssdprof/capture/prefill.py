@@ -1,26 +1,54 @@
-"""A prompt through a model, in one piece or in segments that carry the cache."""
+"""A prompt through a model, in one piece or in segments that carry the cache, and the tokens that follow it."""
 
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ssdprof.capture.attention import lower_right_attention
+from ssdprof.schema.serving import split_prompt as split_prompt
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
-def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
-    """Start and stop of each segment.
+class Feed:
+    """Where tokens go into a model.  cached: each call goes on where the one before it ended.
 
-    A last segment of a single token joins the one before it: for one token, models call another function than their
-    operator.
+    Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
+    passed: an all-ones mask costs a synchronisation and says nothing.
     """
-    starts = list(range(0, seqlen, segment_length))
-    if len(starts) > 1 and seqlen - starts[-1] == 1:
-        starts.pop()
-    return list(zip(starts, [*starts[1:], seqlen], strict=True))
+
+    def __init__(self, model: Any, *, cached: bool) -> None:
+        from ssdprof.capture.counting_cache import counting_cache  # brings transformers
+
+        self._model, self._cached = model, cached
+        accepted = inspect.signature(model.forward).parameters
+        self._positions = "position_ids" in accepted
+        self._keeps_logits = "logits_to_keep" in accepted
+        self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
+        self._cache = counting_cache(model) if cached and self._cache_name == "past_key_values" else None
+        self._seen = 0
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's first output, its last hidden state or logits, for the next tokens (b, l)."""
+        from ssdprof.capture.counting_cache import CountingCache
+
+        start, stop = self._seen, self._seen + ids.shape[1]
+        arguments: dict[str, Any] = {"use_cache": self._cached, self._cache_name: self._cache}
+        if self._positions:
+            arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
+        output = self._model(ids, **arguments)
+        self._cache, self._seen = output.get(self._cache_name), stop
+        if isinstance(self._cache, CountingCache):
+            self._cache.seen = stop
+        last: torch.Tensor = output[0]
+        return last
 
 
 def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False) -> torch.Tensor:
@@ -28,27 +56,34 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: 
     of the last segment, or, of a model with a language-model head, the logits of its last position.
 
     keeps_cache: also in one piece the cache is filled, as it is where tokens are generated afterwards.
-
-    Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
-    passed: an all-ones mask costs a synchronisation and says nothing.
     """
-    from ssdprof.capture.counting_cache import CountingCache, counting_cache  # brings transformers
+    with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
+        return last
 
+
+@contextmanager
+def prefilled(
+    model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
+) -> Iterator[tuple[torch.Tensor, Feed]]:
+    """`prefill`, and where the next tokens go in while the context is open, if it `goes_on`."""
     segments = split_prompt(ids.shape[1], segment_length)
-    accepted = inspect.signature(model.forward).parameters
-    cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
-    use_cache = keeps_cache or len(segments) > 1
-    cache = counting_cache(model) if use_cache and cache_name == "past_key_values" else None
-    with torch.no_grad(), lower_right_attention(model) if len(segments) > 1 else nullcontext():
-        for start, stop in segments:
-            arguments: dict[str, Any] = {"use_cache": use_cache, cache_name: cache}
-            if "logits_to_keep" in accepted:
-                arguments["logits_to_keep"] = 1
-            if "position_ids" in accepted:
-                arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
-            output = model(ids[:, start:stop], **arguments)
-            cache = output.get(cache_name)
-            if isinstance(cache, CountingCache):
-                cache.seen = stop
-    last: torch.Tensor = output[0]
-    return last
+    several = len(segments) > 1
+    with torch.no_grad():
+        feed = Feed(model, cached=several or goes_on)
+        with lower_right_attention(model) if several else nullcontext():
+            for start, stop in segments:
+                last = feed(ids[:, start:stop])
+        yield last, feed
+
+
+def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
+    """Feed `count` tokens, each the most probable one after those before it; returns them, (b, count).
+
+    last: the last hidden state (b, l, hidden) of the prompt.  A token that ends a text ends nothing here.
+    """
+    tokens = []
+    for _ in range(count):
+        token = head(last[:, -1:]).argmax(-1)
+        tokens.append(token)
+        last = feed(token)
+    return torch.cat(tokens, 1)

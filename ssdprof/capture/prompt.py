@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from ssdprof.capture import text
+from ssdprof.capture.pieces import pieces
 from ssdprof.errors import BadInputError, unreadable
+from ssdprof.operators.drawing import Tokens
 from ssdprof.schema import Prompt
 
 if TYPE_CHECKING:  # a wrong --seq is answered before torch and transformers are loaded
@@ -42,6 +45,15 @@ def parse_seqs(seqs: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse_seq(seq) for seq in seqs.split(",")))
 
 
+def parse_packed(word: str) -> Tokens:
+    """Sequences of drawn lengths behind each other: "64x1k-4k".  Raises BadInputError."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
+    tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
+    if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
+        raise BadInputError(f"{word!r} is no pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
+    return tokens
+
+
 def build_prompt(
     tokenizer_folder: Path | None,
     seqlen: int,
@@ -50,14 +62,19 @@ def build_prompt(
     file: Path | None = None,
     seed: int = 0,
     vocab_size: int | None = None,
+    batch: int = 1,
+    packed: Sequence[int] = (),
 ) -> tuple[torch.Tensor, Prompt]:
-    """Token ids (1, seqlen) int64 on the CPU, and the record that says what they are.
+    """Token ids (batch, seqlen) int64 on the CPU, and the record that says what they are.
 
     tokenizer_folder: None where there is none; then only kind "random" works, and draws from `vocab_size` ids.
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random" draws uniformly from
         the tokenizer's vocabulary, special tokens left out, with `seed`.
-    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here.
-    The prompt is the first `seqlen` tokens.  A text is never repeated to fill it.
+    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` together, behind each
+        other in the only row, each from another place.
+    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here,
+    in front of every row and packed sequence.  One prompt is the first `seqlen` tokens; several are cut one behind the
+    other, and overlap where the text is too short for that.  A text is never repeated.
 
     Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short a text.
     MissingCapabilityError: a file that may not be read.
@@ -69,8 +86,9 @@ def build_prompt(
     if (kind == "file") != (file is not None):
         raise BadInputError("A prompt file and another kind of prompt exclude each other.", "Give --prompt-file alone.")
     tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
+    lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":
-        ids = _random_ids(tokenizer, vocab_size, seqlen, seed)
+        ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
         source = (
             f"uniformly random token ids, seed {seed}: good for timing; the values inside the model, and so the "
             "accuracy, are not those of text"
@@ -80,20 +98,21 @@ def build_prompt(
             "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
         )
     elif file is not None:
-        ids = torch.tensor(_file_ids(tokenizer, file, seqlen))
-        source = f"the user's file {file.name}"
+        cut, how = pieces(tokenizer, _file_ids(tokenizer, file, lengths), lengths)
+        ids, source = torch.tensor(cut), f"the user's file {file.name}{how}"
     else:
         stream = io.StringIO(text.load().decode("utf-8"))
-        ids = torch.tensor(_first_ids(tokenizer, stream, seqlen, "The default text"))
-        source = "ssdprof's default text: reference documentation of CPython 3.11.7"
+        cut, how = pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text"), lengths)
+        ids, source = torch.tensor(cut), f"ssdprof's default text: reference documentation of CPython 3.11.7{how}"
     prompt = Prompt(
         kind=kind,
         source=source,
         tokenizer=f"none, {vocab_size:,} tokens" if tokenizer is None else tokenizer.description,
         seqlen=seqlen,
+        batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
     )
-    return ids[None], prompt
+    return ids.view(batch, seqlen), prompt
 
 
 def _random_ids(tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
@@ -106,10 +125,10 @@ def _random_ids(tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int
     return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
 
 
-def _file_ids(tokenizer: Tokenizer, file: Path, seqlen: int) -> list[int]:
+def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int]) -> list[int]:
     try:
         with file.open(encoding="utf-8-sig") as stream:
-            return _first_ids(tokenizer, stream, seqlen, f"The prompt file {file.name}")
+            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}")
     except UnicodeDecodeError as error:
         raise BadInputError(
             f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
@@ -118,9 +137,13 @@ def _file_ids(tokenizer: Tokenizer, file: Path, seqlen: int) -> list[int]:
         raise unreadable(f"The prompt file {file}", error, "Give the path of a text file.") from error
 
 
-def _first_ids(tokenizer: Tokenizer, stream: TextIO, seqlen: int, name: str) -> list[int]:
-    """The first `seqlen` ids of the stream's text, read and encoded no further than needed."""
+def _first_ids(tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
+    """The first ids of the stream's text, as many as `lengths` together, read and encoded no further than needed.
+
+    Fewer where the text is shorter, but enough for pieces of these lengths that differ.
+    """
     content = ""
+    seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1
     wanted = CHARACTERS_PER_TOKEN * seqlen
     while True:
         content += stream.read(wanted - len(content))
@@ -131,9 +154,11 @@ def _first_ids(tokenizer: Tokenizer, stream: TextIO, seqlen: int, name: str) -> 
         wanted *= 2
     if ended and not content.strip():
         raise BadInputError(f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for.")
-    if len(ids) < seqlen:
+    if len(ids) < least:
+        several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
         raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {seqlen:,} are needed.",
-            f"Ask for at most --seq {len(ids)}, or give a longer text with --prompt-file.",
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
+            f"needed{several}.",
+            f"Ask for at most --seq {max(1, len(ids) - len(lengths) + 1)}, or give a longer text with --prompt-file.",
         )
     return ids[:seqlen]

@@ -1,35 +1,60 @@
-"""One prefill of a model with a handler in the place of its operators, and what is told if it fails."""
+"""One run of a prompt through a model with a handler in the place of its operators, and what is told if it fails."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.prefill import prefill, split_prompt
+from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
+from ssdprof.capture.prefill import Head, generate, prefilled, split_prompt
 from ssdprof.capture.sites import Site
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.schema import CallRef, Serving
 
 
 @dataclass(frozen=True)
 class PromptRun:
-    """A prompt, and the model that it goes through."""
+    """Token ids and the model that they go through.
+
+    ids: (b, l); packed sequences behind each other, (1, l).  head: logits of hidden states, for decode steps.
+    """
 
     model: Any
-    ids: torch.Tensor  # (b, l)
+    ids: torch.Tensor
     segment_length: int
     sites: tuple[Site, ...]
     model_type: str
+    serving: Serving = field(default_factory=Serving)
+    head: Head | None = None
 
     @property
     def segments(self) -> int:
-        return len(split_prompt(self.ids.shape[1], self.segment_length))
+        """Forward calls of the model before the first decode step."""
+        lengths = self.serving.packed or (self.ids.shape[1],)
+        return sum(len(split_prompt(length, self.segment_length)) for length in lengths)
 
-    def run(self, handler: Callable[[OperatorCall], Result]) -> int:
-        """One prefill with `handler` at the operator's door; returns the number of operator calls.
+    @property
+    def remark(self) -> str:
+        """What was done otherwise than a server does it, in a sentence; empty if nothing was."""
+        if not self.serving.packed:
+            return ""
+        return (
+            f"The {len(self.serving.packed)} packed sequences went through the model one by one, and the inputs of its "
+            "operators were put behind each other: so nothing passes from one to the next."
+        )
+
+    def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
+        """Those of one layer's operator: decode steps, or the others."""
+        found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
+        return tuple(call for call in found if (call is not None and call.kind == "decode") is decode)
+
+    def run(
+        self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
+    ) -> int:
+        """Once through the model with `handler` at the operator's door; returns the number of calls but decode steps.
 
         What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
         transformers accepts may still describe a model that does not run.
@@ -43,9 +68,17 @@ class PromptRun:
                 raised.append(error)
                 raise
 
+        def watched_step(call: OperatorCall) -> None:
+            assert on_step is not None
+            try:
+                on_step(call)
+            except BaseException as error:
+                raised.append(error)
+                raise
+
         try:
-            with intercept(self.sites, watched) as count:
-                prefill(self.model, self.ids, self.segment_length)
+            with intercept(self.sites, watched, watched_step if on_step else None) as count:
+                self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
                 f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
@@ -58,7 +91,21 @@ class PromptRun:
                 f"This {self.model_type} model does not run: {library_message(error)}.",
                 "Its config is damaged, or the checkpoint is newer than the installed transformers.",
             ) from error
-        if count.steps:
+        self._check(count)
+        return count.calls
+
+    def _feed(self) -> None:
+        for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
+            decode = self.serving.decode
+            with prefilled(self.model, ids, self.segment_length, goes_on=decode > 0) as (last, feed):
+                if decode:
+                    assert self.head is not None, "decode steps need a head"
+                    generate(feed, last, self.head, decode)
+
+    def _check(self, count: CallCount) -> None:
+        """BadInputError unless every layer made every call."""
+        steps = len(self.sites) * self.serving.decode
+        if count.steps > steps:
             raise BadInputError(
                 f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
                 "computes by another function than its operator.",
@@ -72,7 +119,12 @@ class PromptRun:
                 "incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
-        return count.calls
+        if count.steps < steps:
+            raise BadInputError(
+                f"This {self.model_type} model computed {count.steps} steps where {len(self.sites)} layers and "
+                f"{self.serving.decode} generated tokens make {steps}: it decodes in another way.",
+                "Leave out --decode.",
+            )
 
 
 def check_ids(model: Any, ids: torch.Tensor) -> None:

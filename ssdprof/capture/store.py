@@ -29,9 +29,10 @@ from ssdprof.capture.manifest import is_capture as is_capture
 from ssdprof.capture.manifest import read_manifest as read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
-from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import (
+    CallRef,
     CaptureManifest,
     CheckpointRef,
     LayerCapture,
@@ -115,21 +116,22 @@ class CaptureWriter:
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
-        """Store one layer, then name it in the manifest.  ValueError if that layer and length are there already."""
+        """Store one call of a layer, then name it in the manifest.  ValueError if it is there already."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors(captured.inputs).items()}
         seqlen = next(iter(stored.values())).shape[1]
-        file = f"layer_{captured.layer.index:03d}_seqlen_{seqlen}.safetensors"
+        file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
         scalars = operators.of(captured.inputs).door.scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
+            call=captured.call,
             file=file,
             tensors={
                 name: TensorRecord(
                     shape=tuple(tensor.shape),
-                    dtype=dtype_name(tensor.dtype),
+                    dtype=stored_dtype_name(tensor.dtype),
                     model_strides=captured.model_strides[name],
                     sha256=_sha256(tensor),
                 )
@@ -190,7 +192,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
         raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
     for name, record in capture.tensors.items():
         tensor = found[name]
-        if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
+        if tuple(tensor.shape) != record.shape or tensor.dtype != stored_dtype_named(record.dtype):
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
@@ -209,8 +211,17 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
     buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(
-        layer=capture.layer, inputs=buffer.inputs(device), model_strides=strides, remark=capture.remark
+        layer=capture.layer,
+        inputs=buffer.inputs(device),
+        model_strides=strides,
+        remark=capture.remark,
+        call=capture.call,
     )
+
+
+def _file_words(call: CallRef | None, seqlen: int) -> str:
+    """ "seqlen_512", "seqlen_512_chunk_003": of which prompt, and which of its calls."""
+    return f"seqlen_{seqlen}" if call is None else f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
 
 
 def _check_types(inputs: type[Any], arguments: Mapping[str, Any]) -> None:

@@ -19,6 +19,10 @@ def capture(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    batch: options.Batch = 1,
+    packed: options.Packed = None,
+    chunked_prefill: options.ChunkedPrefill = None,
+    decode: options.Decode = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -36,9 +40,11 @@ def capture(
 
     A layer of a large model at 128k tokens takes gigabytes.
     """
+    from ssdprof.pipeline.request import parse_serving
     from ssdprof.pipeline.subject import find
 
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
+    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
     subject = find(request)
     if dry_run:
         from ssdprof.pipeline.dry_run import plan

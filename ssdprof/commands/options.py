@@ -11,7 +11,7 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
-    from ssdprof.pipeline.request import CaptureRequest
+    from ssdprof.pipeline.request import CaptureRequest, ServingRequest
     from ssdprof.schema import Gates
 
 
@@ -73,6 +73,37 @@ Tokenizer = Annotated[
 Segment = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Tokens per forward call of the model.", show_default="by length"),
+]
+Batch = Annotated[
+    int, typer.Option(metavar="N", min=1, max=65536, help="Run N different prompts side by side.", show_default=True)
+]
+Packed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NxA-B",
+        help="Run N sequences of A to B tokens behind each other in one call: 64x1k-4k.",
+        show_default=False,
+    ),
+]
+ChunkedPrefill = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Replay the prompt as calls of N tokens, each with the states that the one before left: 8k.",
+        show_default=False,
+    ),
+]
+Decode = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, max=4096, help="Let the model generate N tokens after the prompt, and replay each step."
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=1, help="Replay what one of N GPUs computes that share each layer's heads.", show_default=True
+    ),
 ]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
@@ -180,19 +211,24 @@ def capture_request(
     seq: str | None,
     layers: str,
     segment: int | None,
+    serving: ServingRequest | None = None,
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
     from ssdprof.capture.select import check_layers
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+    from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
 
     if prompt_file is not None and prompt == "random":
         raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")
     check_layers(layers)
     return CaptureRequest(
         model=ModelRequest(model=model, revision=revision, tokenizer=tokenizer),
-        prompt=PromptRequest(text=prompt_file or prompt, seqlens=None if seq is None else parse_seqs(seq)),
+        prompt=PromptRequest(
+            text=prompt_file or prompt,
+            seqlens=None if seq is None else parse_seqs(seq),
+            serving=serving or ServingRequest(),
+        ),
         layers=layers,
         segment_length=segment,
     )

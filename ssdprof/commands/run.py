@@ -24,6 +24,11 @@ def run(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    batch: options.Batch = 1,
+    packed: options.Packed = None,
+    chunked_prefill: options.ChunkedPrefill = None,
+    decode: options.Decode = 0,
+    tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
     states: options.UsualStates = None,
     implementations: Annotated[
@@ -61,20 +66,41 @@ def run(
     not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
     interrupted.
     """
-    from ssdprof.pipeline.request import Keep, ReplayRequest, parse_implementations, parse_percent, parse_states
+    from ssdprof.errors import BadInputError
+    from ssdprof.pipeline.request import (
+        Keep,
+        ReplayRequest,
+        ServingRequest,
+        parse_implementations,
+        parse_percent,
+        parse_serving,
+        parse_states,
+    )
     from ssdprof.pipeline.subject import find_to_replay
     from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
     from ssdprof.settings import gates
 
+    if stalls and tensor_parallel > 1:
+        raise BadInputError(
+            "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
+            "Leave out one of them.",
+        )
     limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
+    if (answers or prefill) and (serving != ServingRequest() or tensor_parallel > 1):
+        raise BadInputError(
+            f"{'--answers' if answers else '--prefill'} takes one sequence, whole, through all heads of the model.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
+        )
+    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
     replay = ReplayRequest(
         intermediates=dtypes,
         states=None if states is None else parse_states(states),
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
+        tensor_parallel=tensor_parallel,
         gates=limits,
     )
     if prefill:
@@ -86,7 +112,7 @@ def run(
     if dry_run:
         from ssdprof.pipeline.dry_run import plan
 
-        terminal.show_plan(plan(found), as_json)
+        terminal.show_plan(plan(found, tensor_parallel=tensor_parallel), as_json)
         check(found, replay)
         return
     replay = replace(replay, gates=options.gates_here(limits, speedup_given=min_speedup is not None))

@@ -124,6 +124,8 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
     if as_json:
         print_json(plan.model_dump(mode="json"))
         return
+    from ssdprof.report.serving import serving_words
+
     console = out()
     checkpoint = plan.checkpoint
     console.print(Text(f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip(), style="bold"))
@@ -133,11 +135,13 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
     rows = {
         "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
         "prompt": f"{_tokens(plan.seqlens)}",
+        "served": serving_words(plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel),
         "download": _megabytes(plan.download_bytes),
         "weights": f"{_megabytes(plan.weight_bytes)} loaded; {_megabytes(plan.free_bytes)} are free on {plan.device}",
     }
     for name, value in rows.items():
-        console.print(Text(f"  {name:<10}{value}"))
+        if value:
+            console.print(Text(f"  {name:<10}{value}"))
     for file in plan.files:
         size = _megabytes(file.size_bytes)
         console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))

@@ -46,12 +46,19 @@ _HOME = {
 }
 # operator -> name -> the module that registers it, in the order in which they are listed
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "ssd": {"reference": "reference", "unfused": "unfused.five_launches", "fused": "fused", "recurrent": "recurrent"},
+    "ssd": {
+        "reference": "reference",
+        "unfused": "unfused.five_launches",
+        "fused": "fused",
+        "recurrent": "recurrent",
+        "unfused_step": "unfused_step.two_launches",
+    },
     "gdn": {
         "reference": "reference",
         "unfused": "unfused.six_launches",
         "fused": "fused",
         "recurrent": "recurrent",
+        "unfused_step": "unfused_step.three_launches",
     },
 }
 

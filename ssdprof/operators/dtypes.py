@@ -11,6 +11,8 @@ _BY_NAME: dict[schema.DType, torch.dtype] = {
     "bf16": torch.bfloat16,
 }
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+_INDICES: dict[torch.dtype, schema.StoredDType] = {torch.int32: "int32", torch.int64: "int64"}
+_STORED: dict[str, torch.dtype] = {name: dtype for names in (_NAMES, _INDICES) for dtype, name in names.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> schema.DType:
@@ -21,3 +23,13 @@ def dtype_name(dtype: torch.dtype) -> schema.DType:
 def dtype_named(name: schema.DType) -> torch.dtype:
     """ "bf16" -> torch.bfloat16."""
     return _BY_NAME[name]
+
+
+def stored_dtype_name(dtype: torch.dtype) -> schema.StoredDType:
+    """As `dtype_name`, also of the whole numbers that say where packed sequences begin."""
+    return _INDICES.get(dtype) or dtype_name(dtype)
+
+
+def stored_dtype_named(name: schema.StoredDType) -> torch.dtype:
+    """The inverse of `stored_dtype_name`."""
+    return _STORED[name]

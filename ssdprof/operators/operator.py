@@ -5,6 +5,7 @@
     cost        dims and floating-point operations
     bench       shapes of models, and how inputs are drawn        `drawing.py`
     tuning      what `ssdprof tune` may vary                      `tuning.py`
+    sharding    what one rank of a tensor-parallel server computes
     outline     name, title and stages                            `outline.py`, imports no torch
 
 Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype, final_states
@@ -13,7 +14,7 @@ Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -54,10 +55,11 @@ class Door(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: the global of a modeling file that a mixer calls for a prompt.
-    step: the global that it calls instead for one token with a cached state; such calls are left to the model.  Empty:
-        there is none.
-    bind: (mixer, *args, **kwargs) of that call -> BoundCall, without a copy.  Raises ValueError or TypeError for a call
-        that the inputs cannot express.
+    step: the global that it calls instead for one token with a cached state; what it computes is left to the model.
+        Empty: there is none.
+    bind: (mixer, *args, **kwargs) of a call of `function` -> BoundCall, without a copy.  Raises ValueError or TypeError
+        for a call that the inputs cannot express.
+    bind_step: the same of a call of `step`; None: steps cannot be captured.
     refused: arguments of production kernels that change the result and that the inputs cannot express.
     always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
@@ -70,6 +72,7 @@ class Door(Generic[I]):
     function: str
     step: str = ""
     bind: Callable[..., BoundCall]
+    bind_step: Callable[..., BoundCall] | None = None
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
     views: tuple[str, ...]
@@ -177,6 +180,21 @@ class Cost(Generic[I]):
     flops: Callable[[Dims], int]
 
 
+# --- sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding(Generic[I]):
+    """What the first of several tensor-parallel ranks computes.
+
+    refusal: (sizes by the names of `Dims`, ranks) -> why the heads cannot be divided, in a sentence; empty if they can.
+    first_rank: (inputs, ranks) -> the rank's own, as views.
+    """
+
+    refusal: Callable[[Mapping[str, int], int], str]
+    first_rank: Callable[[I, int], I]
+
+
 # --- the record
 
 
@@ -194,6 +212,7 @@ class Operator(Generic[I]):
     judgement: Judgement[I] | None = None
     bench: Drawing[I] | None = None
     tuning: Tuning[I] | None = None
+    sharding: Sharding[I] | None = None
     baseline: str = "unfused"
 
     @property

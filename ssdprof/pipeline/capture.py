@@ -27,7 +27,7 @@ def capture(
     with (
         limits.memory_errors(),
         store_in(folder, subject, loaded, overwrite=overwrite) as writer,
-        watcher.step("Capturing layers", len(subject.layers) * len(loaded.ids)) as advance,
+        watcher.step("Capturing layers", subject.calls) as advance,
     ):
         run_model(subject, loaded, writer.add, lambda _: advance(1))
     return folder, writer.manifest

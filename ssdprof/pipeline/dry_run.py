@@ -15,12 +15,16 @@ from ssdprof.schema.plan import DryRun, PlannedFile
 _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 
 
-def plan(found: Subject | Stored) -> DryRun:
+def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
     """What `run` or `capture` would download and load.
 
+    tensor_parallel: ranks among which a run divides the heads.
     BadInputError for a config that transformers cannot use, and for a file of a capture that is not there.
     """
-    return _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+    planned = _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+    return planned.model_copy(
+        update={"batch": found.batch, "serving": found.serving, "tensor_parallel": tensor_parallel}
+    )
 
 
 def _of_model(subject: Subject) -> DryRun:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -33,9 +32,9 @@ def default_seqlens() -> tuple[int, ...]:
     return (DEFAULT_SEQLEN_GPU if device().type == "cuda" else DEFAULT_SEQLEN_CPU,)
 
 
-def check_replay(seqlens: Sequence[int]) -> None:
-    """MissingCapabilityError for a prompt that is too long to be replayed without a GPU."""
-    longest = max(seqlens)
+def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
+    """MissingCapabilityError for a prompt, or a batch of them, that is too long to be replayed without a GPU."""
+    longest = batch * max(seqlens)
     if device().type == "cpu" and longest > LONGEST_INTERPRETED:
         raise MissingCapabilityError(
             f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, a program at a "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
+from ssdprof.capture.head import logits
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
 from ssdprof.checkpoint.load import DType
@@ -28,7 +30,7 @@ class Loaded:
 
     model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the
     base model was wanted.
-    ids: each (1, l) int64.  segment_lengths: tokens per forward call, for each prompt.
+    ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
     """
 
     model: Any
@@ -47,15 +49,12 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
         watcher.say(note)
     limits.check_weights(subject.located, subject.layers, whole=subject.whole)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
-    built = [_prompt(local, request.prompt, seqlen) for seqlen in subject.seqlens]
+    built = [_prompt(local, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
     _quiet_transformers()
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
         loaded = load_model(local, device=limits.device(), dtype=dtype)
     model: Any = loaded.base_model  # itself, if it has no head
-    lengths = [
-        min(request.segment_length or choose_segment_length(model, seqlen, subject.layers), seqlen)
-        for seqlen in subject.seqlens
-    ]
+    lengths = [_segment_length(request, subject, model, seqlen) for seqlen in subject.seqlens]
     return Loaded(
         model=model,
         ids=tuple(ids for ids, _ in built),
@@ -63,6 +62,14 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
         segment_lengths=tuple(lengths),
         whole=loaded if subject.head else None,
     )
+
+
+def _segment_length(request: CaptureRequest, subject: Subject, model: Any, seqlen: int) -> int:
+    """Tokens per forward call for a prompt."""
+    serving = subject.serving
+    longest = max(serving.packed, default=seqlen)
+    wanted = serving.chunk or request.segment_length
+    return min(wanted or choose_segment_length(model, seqlen, subject.layers, batch=subject.batch), longest)
 
 
 def _quiet_transformers() -> None:
@@ -73,15 +80,20 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _prompt(local: LocalCheckpoint, wanted: PromptRequest, seqlen: int) -> tuple[torch.Tensor, Prompt]:
+def _prompt(
+    local: LocalCheckpoint, wanted: PromptRequest, subject: Subject, seqlen: int
+) -> tuple[torch.Tensor, Prompt]:
+    build = partial(build_prompt, seqlen=seqlen, batch=subject.batch, packed=subject.serving.packed)
     if local.tokenizer_name is None and wanted.text == "random":
-        return build_prompt(None, seqlen, kind="random", vocab_size=local.description.vocab_size)
+        ids, prompt = build(None, kind="random", vocab_size=local.description.vocab_size)
+        return ids, prompt.model_copy(update={"serving": subject.serving})
     folder = local.tokenizer_folder
     if isinstance(wanted.text, Path):
-        ids, prompt = build_prompt(folder, seqlen, kind="file", file=wanted.text)
+        ids, prompt = build(folder, kind="file", file=wanted.text)
     else:
-        ids, prompt = build_prompt(folder, seqlen, kind=wanted.text)
-    return ids, prompt.model_copy(update={"tokenizer": f"{local.tokenizer_name}: {prompt.tokenizer}"})
+        ids, prompt = build(folder, kind=wanted.text)
+    tokenizer = f"{local.tokenizer_name}: {prompt.tokenizer}"
+    return ids, prompt.model_copy(update={"tokenizer": tokenizer, "serving": subject.serving})
 
 
 def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
@@ -93,7 +105,14 @@ def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
 
     for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
         capture_layers(
-            loaded.model, ids, subject.layers, ref=subject.ref, segment_length=segment_length, on_layer=on_layer
+            loaded.model,
+            ids,
+            subject.layers,
+            ref=subject.ref,
+            segment_length=segment_length,
+            on_layer=on_layer,
+            serving=subject.serving,
+            head=partial(logits, loaded.whole) if subject.serving.decode else None,
         )
 
 

@@ -23,7 +23,7 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Bench, CudaBench
 from ssdprof.operators import tensors
 from ssdprof.progress import Advance, Watcher
-from ssdprof.schema import CaseResult, Ceilings, DType, Intermediates, LayerRef, PrecisionRecord
+from ssdprof.schema import CallRef, CaseResult, Ceilings, DType, Intermediates, LayerRef, PrecisionRecord
 
 _INTERMEDIATES: tuple[Intermediates, ...] = ("exact", "relaxed")
 _STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
@@ -82,22 +82,29 @@ def refuse_unknown(implementations: Sequence[str], operator: str) -> None:
             )
 
 
-def replay_layer(layer: LayerRef, inputs: Any, options: ReplayOptions) -> tuple[CaseResult, ...]:
+def replay_layer(
+    layer: LayerRef, inputs: Any, options: ReplayOptions, call: CallRef | None = None
+) -> tuple[CaseResult, ...]:
     """The result of every case, grouped by state dtype, the baseline first.  What went wrong is in a case's status.
+
+    call: which of the layer's calls the inputs are of; None: the one for a whole prompt.
 
     Raises BadInputError for an implementation that is not registered.
     """
     refuse_unknown((options.baseline, *options.implementations), operators.of(inputs).name)
     device = tensors.device(inputs)
     bench = CudaBench(device) if options.timed and device.type == "cuda" and not INTERPRETED else None
-    return LayerReplay(layer, inputs, options, bench).run()
+    return LayerReplay(layer, inputs, options, bench, call).run()
 
 
 class LayerReplay:
     """The replay of one layer: what is known of each case so far.  Without a bench, nothing is timed."""
 
-    def __init__(self, layer: LayerRef, inputs: Any, options: ReplayOptions, bench: Bench | None) -> None:
+    def __init__(
+        self, layer: LayerRef, inputs: Any, options: ReplayOptions, bench: Bench | None, call: CallRef | None = None
+    ) -> None:
         self._layer = layer
+        self._call_ref = call
         self._inputs = inputs
         self._dims = operators.of(inputs).costed.dims(inputs)
         self._options = options
@@ -149,6 +156,7 @@ class LayerReplay:
         if case not in self._results:  # a baseline runs again for every batch that needs it
             self._results[case] = CaseResult(
                 layer=self._layer,
+                call=self._call_ref,
                 dims=self._dims,
                 implementation=case.implementation,
                 precision=case.precision,

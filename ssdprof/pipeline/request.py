@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
-from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, precisions_for
+from ssdprof.operators.drawing import Tokens
+from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, StepsAsked, precisions_for
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
+# A step is computed in fp32 throughout, whatever the precision of the prompt.
+STEPS = StepsAsked(
+    implementations=("unfused_step", "recurrent"),
+    precisions=(PrecisionRecord(intermediates="exact", state_dtype="fp32"),),
+    baseline="unfused_step",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +33,26 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServingRequest:
+    """How a server would run the prompts: see `docs/serving.md`.
+
+    batch: prompts side by side.  packed: sequences of drawn lengths behind each other, instead of prompts.
+    chunk: tokens per call of a chunked prefill.  decode: tokens to generate after each prompt.
+    """
+
+    batch: int = 1
+    packed: Tokens | None = None
+    chunk: int | None = None
+    decode: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptRequest:
     """text: "default", "random" or a file.  seqlens: tokens of each prompt; None lets the machine decide."""
 
     text: Path | Literal["default", "random"] = "default"
     seqlens: tuple[int, ...] | None = None
+    serving: ServingRequest = field(default_factory=ServingRequest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +72,8 @@ class CaptureRequest:
 class ReplayRequest:
     """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
 
+    tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
+
     states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
     """
 
@@ -56,15 +81,22 @@ class ReplayRequest:
     states: tuple[DType, ...] | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
+    tensor_parallel: int = 1
     gates: Gates = NO_GATES
 
     def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
         """dtype: of the operators' inputs."""
         return precisions_for(dtype, self.intermediates, self.states)
 
-    def asked(self, layers: tuple[LayerRef, ...], dtype: DType) -> Asked:
-        """For the report of a run of these layers, whose inputs have this dtype."""
-        return Asked(implementations=self.implementations, precisions=self.precisions(dtype), layers=layers)
+    def asked(self, layers: tuple[LayerRef, ...], dtype: DType, *, decode: bool = False) -> Asked:
+        """For the report of a run of these layers, whose inputs have this dtype.  decode: it has decode steps."""
+        return Asked(
+            implementations=self.implementations,
+            precisions=self.precisions(dtype),
+            layers=layers,
+            steps=STEPS if decode else None,
+            tensor_parallel=self.tensor_parallel,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +143,35 @@ def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
     if not (0 <= value < 100 or (whole and value == 100)):
         raise BadInputError(f"{option} is not a percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
     return value / 100
+
+
+def parse_serving(
+    batch: int, packed: str | None, chunk: str | None, decode: int, *, seq: str | None, segment: int | None
+) -> ServingRequest:
+    """The options of that name.  BadInputError for what cannot be read, and for what does not go together."""
+    excluding = "exclude each other"
+    if packed is not None:
+        for option, given in (
+            ("--seq", seq is not None),
+            ("--batch", batch > 1),
+            ("--chunked-prefill", chunk is not None),
+            ("--decode", decode > 0),
+        ):
+            if given:
+                raise BadInputError(
+                    f"--packed and {option} {excluding}: packed sequences are one call, and have lengths of their own.",
+                    f"Leave out {option}, or give --batch instead of --packed.",
+                )
+    if chunk is not None and segment is not None:
+        raise BadInputError(
+            f"--chunked-prefill and --segment {excluding}: the chunks are the segments.", "Leave out --segment."
+        )
+    length = None if chunk is None else parse_seq(chunk)
+    if length == 1:
+        raise BadInputError(
+            "--chunked-prefill 1 would be decoding: models compute single tokens by another function.",
+            "Give 2 or more tokens, such as 8k, or use --decode.",
+        )
+    return ServingRequest(
+        batch=batch, packed=None if packed is None else parse_packed(packed), chunk=length, decode=decode
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,12 @@ from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.dtypes import dtype_name
-from ssdprof.pipeline import limits
+from ssdprof.pipeline import limits, tensor_parallel
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
-from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
+from ssdprof.pipeline.request import STEPS, CaptureRequest, Keep, ReplayRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject, find_to_replay, refuse_larger
 from ssdprof.progress import Watcher
@@ -58,12 +59,11 @@ def run(
             found.ref,
             loaded.prompts,
             max(loaded.segment_lengths),
-            asked=replay.asked(found.layers, dtype),
+            asked=replay.asked(found.layers, dtype, decode=found.serving.decode > 0),
             gates=replay.gates,
         )
         recorder = stack.enter_context(recorded(folder, report, watcher))
-        count = len(found.layers) * len(loaded.ids)
-        on_layer = stack.enter_context(_replaying(recorder, replay, dtype, watcher, count))
+        on_layer = stack.enter_context(_replaying(recorder, replay, dtype, watcher, found.calls))
         if keep.save_captures:
             writer = stack.enter_context(store_in(folder.captures, found, loaded))
             run_model(found, loaded, writer.add, on_layer)
@@ -90,7 +90,7 @@ def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watc
             stored.ref,
             manifest.prompts,
             manifest.segment_length,
-            asked=replay.asked(stored.layers, dtype),
+            asked=replay.asked(stored.layers, dtype, decode=stored.serving.decode > 0),
             gates=replay.gates,
             capture_complete=manifest.complete,
         )
@@ -113,12 +113,18 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
                 "Use 'ssdprof capture' for now, or run a model with other layers.",
             )
         refuse_unknown(replay.implementations, name)
-    limits.check_replay(found.seqlens)
+        if found.serving.decode:
+            refuse_unknown(STEPS.implementations, name)
+    limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
         limits.check_weights(found.located, found.layers, whole=found.whole)
+        for layer in found.layers:
+            tensor_parallel.refuse(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
     else:
         for capture in found.chosen:
-            refuse_larger(found.ref, capture.layer, stored_dims(capture).sizes)
+            sizes = stored_dims(capture).sizes
+            refuse_larger(found.ref, capture.layer, sizes)
+            tensor_parallel.refuse(found.ref, capture.layer, sizes, replay.tensor_parallel)
 
 
 @contextmanager
@@ -147,9 +153,19 @@ def _replaying(
             on_timed=clocks.poll,
         )
 
+        of_steps = replace(
+            options,
+            precisions=STEPS.precisions,
+            implementations=STEPS.implementations,
+            baseline=STEPS.baseline,
+        )
+
         def replay(captured: CapturedLayer) -> None:
             recorder.captured(captured.layer, captured.remark)
-            replay_layer(captured.layer, captured.inputs, options)
+            inputs = tensor_parallel.first_rank(captured.inputs, wanted.tensor_parallel)
+            step = captured.call is not None and captured.call.kind == "decode"
+            replay_layer(captured.layer, inputs, of_steps if step else options, captured.call)
+            del inputs
             if gpu:
                 recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))
             advance(1)

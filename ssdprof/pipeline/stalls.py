@@ -19,7 +19,7 @@ from ssdprof.capture import store
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits, stall_files
 from ssdprof.pipeline.capture import capture
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.progress import Watcher
 from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, PrecisionRecord, RunReport
@@ -92,7 +92,7 @@ def profile_run(
     wanted = replace(
         asked,
         layers=str(layers[len(layers) // 2].index),
-        prompt=replace(asked.prompt, seqlens=(max(prompt.seqlen for prompt in report.prompts),)),
+        prompt=_whole(asked.prompt, max(prompt.seqlen for prompt in report.prompts)),
     )
     request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned, command=report.command)
     with _made(folder / stall_files.FOLDER, overwrite=False) as out, ExitStack() as stack:
@@ -238,7 +238,11 @@ def _stored(folder: Path, request: StallRequest) -> Captured:
 def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:
     """The wanted layer, or the middle one; the wanted length, or the longest."""
     wanted = set(request.implementations)
-    found = [stored for stored in manifest.layers if wanted <= set(kernels.names(stored.layer.operator))]
+    found = [
+        stored
+        for stored in manifest.layers
+        if wanted <= set(kernels.names(stored.layer.operator)) and (stored.call is None or stored.call.kind == "packed")
+    ]
     if request.layer is not None:
         found = [stored for stored in found if stored.layer.index == request.layer]
     if request.seqlen is not None:
@@ -246,7 +250,7 @@ def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> L
     if not found:
         there = sorted({(stored.layer.index, stored.seqlen) for stored in manifest.layers})
         raise BadInputError(
-            f"{folder} holds no such layer that {' and '.join(request.implementations)} could run.",
+            f"{folder} holds no such layer with a whole prompt that {' and '.join(request.implementations)} could run.",
             f"There are (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
     longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
@@ -269,11 +273,21 @@ def _of_run(report: RunReport, request: StallRequest) -> CaptureRequest:
             "The run's prompt came from a file, which it does not keep.",
             "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
         )
+    if prompt.serving.packed:
+        raise BadInputError(
+            "The run's sequences were packed, and it does not keep them.", "Run it with --save-captures."
+        )
     return CaptureRequest(
         model=ModelRequest(model=report.checkpoint.requested, revision=report.checkpoint.revision),
-        prompt=PromptRequest(text=prompt.kind, seqlens=(prompt.seqlen,)),
+        prompt=PromptRequest(text=prompt.kind, seqlens=(prompt.seqlen,), serving=ServingRequest(batch=prompt.batch)),
         layers=str(layers[len(layers) // 2].index),
     )
+
+
+def _whole(prompt: PromptRequest, seqlen: int) -> PromptRequest:
+    """The prompt in one call of every operator, without the steps after it; a pack is drawn again as it was."""
+    serving = replace(prompt.serving, chunk=None, decode=0)
+    return replace(prompt, seqlens=None if serving.packed else (seqlen,), serving=serving)
 
 
 def _of_model(request: StallRequest) -> CaptureRequest:

@@ -6,7 +6,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError, library_message
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import stored_dtype_named
 from ssdprof.schema import Dims, LayerCapture
 
 
@@ -15,7 +15,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
     operator = operators.get(capture.layer.operator)
     try:
         tensors = {
-            name: torch.empty(record.shape, dtype=dtype_named(record.dtype), device="meta")
+            name: torch.empty(record.shape, dtype=stored_dtype_named(record.dtype), device="meta")
             for name, record in capture.tensors.items()
         }
         inputs = operator.inputs(**tensors, **operator.door.arguments(capture.scalars))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from ssdprof import operators
-from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
+from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.capture.select import select_layers
 from ssdprof.checkpoint import Located, locate
 from ssdprof.errors import BadInputError
+from ssdprof.operators.drawing import boundaries
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest
-from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef
+from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
+
+SEED = 0  # of the lengths of packed sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine.
 
+    seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
     whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
     head: the language-model head is needed; it is, if `whole`.
     """
@@ -26,6 +32,8 @@ class Subject:
     located: Located
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
+    batch: int = 1
+    serving: Serving = field(default_factory=Serving)
     whole: bool = False
     head: bool = False
 
@@ -41,6 +49,11 @@ class Subject:
     def weight_bytes(self) -> int:
         """Bytes of the weights that are needed, once loaded."""
         return self.located.weight_bytes(self.deepest_layer, head=self.head)
+
+    @property
+    def calls(self) -> int:
+        """Captures to be expected: of all layers on all prompts."""
+        return len(self.layers) * sum(len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +74,22 @@ class Stored:
 
     @property
     def seqlens(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(capture.seqlen for capture in self.chosen))
+        """Of prompts."""
+        found = (capture.call.prompt_seqlen if capture.call else capture.seqlen for capture in self.chosen)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def prompt(self) -> Prompt:
+        """One of the prompts: all are served in the same way."""
+        return self.manifest.prompts[0]
+
+    @property
+    def batch(self) -> int:
+        return self.prompt.batch
+
+    @property
+    def serving(self) -> Serving:
+        return self.prompt.serving
 
 
 def captures_of(request: CaptureRequest) -> Path | None:
@@ -78,10 +106,28 @@ def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) ->
     model = request.model
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)
+    asked = request.prompt.serving
     from ssdprof.pipeline import limits  # imports torch, after all that needs none
 
-    seqlens = request.prompt.seqlens or limits.default_seqlens()
-    return Subject(located=located, layers=layers, seqlens=seqlens, whole=whole, head=whole or head)
+    whole = whole or asked.decode > 0  # a model that generates tokens
+    lengths: tuple[int, ...] = ()
+    if asked.packed is not None:
+        lengths = tuple(stop - start for start, stop in pairwise(boundaries(asked.packed, SEED)))
+    seqlens = (sum(lengths),) if lengths else request.prompt.seqlens or limits.default_seqlens()
+    if asked.batch * max(seqlens) > LONGEST_SEQLEN:
+        raise BadInputError(
+            f"{asked.batch * max(seqlens):,} tokens are too many for one call.",
+            f"Give fewer or shorter sequences, of {LONGEST_SEQLEN:,} tokens together.",
+        )
+    return Subject(
+        located=located,
+        layers=layers,
+        seqlens=seqlens,
+        batch=asked.batch,
+        serving=Serving(packed=lengths, chunk=asked.chunk, decode=asked.decode),
+        whole=whole,
+        head=whole or head,
+    )
 
 
 def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
@@ -108,6 +154,8 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
             "--layers is the only option of a model that stored captures take.",
         )
     manifest = read_manifest(folder)
+    if not manifest.prompts:
+        raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
     chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
     if not chosen:

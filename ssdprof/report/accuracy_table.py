@@ -12,7 +12,7 @@ from rich.text import Text
 from ssdprof.errors import BadInputError
 from ssdprof.report import format as fmt
 from ssdprof.report import summary, terminal
-from ssdprof.report.groups import Group, groups, precision_order, tokens
+from ssdprof.report.groups import Group, groups, places, precision_order
 from ssdprof.report.tables import accuracy
 from ssdprof.schema import CaseResult, DType, Intermediates, PrecisionRecord, RunReport
 from ssdprof.schema.outcome import at_precisions, outcome
@@ -54,13 +54,17 @@ def accuracy_table(
     for group, name in found:
         series = group.series(name)
         advice.setdefault((summary.advice(series), all(s.passed for s in series)), []).append(group)
-    parts += [terminal.verdict(f"At {tokens(own)}: {text}", good=good) for (text, good), own in advice.items()]
+    parts += [terminal.verdict(_sentence(places(own), text), good=good) for (text, good), own in advice.items()]
     parts += [terminal.bullet(line) for line in summary.caveats(report)]
     for group, name in found:
         for tensor in accuracy.TENSORS:
             if table := accuracy.match(group, name, tensor):
                 parts += ["", terminal.SplitTable(table)]
     return Renderables(*parts)
+
+
+def _sentence(where: str, text: str) -> str:
+    return f"{where[0].upper()}{where[1:]}: {text}"
 
 
 def _with_baseline(group: Group, name: str, chosen: Callable[[CaseResult], bool]) -> Group:

@@ -81,18 +81,18 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     for one in report.answers:
         yield _section(f"Answers by position at {tokens_of(one.seqlen)}", "detail", answers.by_position(one))
     for group in found:
-        yield _section(f"Speed of each layer at {group.tokens}", "detail", speed.per_layer(group))
+        yield _section(f"Speed of each layer {group.where}", "detail", speed.per_layer(group))
     for group in found:
         made = (make(group, name) for name in group.compared for make in (accuracy.by_layer, accuracy.largest))
-        yield _section(f"Errors by layer and position at {group.tokens}", "detail", *made)
+        yield _section(f"Errors by layer and position {group.where}", "detail", *made)
     for group in found:
         own = (accuracy.match(group, group.baseline, tensor) for tensor in accuracy.TENSORS)
-        yield _section(f"Accuracy of {group.baseline} at other precisions, {group.tokens}", "file", *own)
+        yield _section(f"Accuracy of {group.baseline} at other precisions, {group.where}", "file", *own)
     for group in found:
         if len(group.layers) > 1:
             for layer in group.layers:
                 yield _section(
-                    f"Accuracy of layer {layer.index} ({layer.name}) at {group.tokens}",
+                    f"Accuracy of layer {layer.index} ({layer.name}) {group.where}",
                     "file",
                     *_accuracy(group.at_layer(layer)),
                 )

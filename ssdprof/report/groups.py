@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ssdprof.report import format as fmt
+from ssdprof.report.serving import call_words
 from ssdprof.schema import (
+    CallRef,
     CaseResult,
     Deviation,
     Interval,
@@ -56,17 +58,49 @@ class Series:
 
 @dataclass(frozen=True)
 class Group:
-    """All cases of one prompt: they may be compared and added up."""
+    """All cases of one kind of call on one prompt, of one size: they may be compared and added up.
+
+    call: one of these calls, if they are not those of a whole prompt.
+    """
 
     seqlen: int
     batch: int
     cases: tuple[CaseResult, ...]
     baseline: str
+    call: CallRef | None = None
 
     @property
     def tokens(self) -> str:
-        """ "131,072 tokens", "32 x 1,024 tokens"."""
+        """ "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are decode steps."""
+        if self.steps and self.call:
+            return fmt.tokens(self.call.prompt_seqlen, self.batch)
         return fmt.tokens(self.seqlen, self.batch)
+
+    @property
+    def where(self) -> str:
+        """ "at 131,072 tokens", "in decode steps after 512 tokens"."""
+        return call_words(self.call, self.seqlen, self.batch)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the calls are decode steps."""
+        return self.call is not None and self.call.kind == "decode"
+
+    @property
+    def calls(self) -> int:
+        """Calls of all layers."""
+        return len({(case.layer.index, case.call) for case in self.cases})
+
+    @property
+    def extent(self) -> str:
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"."""
+        layers = len(self.layers)
+        of_layers = f"layer {self.layers[0].index}" if layers == 1 else f"{layers} layers"
+        each = self.calls // layers
+        if self.calls == layers:
+            return of_layers
+        noun = "step" if self.steps else "chunk"
+        return f"{fmt.plural(each, noun)} in {'' if layers == 1 else 'each of '}{of_layers}"
 
     @property
     def layers(self) -> tuple[LayerRef, ...]:
@@ -109,16 +143,22 @@ class Group:
 
 
 def groups(report: RunReport) -> tuple[Group, ...]:
-    """One group per prompt length and batch, the longest prompt first."""
-    keys = sorted({(case.dims.seqlen, case.dims.batch) for case in report.cases}, reverse=True)
+    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it."""
+    found: dict[tuple[int, bool, int, int], list[CaseResult]] = {}
+    for case in report.cases:
+        call, size = case.call, (case.dims.seqlen, case.dims.batch)
+        prompt = call.prompt_seqlen if call else size[0]
+        found.setdefault((prompt, not (call and call.kind == "decode"), *size), []).append(case)
+    steps = report.asked.steps if report.asked else None
     return tuple(
         Group(
             seqlen,
             batch,
-            tuple(case for case in report.cases if (case.dims.seqlen, case.dims.batch) == (seqlen, batch)),
-            baseline=report.baseline,
+            tuple(cases),
+            baseline=report.baseline if prompts or steps is None else steps.baseline,
+            call=cases[0].call,
         )
-        for seqlen, batch in keys
+        for (_, prompts, seqlen, batch), cases in sorted(found.items(), key=lambda item: item[0], reverse=True)
     )
 
 
@@ -133,11 +173,20 @@ def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
 
 
 def tokens(prompts: Iterable[Group]) -> str:
-    """ "131,072, 16,384 and 1,024 tokens"."""
-    first, *others = (group.tokens for group in prompts)
+    """ "131,072, 16,384 and 1,024 tokens"; decode steps are not told, unless there is nothing else."""
+    every = list(prompts)
+    first, *others = dict.fromkeys(group.tokens for group in [one for one in every if not one.steps] or every)
     if not others:
         return first
     return fmt.words(text.removesuffix("s").removesuffix(" token") for text in (first, *others)) + " tokens"
+
+
+def places(prompts: Iterable[Group]) -> str:
+    """ "at 131,072 and 16,384 tokens", "at 512 tokens and in decode steps after 512 tokens"."""
+    every = list(prompts)
+    whole = [group for group in every if group.call is None]
+    others = [group.where for group in every if group.call is not None]
+    return fmt.words([*([f"at {tokens(whole)}"] if whole else []), *others])
 
 
 def precision_order(precision: PrecisionRecord) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, nan_is_wors
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 
 
-def speed(baseline: str, found: Sequence[Group], name: str) -> str:
+def speed(found: Sequence[Group], name: str) -> str:
     """ "3.30x to 3.80x faster than unfused by device time (call 3.13x to 3.51x) at 131,072 tokens, ..."; or empty."""
     parts: list[str] = []
     for group in found:
@@ -19,24 +19,24 @@ def speed(baseline: str, found: Sequence[Group], name: str) -> str:
             continue
         device, call = (_range((pick(one) for one in timed), fmt.ratio) for pick in (_device, _call))
         if parts:
-            parts.append(f"{device} (call {call}) at {group.tokens}")
+            parts.append(f"{device} (call {call}) {group.where}")
             continue
         layers = {len(one.layers) for one in timed}
         where = f", summed over {layers.pop()} layers" if len(layers) == 1 and max(layers) > 1 else ""
-        parts.append(f"{device} {_verdict(timed, baseline)} by device time (call {call}) at {group.tokens}{where}")
+        parts.append(f"{device} {_verdict(timed, group.baseline)} by device time (call {call}) {group.where}{where}")
     return f"{'; '.join(parts)}." if parts else ""
 
 
-def exactness(baseline: str, group: Group, name: str) -> str:
+def exactness(group: Group, name: str) -> str:
     """ "78.098% to 93.707% of output elements equal unfused's; rms error against fp64 1.81e-3 to 2.04e-3 (...)"."""
     series = [one for one in group.series(name) if pool(one.cases, "out", vs_oracle)]
     if not series:
         return ""
     against = [pooled for one in series if (pooled := pool(one.cases, "out", vs_baseline))]
     equal = _range((pooled.match_pct(0.0) for pooled in against), fmt.percent)
-    parts = [f"{equal} of output elements equal {baseline}'s"] if against else []
+    parts = [f"{equal} of output elements equal {group.baseline}'s"] if against else []
     originals = [original for one in series if (original := group.baseline_of(one.precision))]
-    beside = [f"{baseline} {_rms(originals)}"] if originals else []
+    beside = [f"{group.baseline} {_rms(originals)}"] if originals else []
     if limit := pool((case for one in series for case in one.cases), "out", floor):
         beside.append(f"floor {fmt.small(limit.rms_ratio)}")
     parts.append(f"rms error against fp64 {_rms(series)} ({', '.join(beside)})")

@@ -96,11 +96,11 @@ def statements(report: RunReport) -> tuple[Statement, ...]:
     for name in names:
         precisions = {s.precision for group in found for s in group.series(name)}
         if len(precisions) > _MOST_STATEMENTS:
-            if text := _together(report, found, name):
+            if text := _together(found, name):
                 said.append(Statement(f"{name}, {len(precisions)} precisions:", text))
             continue
         for precision in sorted(precisions, key=precision_order):
-            if text := _text(report, found, name, precision):
+            if text := _text(found, name, precision):
                 said.append(Statement(f"{name}, {_with(precision)}:", text))
     return tuple(said)
 
@@ -144,19 +144,19 @@ def _trouble(series: Series) -> str:
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
 
 
-def _together(report: RunReport, found: tuple[Group, ...], name: str) -> str:
+def _together(found: tuple[Group, ...], name: str) -> str:
     series = [s for group in found for s in group.series(name)]
     troubles = list(dict.fromkeys(f"{_with(s.precision)}: {_trouble(s)}" for s in series if _failed(s)))
     compared = [group for group in found if any(pool(s.cases, "out", vs_oracle) for s in group.series(name))]
     parts = (
         f"FAILED: {'; '.join(troubles)}." if troubles else "",
-        merged.speed(report.baseline, found, name),
-        merged.exactness(report.baseline, compared[0], name) if compared else "",
+        merged.speed(found, name),
+        merged.exactness(compared[0], name) if compared else "",
     )
     return " ".join(part for part in parts if part)
 
 
-def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> str:
+def _text(found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> str:
     own = [(group, s) for group in found for s in group.series(name) if s.precision == precision]
     speeds = [(group, speed) for group, s in own if (speed := total_speed(s)) and speed.device_ratio is not None]
     compared = [(group, s) for group, s in own if pool(s.cases, "out", vs_oracle)]
@@ -164,28 +164,33 @@ def _text(report: RunReport, found: tuple[Group, ...], name: str, precision: Pre
     if troubles := list(dict.fromkeys(_trouble(s) for _, s in own if _failed(s))):
         parts.append(f"FAILED: {'; '.join(troubles)}." + (" Elsewhere" if speeds else ""))
     if speeds:
-        parts.append(_speed(report.baseline, speeds))
+        parts.append(_speed(speeds))
     if compared:
-        parts.append(_exactness(report.baseline, *compared[0]))
+        parts.append(_exactness(*compared[0]))
     return " ".join(parts)
 
 
-def _speed(baseline: str, speeds: list[tuple[Group, TotalSpeed]]) -> str:
+def _speed(speeds: list[tuple[Group, TotalSpeed]]) -> str:
     """ "3.10x [3.01, 3.21] faster than unfused by device time (call 3.02x) at 4,096 tokens, summed over 4 layers." """
     group, speed = speeds[0]
-    ratio = fmt.speedup(speed.device_ratio, speed.device_interval)
+    baseline, ratio = group.baseline, fmt.speedup(speed.device_ratio, speed.device_interval)
     said = {
         "faster": f"{ratio} faster than {baseline}",
         "slower": f"slower than {baseline}, {ratio}",
         "no difference": f"as fast as {baseline}, {ratio}",
         None: f"compared with {baseline} {ratio}",
     }[speed.device_verdict]
-    layers = f"summed over {len(speed.layers)} layers" if len(speed.layers) > 1 else f"in layer {speed.layers[0]}"
+    layers = f"summed over {_extent(group, speed)}" if len(speed.layers) > 1 else f"in layer {speed.layers[0]}"
     others = [
-        f"; {fmt.speedup(other.device_ratio, other.device_interval)} ({_call(other)}) at {shorter.tokens}"
+        f"; {fmt.speedup(other.device_ratio, other.device_interval)} ({_call(other)}) {shorter.where}"
         for shorter, other in speeds[1:]
     ]
-    return f"{said} by device time ({_call(speed)}) at {group.tokens}, {layers}{''.join(others)}."
+    return f"{said} by device time ({_call(speed)}) {group.where}, {layers}{''.join(others)}."
+
+
+def _extent(group: Group, speed: TotalSpeed) -> str:
+    """The group's own extent if all of its calls were timed."""
+    return group.extent if len(speed.layers) == group.calls else fmt.plural(len(speed.layers), "call")
 
 
 def _call(speed: TotalSpeed) -> str:
@@ -194,7 +199,8 @@ def _call(speed: TotalSpeed) -> str:
     return f"call {fmt.ratio(speed.call_ratio)}{doubt}"
 
 
-def _exactness(baseline: str, group: Group, series: Series) -> str:
+def _exactness(group: Group, series: Series) -> str:
+    baseline = group.baseline
     ours, limit = pool(series.cases, "out", vs_oracle), pool(series.cases, "out", floor)
     against = pool(series.cases, "out", vs_baseline)
     original = group.baseline_of(series.precision)
@@ -228,12 +234,21 @@ def _of_results(report: RunReport) -> Iterator[str]:
     yield from _equal_precisions(report)
     for group in groups(report):
         chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
-        if chunks and group.seqlen <= min(chunks):
+        if chunks and (longest := _longest_sequence(report, group)) is not None and longest <= min(chunks):
             are = "is" if group.seqlen == 1 else "are"
             yield (
                 f"{group.tokens} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."
             )
+
+
+def _longest_sequence(report: RunReport, group: Group) -> int | None:
+    """Tokens of the group's longest sequence; None if its calls begin with a state."""
+    if group.call is None:
+        return group.seqlen
+    if group.call.kind != "packed":
+        return None
+    return max(length for prompt in report.prompts for length in prompt.serving.packed)
 
 
 def _equal_precisions(report: RunReport) -> Iterator[str]:

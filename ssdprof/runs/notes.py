@@ -12,6 +12,16 @@ def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
     return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
 
 
+def of_ranks(ranks: int) -> tuple[str, ...]:
+    """What a reader must know if the heads were divided among tensor-parallel ranks."""
+    if ranks == 1:
+        return ()
+    return (
+        f"What was replayed is the share of the first of {ranks} tensor-parallel ranks: its heads alone, with their "
+        "groups or key heads; a single group is on every rank.  The model itself ran undivided.",
+    )
+
+
 def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
     if ref.siblings:
         yield (

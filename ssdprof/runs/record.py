@@ -10,7 +10,7 @@ from typing import Any
 from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
-from ssdprof.runs.notes import notes
+from ssdprof.runs.notes import notes, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 
 
@@ -41,7 +41,7 @@ def draft(
         captured_layers=(),
         segment_length=segment_length,
         cases=(),
-        notes=tuple(notes(ref, prompts)),
+        notes=(*notes(ref, prompts), *of_ranks(asked.tensor_parallel)),
     )
 
 

@@ -6,13 +6,23 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 
 from ssdprof.schema.accuracy import SLICES, TOLERANCES, Deviation, Match, TensorAccuracy
 from ssdprof.schema.answers import AnswerCase, AnswerGate, Answers
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record, Status, precisions_for
+from ssdprof.schema.base import (
+    SCHEMA_VERSION,
+    DType,
+    Intermediates,
+    PrecisionRecord,
+    Record,
+    Status,
+    StoredDType,
+    precisions_for,
+)
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import Asked, CaseResult, RunReport
+from ssdprof.schema.run import Asked, CaseResult, RunReport, StepsAsked
+from ssdprof.schema.serving import CallRef, Serving
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
@@ -24,6 +34,7 @@ __all__ = [
     "AnswerGate",
     "Answers",
     "Asked",
+    "CallRef",
     "CaptureManifest",
     "CaseResult",
     "Ceilings",
@@ -47,8 +58,11 @@ __all__ = [
     "Record",
     "Roofline",
     "RunReport",
+    "Serving",
     "Speedup",
     "Status",
+    "StepsAsked",
+    "StoredDType",
     "TensorAccuracy",
     "TensorRecord",
     "Timing",

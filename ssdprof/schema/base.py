@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 SCHEMA_VERSION: Final = 2
 
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
+StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
 Intermediates = Literal["exact", "relaxed"]
 Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Record
+from ssdprof.schema.base import SCHEMA_VERSION, Record, StoredDType
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema.serving import CallRef
 
 
 class TensorRecord(Record):
     shape: tuple[int, ...]
-    dtype: DType
+    dtype: StoredDType
     model_strides: tuple[int, ...]  # as the model passed it; the stored values are token-major
     sha256: str  # of the stored bytes
 
@@ -21,15 +22,17 @@ Scalar = int | float | bool | str | None
 
 
 class LayerCapture(Record):
-    """The stored inputs of one layer on one prompt.
+    """The stored inputs of one call of a layer's operator.
 
+    call: which one; None: the whole of a prompt.
     remark: what was undone of the model's call, or differs from its config, in a sentence for the report.
     scalars: arguments that are no tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
     scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
     """
 
     layer: LayerRef
-    seqlen: int
+    seqlen: int  # of the call
+    call: CallRef | None = None
     file: str  # safetensors file beside the manifest
     tensors: dict[str, TensorRecord]
     remark: str = ""

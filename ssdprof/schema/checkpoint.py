@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ssdprof.schema.base import Record
+from ssdprof.schema.serving import Serving
 
 
 class LayerRef(Record):
@@ -31,6 +32,7 @@ class Prompt(Record):
     kind: Literal["default", "file", "random"]
     source: str  # which text, in words: never a path
     tokenizer: str
-    seqlen: int
+    seqlen: int  # of each sequence; of all together if they are packed
     batch: int = 1
     token_sha256: str  # of the little-endian int64 ids
+    serving: Serving = Serving()

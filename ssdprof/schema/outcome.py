@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
 
 from ssdprof.schema.base import PrecisionRecord
 from ssdprof.schema.gating import Broken, broken
 from ssdprof.schema.rows import of_run
-from ssdprof.schema.run import CaseResult, RunReport
+from ssdprof.schema.run import Asked, CaseResult, RunReport
+from ssdprof.schema.serving import CallRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,9 @@ def outcome(report: RunReport) -> RunOutcome:
         broken_off=_broken_off(report),
         judged=len(report.cases) - len(refused),
         failed=tuple(case for case in report.cases if case.status not in ("passed", "refused")),
-        refused=tuple(case for case in refused if asked is None or case.implementation in asked.implementations),
+        refused=tuple(
+            case for case in refused if asked is None or case.implementation in _compared(asked, case.call)[0]
+        ),
         missing=_missing(report),
         broken=broken(of_run(report), report.gates),
         answers=sum(case.judged for answers in report.answers for case in answers.cases),
@@ -58,7 +62,11 @@ def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) ->
     asked = report.asked
     if asked is not None:
         kept = tuple(precision for precision in asked.precisions if precision in precisions)
-        asked = asked.model_copy(update={"precisions": kept})
+        steps = asked.steps
+        if steps is not None:
+            there = tuple(precision for precision in steps.precisions if precision in precisions)
+            steps = steps.model_copy(update={"precisions": there})
+        asked = asked.model_copy(update={"precisions": kept, "steps": steps})
     cases = tuple(case for case in report.cases if case.precision in precisions)
     return report.model_copy(update={"cases": cases, "asked": asked, "answers": ()})
 
@@ -79,11 +87,18 @@ def _broken_off(report: RunReport) -> str:
 def _missing(report: RunReport) -> int:
     if report.asked is None:
         return 0
-    there = {(case.layer, case.dims.seqlen, case.implementation, case.precision) for case in report.cases}
-    return sum(
-        (layer, prompt.seqlen, implementation, precision) not in there
-        for prompt in report.prompts
-        for layer in report.asked.layers
-        for implementation in report.asked.implementations
-        for precision in report.asked.precisions
-    )
+    there = {(case.layer, case.call or case.dims.seqlen, case.implementation, case.precision) for case in report.cases}
+    missing = 0
+    for prompt in report.prompts:
+        for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
+            implementations, precisions = _compared(report.asked, call)
+            wanted = product(report.asked.layers, [call or prompt.seqlen], implementations, precisions)
+            missing += sum(one not in there for one in wanted)
+    return missing
+
+
+def _compared(asked: Asked, call: CallRef | None) -> tuple[tuple[str, ...], tuple[PrecisionRecord, ...]]:
+    """Implementations and precisions that a run was to compare in a call."""
+    if call is not None and call.kind == "decode":
+        return (asked.steps.implementations, asked.steps.precisions) if asked.steps else ((), ())
+    return asked.implementations, asked.precisions

@@ -6,6 +6,7 @@ from pydantic import computed_field
 
 from ssdprof.schema.base import Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
+from ssdprof.schema.serving import Serving
 
 
 class PlannedFile(Record):
@@ -15,12 +16,18 @@ class PlannedFile(Record):
 
 
 class DryRun(Record):
-    """weight_bytes: once loaded.  free_bytes: memory of `device` now."""
+    """weight_bytes: once loaded.  free_bytes: memory of `device` now.
+
+    batch, serving: of each prompt.  tensor_parallel: as in `Asked`.
+    """
 
     checkpoint: CheckpointRef
     layers: tuple[LayerRef, ...]
     dims: str
     seqlens: tuple[int, ...]
+    batch: int = 1
+    serving: Serving = Serving()
+    tensor_parallel: int = 1
     files: tuple[PlannedFile, ...]
     weight_bytes: int
     device: str

@@ -14,13 +14,18 @@ from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.prefill import Prefill
+from ssdprof.schema.serving import CallRef
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
 
 
 class CaseResult(Record):
-    """One layer's capture, replayed through one implementation at one precision."""
+    """One layer's capture, replayed through one implementation at one precision.
+
+    call: which of the layer's calls; None: the whole of a prompt.
+    """
 
     layer: LayerRef
+    call: CallRef | None = None
     dims: Dims
     implementation: str
     variant: str  # which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
@@ -42,12 +47,26 @@ class CaseResult(Record):
         return self
 
 
+class StepsAsked(Record):
+    """What a run was to compare in decode steps.  baseline: the implementation that the others are compared with."""
+
+    implementations: tuple[str, ...]
+    precisions: tuple[PrecisionRecord, ...]
+    baseline: str
+
+
 class Asked(Record):
-    """What a run was to compare: every implementation at every precision, in every layer, on every prompt."""
+    """What a run was to compare: every implementation at every precision, in every layer, on every prompt.
+
+    steps: the same for decode steps; None: there are none.
+    tensor_parallel: of how many ranks the first one's share of the heads was replayed.
+    """
 
     implementations: tuple[str, ...]
     precisions: tuple[PrecisionRecord, ...]
     layers: tuple[LayerRef, ...]
+    steps: StepsAsked | None = None
+    tensor_parallel: int = 1
 
 
 class RunReport(Record):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ssdprof import operators
 from ssdprof.capture.bind import bind
-from ssdprof.capture.layout import PromptBuffer
+from ssdprof.capture.layout import PromptBuffer, token_major
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -113,7 +113,10 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
     assert final_states.shape[0] == 3
     torch.testing.assert_close(out[:, :3], alone)
     with pytest.raises(BadInputError, match="packs sequences"):
-        PromptBuffer(bound.inputs, BATCH * LENGTH, torch.device("cpu"))
+        PromptBuffer(bound.inputs, BATCH * LENGTH + 1, torch.device("cpu"))
+    whole = token_major(bound.inputs)
+    assert torch.equal(whole.cu_seqlens, bounds)
+    assert torch.equal(whole.v, bound.inputs.v)
 
 
 @pytest.mark.parametrize(

@@ -250,3 +250,40 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadInputError):
         build_prompt(tmp_path, 4)
+
+
+# --- several prompts
+
+
+def test_a_batch_is_cut_from_the_text_with_the_special_token_in_front_of_every_row(tokenizer_folder: Path) -> None:
+    alone, _ = build_prompt(tokenizer_folder, 30)
+    ids, prompt = build_prompt(tokenizer_folder, 10, batch=3)
+    assert ids.shape == (3, 10)
+    assert (prompt.seqlen, prompt.batch) == (10, 3)
+    assert ids[:, 0].tolist() == [0, 0, 0]
+    assert ids[:, 1:].flatten().tolist() == alone[0, 1:28].tolist()
+    assert "3 pieces of it one behind the other" in prompt.source
+
+
+def test_packed_sequences_are_cut_like_a_batch(tokenizer_folder: Path) -> None:
+    alone, _ = build_prompt(tokenizer_folder, 30)
+    ids, prompt = build_prompt(tokenizer_folder, 11, packed=(5, 1, 5))
+    assert ids.shape == (1, 11)
+    assert ids[0].tolist() == [0, *alone[0, 1:5].tolist(), 0, 0, *alone[0, 5:9].tolist()]
+    assert prompt.seqlen == 11
+
+
+def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(text.load()[:400])
+    whole = len(build_prompt(tokenizer_folder, 60, kind="file", file=file)[0][0])
+    assert whole == 60
+    ids, prompt = build_prompt(tokenizer_folder, 60, kind="file", file=file, batch=5)
+    assert len({tuple(row) for row in ids.tolist()}) == 5
+    assert "5 pieces of it that overlap" in prompt.source
+
+
+def test_a_batch_of_random_tokens(tokenizer_folder: Path) -> None:
+    ids, _ = build_prompt(tokenizer_folder, 8, kind="random", batch=4)
+    assert ids.shape == (4, 8)
+    assert len({tuple(row) for row in ids.tolist()}) == 4

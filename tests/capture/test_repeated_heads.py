@@ -11,6 +11,7 @@ import torch
 from ssdprof.capture import CapturedLayer, capture_layers
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.sites import find_sites
+from ssdprof.schema import Serving
 
 LENGTH = 40
 REPEAT = """
@@ -34,7 +35,7 @@ def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def captured(name: str, model: Any, segment_length: int = LENGTH) -> list[CapturedLayer]:
+def captured(name: str, model: Any, segment_length: int = LENGTH, decode: int = 0) -> list[CapturedLayer]:
     found: list[CapturedLayer] = []
     capture_layers(
         model.base_model,
@@ -43,6 +44,8 @@ def captured(name: str, model: Any, segment_length: int = LENGTH) -> list[Captur
         ref=tiny_models.checkpoint_ref(name),
         segment_length=segment_length,
         on_layer=found.append,
+        serving=Serving(decode=decode),
+        head=lambda hidden: hidden @ model.get_output_embeddings().weight.T,
     )
     return found
 
@@ -62,6 +65,16 @@ def test_repeated_heads_are_taken_once_and_said(
         assert other.model_strides["q"][2] == 2 * 16
         assert one.remark == ""
         assert "repeats each query and key head 2 times" in other.remark
+
+
+def test_repeated_heads_of_a_decode_step_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured("qwen3_next", repeating("qwen3_next", monkeypatch), decode=1)
+    steps = [one for one in found if one.call]
+    assert len(steps) == 3
+    for one in steps:
+        assert (one.inputs.q.shape, one.inputs.v.shape) == ((1, 1, 2, 16), (1, 1, 4, 16))
+        assert one.inputs.initial_state.shape == (1, 4, 16, 16)
+        assert "repeats each query and key head 2 times" in one.remark
 
 
 def test_a_repeating_model_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

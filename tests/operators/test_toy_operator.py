@@ -34,7 +34,7 @@ LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels.names("ssd")  # the bundled ones stay registered when the test is over
+    kernels.get("ssd", "reference")  # the bundled ones stay registered when the test is over
     monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
     monkeypatch.setattr(operators, "_registered", {})
     operators.register(toy.OPERATOR)

@@ -80,6 +80,7 @@ DOOR = Door(
     function="torch_chunk_gated_delta_rule",
     step="torch_recurrent_gated_delta_rule",
     bind=bind,
+    bind_step=bind,
     refused=(
         "cp_context",
         "head_first",

@@ -63,6 +63,53 @@ def _limit_remark(mixer: nn.Module, passed: tuple[float, float]) -> str:
     )
 
 
+def bind_step(
+    mixer: nn.Module,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    **dropped: Any,  # noqa: ARG001
+) -> BoundCall:
+    """What `mixer` asks for one token: x (b, h, p), B and C (b, g, n), and dt, A, D and dt_bias repeated over channels.
+
+    The state is updated in place, so nothing is returned beside the output.  The limits of dt are not among the
+    arguments: a model applies them to prompts only.
+    """
+    inputs = SSDInputs(
+        x=x[:, None],
+        dt=_of_heads("dt", dt, 2)[:, None],
+        A=_of_heads("A", A, 1),
+        B=B[:, None],
+        C=C[:, None],
+        chunk_size=getattr(mixer, "chunk_size", SSDInputs.chunk_size),
+        D=None if D is None else _of_heads("D", D, 1),
+        z=None if z is None else z[:, None],
+        dt_bias=None if dt_bias is None else _of_heads("dt_bias", dt_bias, 1),
+        dt_softplus=dt_softplus,
+        initial_states=state,
+    )
+    return BoundCall(inputs, wants_final_state=False)
+
+
+def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    """The first `dims` dimensions of a tensor that is the same over the others.  ValueError if it is not."""
+    first = tensor
+    for _ in range(tensor.ndim - dims):
+        first = first.select(-1, 0)
+    if any(tensor.stride()[dims:]):  # not expanded
+        repeated = first.reshape(*first.shape, *(1 for _ in tensor.shape[dims:])).expand_as(tensor)
+        if not torch.equal(tensor, repeated):
+            raise ValueError(f"{name} differs between the channels of a head")
+    return first
+
+
 def stand_in(inputs: SSDInputs) -> Output:
     """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
     if inputs.x.device.type == "cuda":
@@ -91,6 +138,7 @@ DOOR = Door(
     function="mamba2_chunk_scan",
     step="mamba2_selective_state_update",
     bind=bind,
+    bind_step=bind_step,
     refused=("seq_idx", "cu_seqlens", "return_varlen_states"),
     views=("x", "B", "C"),
     per_position=("dt", "z"),

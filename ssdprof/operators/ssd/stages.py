@@ -27,6 +27,8 @@ STAGES = Stages(
         "chunk_scan.current",
         "chunk_scan.residual",
         "recurrence",
+        "step_state",
+        "step_output",
         "ahead",
     ),
     words={
@@ -56,5 +58,7 @@ STAGES = Stages(
         "_bmm_chunk_kernel": "unfused",
         "_chunk_scan_kernel": "unfused",
         "_ssd_recurrent_kernel": "recurrent",
+        "_ssd_step_state_kernel": "unfused_step",
+        "_ssd_step_output_kernel": "unfused_step",
     },
 )

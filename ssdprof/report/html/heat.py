@@ -47,7 +47,7 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
     low = min(errors)
     high = max(*errors, 2 * low)  # nearly equal errors have nearly equal colours
     return HeatMap(
-        title=f"Rms error of {implementation}'s output against fp64 at {group.tokens}",
+        title=f"Rms error of {implementation}'s output against fp64 {group.where}",
         columns=tuple(f"{one.precision.intermediates}, {one.precision.state_dtype} states" for one in series),
         rows=tuple(
             HeatRow(

@@ -38,7 +38,7 @@ def match(group: Group, implementation: str, tensor: TensorName) -> Table | None
     series = tuple(s for s in group.series(implementation) if pool(s.cases, tensor, against))
     if not series:
         return None
-    several = len(group.layers) > 1
+    several = group.calls > 1
     rows: list[tuple[str, ...]] = [
         ("within the error budget", *(_budget(s, tensor) for s in series), ""),
         ("kernel", *(s.variant for s in series), ""),
@@ -48,10 +48,10 @@ def match(group: Group, implementation: str, tensor: TensorName) -> Table | None
         if any(pooled):
             headings.add(len(rows))
             rows.append((title, *[""] * (len(series) + 1)))
-            rows += _block(pooled, beside, several=several)
-    layers = f"{len(group.layers)} layers pooled" if several else f"layer {group.layers[0].index}"
+            rows += _block(pooled, beside, ", worst layer" if len(group.layers) > 1 else ", worst call" * several)
+    layers = f"{group.extent}{' pooled' * several}"
     return Table(
-        title=f"Accuracy of {implementation}'s {_SHOWN[tensor]} at {group.tokens}, {layers}",
+        title=f"Accuracy of {implementation}'s {_SHOWN[tensor]} {group.where}, {layers}",
         headers=("", *(_header(s.precision) for s in series), "floor"),
         rows=tuple(rows),
         align=columns(1, len(series) + 1),
@@ -72,7 +72,7 @@ def by_layer(group: Group, implementation: str, tensor: TensorName = "out") -> T
         limit = pool((case for cases in own for case in cases), tensor, floor)
         rows.append((str(layer.index), *(fmt.small(p.rms_ratio if p else None) for p in (*cells, limit))))
     return Table(
-        title=f"Rms error of {implementation}'s {_SHOWN[tensor]} against fp64 in each layer at {group.tokens}",
+        title=f"Rms error of {implementation}'s {_SHOWN[tensor]} against fp64 in each layer {group.where}",
         headers=("layer", *(_header(s.precision) for s in series), "floor"),
         rows=tuple(rows),
         align=columns(0, len(series) + 2),
@@ -91,7 +91,7 @@ def largest(group: Group, implementation: str) -> Table | None:
     if not rows:
         return None
     return Table(
-        title=f"Largest differences of {implementation} at {group.tokens}",
+        title=f"Largest differences of {implementation} {group.where}",
         headers=(
             "tensor", "precision", "against", "largest\nerror", "largest\nvalue", "layer", "position", "worst head",
         ),
@@ -120,11 +120,13 @@ def _comparisons(
         )
 
 
-def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, *, several: bool) -> list[tuple[str, ...]]:
+def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -> list[tuple[str, ...]]:
+    """worst: of what an error is the worst, after a comma; empty if there is only one."""
+
     def row(label: str, cell: Callable[[Pooled], str]) -> tuple[str, ...]:
         return (label, *(cell(p) if p else fmt.MISSING for p in pooled), cell(beside) if beside else "")
 
-    worst, same = (", worst layer", ", same layer") if several else ("", "")
+    same = worst.replace("worst", "same")
     known = [p for p in (*pooled, beside) if p and p.scale_max_abs is not None]
     return [
         *(

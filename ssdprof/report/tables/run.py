@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
+from ssdprof.report.serving import serving_words
 from ssdprof.report.tables import answers
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import CaseResult, Clocks, Environment, Launch, PrecisionRecord, Prompt, RunReport
@@ -109,6 +110,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "dimensions", dims if len(_shapes(report)) == 1 else f"{dims} (layers {fmt.indices(indices)})"
     for prompt in report.prompts:
         yield "prompt", _prompt(prompt)
+    yield "served", _served(report)
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
@@ -170,6 +172,13 @@ def _prompt(prompt: Prompt) -> str:
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
 
 
+def _served(report: RunReport) -> str:
+    """All prompts of a run are served in one way."""
+    ranks = report.asked.tensor_parallel if report.asked else 1
+    found = (serving_words(one.serving, batch=one.batch, tensor_parallel=ranks) for one in report.prompts)
+    return "; ".join(dict.fromkeys(words for words in found if words))
+
+
 def _all_precisions(report: RunReport) -> list[PrecisionRecord]:
     return sorted({case.precision for case in report.cases}, key=precision_order)
 
@@ -206,7 +215,8 @@ def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) 
     places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
     for group in groups(report):
         for case in filter(wanted, group.cases):
-            layers = places.setdefault(_case(case), {}).setdefault(group.tokens.removesuffix(" tokens"), [])
+            tokens = group.tokens.removesuffix(" tokens") if group.call is None else group.where.partition(" ")[2]
+            layers = places.setdefault(_case(case), {}).setdefault(tokens, [])
             layers.append(case.layer.index)
     if not places:
         return None

@@ -31,7 +31,8 @@ def total(group: Group) -> Table | None:
     found = [(series, total_speed(series)) for series in group.series()]
     if not any(speed for _, speed in found):
         return None
-    every = len(group.layers)
+    every = group.calls
+    unit = "layers" if every == len(group.layers) else "calls"
     incomplete = any(speed is None or len(speed.layers) < every for _, speed in found)
     rows = []
     for series, speed in found:
@@ -42,10 +43,10 @@ def total(group: Group) -> Table | None:
     if every > 1:
         note.append("The interval of a sum takes every layer at its own bound, so it covers more than 95 %.")
     if incomplete:
-        note.append("Each speedup compares the same layers; times over different numbers of layers do not compare.")
+        note.append(f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare.")
     return Table(
-        title=f"Speed at {group.tokens}, " + (f"sum over {every} layers" if every > 1 else f"layer {_only(group)}"),
-        headers=("implementation", _PRECISION, *(("layers",) if incomplete else ()), *_HEADERS),
+        title=f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}",
+        headers=("implementation", _PRECISION, *((unit,) if incomplete else ()), *_HEADERS),
         rows=tuple(rows),
         align=columns(2, len(_HEADERS) + incomplete),
         note="  ".join(note),
@@ -66,7 +67,7 @@ def per_layer(group: Group) -> Table | None:
             names = (str(layer.index), series.name, _short(series))
             rows.append((*names, *_cells(series, speed)))
     return Table(
-        title=f"Speed of each layer at {group.tokens}",
+        title=f"Speed of each layer {group.where}",
         headers=("layer", "implementation", _PRECISION, *_HEADERS),
         rows=tuple(rows),
         align=("right", *columns(2, len(_HEADERS))),
@@ -100,7 +101,3 @@ def _baselines(group: Group, found: Iterable[tuple[Series, TotalSpeed | None]]) 
 
 def _short(series: Series) -> str:
     return f"{series.precision.intermediates}, {series.precision.state_dtype}"
-
-
-def _only(group: Group) -> int:
-    return group.layers[0].index

@@ -1,0 +1,36 @@
+"""What one rank of a tensor-parallel server computes: the first rank's heads of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ssdprof import operators
+from ssdprof.capture.layout import token_major
+from ssdprof.errors import BadInputError
+from ssdprof.schema import CheckpointRef, LayerRef
+
+
+def refuse(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:
+    """BadInputError for a layer of these sizes whose heads a server could not divide among `ranks`."""
+    if ranks == 1:
+        return
+    sharding = operators.get(layer.operator).sharding
+    if sharding is None:
+        why = f"{operators.outline(layer.operator).layers} layers cannot be divided here"
+    else:
+        why = sharding.refusal(sizes, ranks)
+    if why:
+        raise BadInputError(
+            f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
+            "Give a number of ranks that divides its heads.",
+        )
+
+
+def first_rank(inputs: Any, ranks: int) -> Any:
+    """The first rank's share of an operator's inputs, in the layout that the rank's own projection gives."""
+    if ranks == 1:
+        return inputs
+    sharding = operators.of(inputs).sharding
+    assert sharding is not None, "refused before anything was loaded"
+    return token_major(sharding.first_rank(inputs, ranks))

@@ -1,0 +1,168 @@
+"""Decode steps: the model generates, and the inputs of its steps are captured on the way."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from ssdprof import operators
+from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.intercept import intercept
+from ssdprof.capture.layout import token_major
+from ssdprof.capture.sites import find_sites
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.ssd.door import bind_step
+from ssdprof.schema import Serving
+
+LENGTH = 40
+STEPS = 2
+FP32_ROUNDING = 5e-5  # of the largest value
+
+
+def oracle(inputs: Any) -> Any:
+    return (gdn_recurrence if isinstance(inputs, GDNInputs) else ssd_recurrence)(inputs, torch.float64)
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
+
+
+def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a causal language model generates by itself: tokens (b, steps), and the last step's logits."""
+    cache: dict[str, Any] = {}
+    tokens, new = [], ids
+    with torch.no_grad():
+        for _ in range(steps + 1):
+            output = model(new, use_cache=True, **cache)
+            name = "cache_params" if "cache_params" in output else "past_key_values"
+            cache = {name: output[name]}
+            new = output.logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(new)
+    return torch.cat(tokens[:steps], 1), output.logits
+
+
+def capture(name: str, ids: torch.Tensor, serving: Serving, **options: Any) -> list[CapturedLayer]:
+    model = tiny_models.shared(name)
+    found: list[CapturedLayer] = []
+    capture_layers(
+        model.base_model,
+        ids,
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        on_layer=found.append,
+        serving=serving,
+        head=lambda hidden: hidden @ model.get_output_embeddings().weight.T,
+        **{"segment_length": LENGTH, **options},
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name: str) -> None:
+    model = tiny_models.shared(name)
+    sites = find_sites(model)
+    ids = tiny_models.prompt(LENGTH, batch=2)
+    tokens, logits = greedy(model, ids, STEPS)
+    namespace, step = sites[0].namespace, operators.get(sites[0].operator).door.step
+    original, computed, seen = namespace[step], [], []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        computed.append(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    namespace[step] = recording
+    try:
+        with intercept(
+            sites, lambda call: call.run_original(), lambda call: seen.append(token_major(call.inputs))
+        ) as n:
+            again, observed = greedy(model, ids, STEPS)
+    finally:
+        namespace[step] = original
+    assert torch.equal(again, tokens)
+    assert torch.equal(observed, logits)
+    assert (n.calls, n.steps) == (len(sites), STEPS * len(sites)) == (len(sites), len(seen))
+    for inputs, out in zip(seen, computed, strict=True):
+        expected = oracle(inputs)[0]
+        assert expected.shape[:2] == (2, 1)
+        assert difference(out.reshape(expected.shape), expected) < FP32_ROUNDING
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 16])
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "olmo_hybrid"])
+def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> None:
+    """The state that the first step begins with is what the prompt's own inputs leave, and so from step to step."""
+    layers = defaultdict(list)
+    for captured in capture(
+        name, tiny_models.prompt(LENGTH, batch=2), Serving(decode=STEPS), segment_length=segment_length
+    ):
+        layers[captured.layer].append(captured)
+    assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])
+    for calls in layers.values():
+        (prompt,) = (one for one in calls if one.call is None)
+        steps = [one for one in calls if one.call is not None]
+        assert [(one.call.kind, one.call.number, one.call.count) for one in steps if one.call] == [
+            ("decode", 1, STEPS),
+            ("decode", 2, STEPS),
+        ]
+        state = oracle(prompt.inputs)[1]
+        for step in steps:
+            began = step.inputs.initial_state if isinstance(step.inputs, GDNInputs) else step.inputs.initial_states
+            assert difference(began, state) < FP32_ROUNDING
+            state = oracle(step.inputs)[1]
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
+    """Its own operators and ours differ in rounding, and the tiny models' margins are wider than that."""
+    model = tiny_models.shared(name)
+    ids = tiny_models.prompt(LENGTH)
+    tokens, _ = greedy(model, ids, 4)
+    fed: list[torch.Tensor] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: fed.append(args[0].clone()))
+    try:
+        capture(name, ids, Serving(decode=4))
+    finally:
+        hook.remove()
+    assert torch.equal(torch.cat(fed[-4:], 1), tokens)
+
+
+def test_a_prompt_of_one_token_is_no_step() -> None:
+    found = capture("mamba2", tiny_models.prompt(1), Serving(decode=1))
+    assert [one.call.kind if one.call else "prompt" for one in found] == ["prompt"] * 3 + ["decode"] * 3
+
+
+def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = find_sites(tiny_models.shared("mamba2"))[0]
+
+    forward = type(site.mixer).forward
+
+    def bypassing(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if hidden_states.shape[1] == 1:
+            return hidden_states
+        result: torch.Tensor = forward(self, hidden_states, *args, **kwargs)
+        return result
+
+    bypassing.__wrapped__ = forward  # type: ignore[attr-defined]  # sites are found by the bytecode of what is wrapped
+    monkeypatch.setattr(type(site.mixer), "forward", bypassing)
+    with pytest.raises(BadInputError, match="computed 0 steps where 3 layers and 2 generated tokens make 6"):
+        capture("mamba2", tiny_models.prompt(LENGTH), Serving(decode=STEPS))
+
+
+def test_what_differs_within_a_head_is_no_step_of_this_operator() -> None:
+    b, h, p, n = 2, 4, 8, 16
+    dt = torch.rand(b, h, 1).expand(-1, -1, p)
+    A = -torch.rand(h)[:, None, None].expand(-1, p, n)
+    state, x, B = torch.randn(b, h, p, n), torch.randn(b, h, p), torch.randn(b, 1, n)
+    mixer = torch.nn.Module()
+    inputs = bind_step(mixer, state, x, dt, A, B, B).inputs
+    assert (inputs.x.shape, inputs.dt.shape, inputs.A.shape) == ((b, 1, h, p), (b, 1, h), (h,))
+    with pytest.raises(ValueError, match="dt differs between the channels of a head"):
+        bind_step(mixer, state, x, torch.rand(b, h, p), A, B, B)
+    with pytest.raises(ValueError, match="A differs between the channels"):
+        bind_step(mixer, state, x, dt, -torch.rand(h, p, n), B, B)

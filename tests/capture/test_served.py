@@ -1,0 +1,191 @@
+"""Chunked prefill and packed sequences: what a server's calls would be, taken from the model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from operators import toy
+
+from ssdprof import operators
+from ssdprof.capture import CapturedLayer, CaptureSummary, capture_layers, store
+from ssdprof.capture.layout import packed, tensors
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.schema import Prompt, Serving
+
+LENGTH = 50
+FP32_ROUNDING = 5e-5
+NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
+
+
+def capture(
+    name: str, ids: torch.Tensor, serving: Serving, segment_length: int | None = LENGTH
+) -> tuple[list[CapturedLayer], CaptureSummary]:
+    found: list[CapturedLayer] = []
+    summary = capture_layers(
+        tiny_models.shared(name).base_model,
+        ids,
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=segment_length,
+        on_layer=found.append,
+        serving=serving,
+    )
+    return found, summary
+
+
+def oracle(inputs: Any) -> Any:
+    return (gdn_recurrence if isinstance(inputs, GDNInputs) else ssd_recurrence)(inputs, torch.float64)
+
+
+def state_of(inputs: Any) -> torch.Tensor | None:
+    state: torch.Tensor | None = inputs.initial_state if isinstance(inputs, GDNInputs) else inputs.initial_states
+    return state
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert one.shape == other.shape
+    assert float((one.double() - other.double()).abs().max() / other.double().abs().max()) < FP32_ROUNDING
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
+    ids = tiny_models.prompt(LENGTH, batch=2)
+    whole, _ = capture(name, ids, Serving())
+    chunks, summary = capture(name, ids, Serving(chunk=16))
+    layers = tiny_models.layer_refs(name)
+    assert (summary.segments, summary.segment_length) == (4, 16)
+    assert len(chunks) == 4 * len(layers)
+    for one in whole:
+        own = [chunk for chunk in chunks if chunk.layer == one.layer]
+        assert [chunk.call.number for chunk in own if chunk.call] == [1, 2, 3, 4]
+        assert {chunk.call.count for chunk in own if chunk.call} == {4}
+        assert [next(iter(tensors(chunk.inputs).values())).shape[1] for chunk in own] == [16, 16, 16, 2]
+        assert state_of(own[0].inputs) is None
+        out, state = oracle(one.inputs)
+        together, last = [], None
+        for chunk in own:
+            if last is not None:
+                began = state_of(chunk.inputs)
+                assert began is not None
+                assert_close(began, last)
+            piece, last = oracle(chunk.inputs)
+            together.append(piece)
+        assert_close(torch.cat(together, 1), out)
+        assert_close(last, state)
+
+
+def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
+    chunks, summary = capture("mamba2", tiny_models.prompt(33), Serving(chunk=16))
+    assert summary.segments == 2
+    assert {chunk.inputs.x.shape[1] for chunk in chunks} == {16, 17}
+    assert len(Serving(chunk=16).calls(33)) == 2
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
+    lengths = (20, 1, 29)
+    ids = tiny_models.prompt(LENGTH)
+    found, summary = capture(name, ids, Serving(packed=lengths), segment_length)
+    assert summary.segments == (3 if segment_length == LENGTH else 3 + 1 + 4)
+    alone = [capture(name, one, Serving(), segment_length)[0] for one in ids.split(lengths, 1)]
+    for number, one in enumerate(found):
+        assert one.inputs.cu_seqlens.tolist() == [0, 20, 21, 50]
+        assert one.call is not None
+        assert (one.call.kind, one.call.sequences, one.call.prompt_seqlen) == ("packed", 3, LENGTH)
+        assert "went through the model one by one" in one.remark
+        door = operators.of(one.inputs).door
+        for argument in (*door.views, *door.per_position):
+            if argument in tensors(one.inputs):
+                together = torch.cat([tensors(layers[number].inputs)[argument] for layers in alone], 1)
+                assert torch.equal(tensors(one.inputs)[argument], together)
+        outs = torch.cat([oracle(layers[number].inputs)[0] for layers in alone], 1)
+        assert_close(oracle(one.inputs)[0], outs)
+
+
+def test_inputs_without_sequence_bounds_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_registered", {})
+    operators.register(toy.OPERATOR)
+    inputs = toy.ToyInputs(x=torch.randn(1, 8, 2, 4), a=-torch.rand(1, 8, 2))
+    with pytest.raises(BadInputError, match="Sequences of toy layers cannot be packed") as raised:
+        packed(inputs, (3, 5))
+    assert "--batch" in raised.value.hint
+
+
+@pytest.mark.parametrize("serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path) -> None:
+    found, _ = capture(name, tiny_models.prompt(LENGTH), serving)
+    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=LENGTH, token_sha256="", serving=serving)
+    ref = tiny_models.checkpoint_ref(name)
+    with store.CaptureWriter(tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH) as writer:
+        for captured in found:
+            writer.add(captured)
+        with pytest.raises(ValueError, match="is in the manifest already"):
+            writer.add(found[0])
+    manifest, load = store.load(tmp_path)
+    assert manifest.prompts == (prompt,)
+    assert len({stored.file for stored in manifest.layers}) == len(found)
+    for stored, captured in zip(manifest.layers, found, strict=True):
+        read = load(stored)
+        assert (read.layer, read.call, read.remark) == (captured.layer, captured.call, captured.remark)
+        assert tensors(read.inputs).keys() == tensors(captured.inputs).keys()
+        for argument, tensor in tensors(captured.inputs).items():
+            assert torch.equal(tensors(read.inputs)[argument], tensor)
+            assert tensors(read.inputs)[argument].dtype == tensor.dtype
+
+
+def test_a_stored_pack_with_other_bounds_is_damaged(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (first, *_), _ = capture("mamba2", tiny_models.prompt(LENGTH), Serving(packed=(20, 30)))
+    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=LENGTH, token_sha256="")
+    ref = tiny_models.checkpoint_ref("mamba2")
+    with store.CaptureWriter(tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH) as writer:
+        stored = writer.add(first)
+    content = load_file(tmp_path / stored.file)
+    content["cu_seqlens"][1] += 1
+    save_file(content, tmp_path / stored.file)
+    with pytest.raises(BadInputError, match="bytes of cu_seqlens are not those that were written"):
+        store.load(tmp_path)[1](stored)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "mamba2", "qwen3_next", "olmo_hybrid"])
+def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
+    """granitemoehybrid has one group, which every rank has; mamba2 has two groups."""
+    (captured, *_), _ = capture(name, tiny_models.prompt(20), Serving())
+    inputs = captured.inputs
+    operator = operators.of(inputs)
+    assert operator.sharding is not None
+    sizes = operator.costed.dims(inputs).sizes
+    why = operator.sharding.refusal(sizes, ranks)
+    if (name, ranks) == ("mamba2", 4):
+        assert why == "its 2 groups cannot be divided by 4, and only a single group is repeated on every rank"
+        return
+    if (name, ranks) == ("qwen3_next", 4):
+        assert why == "its 2 key heads cannot be divided by 4"
+        return
+    assert why == ""
+    out, states = oracle(inputs)
+    if state_field := {"initial_state", "initial_states"} & vars(inputs).keys():
+        inputs = replace(inputs, **dict.fromkeys(state_field, states))  # begins with a state, as a chunk does
+        out, states = oracle(inputs)
+    own = operator.sharding.first_rank(inputs, ranks)
+    heads = out.shape[2] // ranks
+    rank_out, rank_states = oracle(own)
+    assert torch.equal(rank_out, out[:, :, :heads])
+    assert torch.equal(rank_states, states[:, :heads])
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    sharding = operators.get("ssd").sharding
+    assert sharding is not None
+    assert sharding.refusal({"nheads": 48, "ngroups": 1}, 5) == "its 48 heads cannot be divided by 5"
+    assert sharding.refusal({"nheads": 128, "ngroups": 8}, 8) == ""

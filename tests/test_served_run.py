@@ -1,0 +1,255 @@
+"""`run` and `capture` as a server would see the model, through the command line and without a GPU."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ssdprof import runs
+from ssdprof.capture import store
+from ssdprof.cli import app
+from ssdprof.pipeline import limits
+from ssdprof.runs import document
+from ssdprof.schema import RunReport, Serving
+from ssdprof.schema.outcome import at_precisions, outcome
+
+FAST = ("--layers", "first:1", "--dtypes", "exact", "--states", "fp32")
+
+
+class Answer:
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def kinds(report: RunReport) -> Counter[tuple[str, str, int]]:
+    """(kind of call, implementation, tokens of the call) -> cases."""
+    return Counter(
+        (case.call.kind if case.call else "prompt", case.implementation, case.dims.seqlen) for case in report.cases
+    )
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-gdn"])
+def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
+    answer = Answer(
+        "run", model, "--seq", "24", "--decode", "2", "--batch", "2", "--save-captures", "--out", "a", *FAST
+    )
+    assert answer.code == 0, answer.err
+    _, report = runs.read("a")
+    assert kinds(report) == {
+        ("prompt", "unfused", 24): 1,
+        ("prompt", "fused", 24): 1,
+        ("decode", "unfused_step", 1): 2,
+        ("decode", "recurrent", 1): 2,
+    }
+    assert {case.dims.batch for case in report.cases} == {2}
+    assert report.prompts[0].serving == Serving(decode=2)
+    assert report.prompts[0].batch == 2
+    assert "2 pieces of it one behind the other" in report.prompts[0].source
+    assert outcome(report).passed
+    for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):
+        assert words in " ".join(answer.out.split())
+
+    again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
+    assert again.code == 0, again.err
+    _, replayed = runs.read("b")
+    assert kinds(replayed) == kinds(report)
+    assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
+    shown = Answer("accuracy", "b")
+    assert shown.code == 0
+    assert "In decode steps after 2 x 24 tokens: recurrent may be used" in shown.out
+    assert "in decode steps after 2 x 24 tokens" in Answer("export", "b").out
+
+    lost = report.model_copy(update={"cases": tuple(case for case in report.cases if case.call is None)})
+    assert outcome(lost).missing == 4
+    assert not outcome(lost).passed
+
+
+def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
+    answer = Answer(
+        "run", "demo", "--seq", "16", "--layers", "first:1", "--dtypes", "relaxed", "--states", "bf16", "--decode", "1"
+    )
+    assert answer.code == 0, answer.err
+    _, report = runs.read(None)
+    steps = [case for case in report.cases if case.call]
+    assert {str(case.precision) for case in steps} == {"exact, fp32 states"}
+    relaxed = at_precisions(
+        report, {case.precision for case in report.cases if case.precision.intermediates != "exact"}
+    )
+    assert outcome(relaxed).passed
+    assert not any(case.call for case in relaxed.cases)
+
+
+def test_packed_sequences_are_one_call() -> None:
+    answer = Answer("run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *FAST)
+    assert answer.code == 0, answer.err
+    _, report = runs.read("a")
+    lengths = report.prompts[0].serving.packed
+    assert len(lengths) == 3
+    assert all(4 <= length <= 12 for length in lengths)
+    assert kinds(report) == {("packed", "unfused", sum(lengths)): 1, ("packed", "fused", sum(lengths)): 1}
+    assert any("went through the model one by one" in note for note in report.notes)
+    assert f"at {sum(lengths)} tokens in 3 packed sequences" in " ".join(answer.out.split())
+    again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
+    assert again.code == 0, again.err
+    assert [case.accuracy for case in runs.read("b")[1].cases] == [case.accuracy for case in report.cases]
+
+
+def test_chunks_are_calls_of_their_own() -> None:
+    answer = Answer("run", "demo", "--seq", "40", "--chunked-prefill", "16", "--decode", "1", *FAST)
+    assert answer.code == 0, answer.err
+    _, report = runs.read(None)
+    assert kinds(report) == {
+        ("chunk", "unfused", 16): 2,
+        ("chunk", "fused", 16): 2,
+        ("chunk", "unfused", 8): 1,
+        ("chunk", "fused", 8): 1,
+        ("decode", "unfused_step", 1): 1,
+        ("decode", "recurrent", 1): 1,
+    }
+    assert "in chunks of 16 tokens of 40 tokens, 2 chunks in layer" in " ".join(answer.out.split())
+    assert "chunked prefill, 16 tokens a call" in answer.out
+
+
+@pytest.mark.parametrize(("model", "words"), [("demo", "2 heads x 64"), ("demo-gdn", "1/2 heads")])
+def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str) -> None:
+    answer = Answer("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)
+    assert answer.code == 0, answer.err
+    _, report = runs.read("a")
+    assert report.asked is not None
+    assert report.asked.tensor_parallel == 2
+    assert {case.dims.words[: len(words)] for case in report.cases} == {words}
+    assert any("first of 2 tensor-parallel ranks" in note for note in report.notes)
+    assert "the first of 2 tensor-parallel ranks" in answer.out
+    again = Answer("run", "a/captures", "--tensor-parallel", "2", "--out", "b", "--dtypes", "exact", "--states", "fp32")
+    assert again.code == 0, again.err
+    assert [case.accuracy for case in runs.read("b")[1].cases] == [case.accuracy for case in report.cases]
+    for place in (model, "a/captures"):
+        refused = Answer("run", place, *(("--seq", "24") if place == model else ()), "--tensor-parallel", "3")
+        assert refused.code == 2
+        assert f"--tensor-parallel 3 does not fit {model}" in refused.err
+        assert "cannot be divided by 3" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--packed", "4x8-16", "--seq", "32"), "--packed and --seq exclude each other"),
+        (("--packed", "4x8-16", "--batch", "2"), "--packed and --batch exclude each other"),
+        (("--packed", "4x8-16", "--chunked-prefill", "8"), "--packed and --chunked-prefill exclude each other"),
+        (("--packed", "4x8-16", "--decode", "1"), "--packed and --decode exclude each other"),
+        (("--packed", "64x"), "'64x' is no pack"),
+        (("--packed", "0x8-16"), "'0x8-16' is no pack"),
+        (("--packed", "4x16-8"), "'4x16-8' is no pack"),
+        (("--packed", "999999x1m-16m"), "are too many for one call"),
+        (("--seq", "1m", "--batch", "64"), "67,108,864 tokens are too many for one call"),
+        (("--chunked-prefill", "8", "--segment", "8"), "--chunked-prefill and --segment exclude each other"),
+        (("--chunked-prefill", "1"), "--chunked-prefill 1 would be decoding"),
+        (("--chunked-prefill", "8q"), "'8q' is not a prompt length"),
+        (("--batch", "0"), "--batch"),
+        (("--decode", "-1"), "--decode"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "capture"])
+def test_what_does_not_go_together_is_refused_in_a_sentence(command: str, words: tuple[str, ...], message: str) -> None:
+    answer = Answer(command, "demo", *words)
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.out == ""
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tensor-parallel", "0"), "--tensor-parallel"),
+        (("--tensor-parallel", "2", "--stalls"), "--stalls and --tensor-parallel exclude each other"),
+    ],
+)
+def test_ranks_that_are_refused(words: tuple[str, ...], message: str) -> None:
+    answer = Answer("run", "demo", *words)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+@pytest.mark.parametrize(
+    "words", [("--batch", "2"), ("--packed", "4x8-16"), ("--chunked-prefill", "8"), ("--decode", "1")]
+)
+def test_stored_captures_are_what_they_are(words: tuple[str, ...]) -> None:
+    if not store.is_capture(Path("captures")):
+        assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
+    answer = Answer("run", "captures", *words)
+    assert answer.code == 2
+    assert "their model, prompt and segments are what they are" in answer.err
+
+
+def test_a_text_that_is_too_short_for_a_batch_of_different_prompts() -> None:
+    Path("short.txt").write_text("a few words of text, and no more")
+    answer = Answer("run", "demo", "--prompt-file", "short.txt", "--seq", "30", "--batch", "8")
+    assert answer.code == 2
+    assert "for 8 sequences that differ" in answer.err
+
+
+def test_a_batch_counts_towards_what_the_interpreter_takes() -> None:
+    answer = Answer("run", "demo", "--seq", "512", "--batch", "8", "--dry-run")
+    assert answer.code == 3
+    assert "4,096 tokens need an NVIDIA GPU" in answer.err
+
+
+def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of it would fit; generating takes all of them."""
+    monkeypatch.setattr(limits, "free_bytes", lambda: 1_000_000)
+    assert Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--dry-run").code == 0
+    answer = Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run")
+    assert answer.code == 3
+    assert "--decode needs all 5 layers of demo and its head" in answer.err
+    assert "Leave out --decode" in answer.err
+
+
+def test_a_dry_run_says_how_the_prompts_are_served() -> None:
+    words = ("--seq", "24", "--batch", "2", "--decode", "3", "--chunked-prefill", "8")
+    answer = Answer("run", "demo", *words, "--tensor-parallel", "2", "--dry-run")
+    assert answer.code == 0, answer.err
+    for said in ("2 prompts side by side", "8 tokens a call", "3 decode steps", "first of 2 tensor-parallel ranks"):
+        assert said in answer.out
+    plan = json.loads(Answer("run", "demo", *words, "--tensor-parallel", "2", "--dry-run", "--json").out)
+    assert (plan["batch"], plan["serving"]["decode"], plan["tensor_parallel"]) == (2, 3, 2)
+    one_layer = ("--layers", "first:1", "--seq", "24", "--dry-run", "--json")
+    alone, whole = (json.loads(Answer("run", "demo", *one_layer, *more).out) for more in ((), ("--decode", "1")))
+    assert whole["weight_bytes"] > alone["weight_bytes"]
+    packed = Answer("capture", "demo", "--packed", "5x4-8", "--dry-run")
+    assert "5 packed sequences of" in packed.out
+    assert "served" not in Answer("run", "demo", "--seq", "24", "--dry-run").out
+
+
+def test_reports_and_captures_from_before_are_read() -> None:
+    assert Answer("run", "demo", "--seq", "16", "--save-captures", "--out", "a", *FAST).code == 0
+    _, report = runs.read("a")
+    old = json.loads(document.dump(report))
+    for case in old["cases"]:
+        del case["call"]
+    for prompt in old["prompts"]:
+        del prompt["serving"]
+    del old["asked"]["steps"], old["asked"]["tensor_parallel"]
+    assert document.load(json.dumps(old)) == report
+    file = Path("a/captures/manifest.json")
+    manifest = json.loads(file.read_text())
+    for layer in manifest["layers"]:
+        del layer["call"]
+    for prompt in manifest["prompts"]:
+        del prompt["serving"]
+    before = store.read_manifest(Path("a/captures"))
+    file.write_text(json.dumps(manifest))
+    assert store.read_manifest(Path("a/captures")) == before
+    file.write_text(json.dumps(manifest | {"prompts": []}))
+    answer = Answer("run", "a/captures", "--dry-run")
+    assert answer.code == 2
+    assert "is damaged: it names no prompt" in answer.err
