@@ -1,7 +1,7 @@
 PYTHON ?= python
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-gpu lint format types demo clean
+.PHONY: help install test test-full test-gpu lint format types demo clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -9,11 +9,14 @@ help:  ## list the targets
 install:  ## install the package, editable, with what development needs
 	$(PYTHON) -m pip install -e ".[dev]"
 
-test:  ## run the tests that need no GPU
+test:  ## run the quick tests, without a GPU
 	$(PYTHON) -m pytest
 
+test-full:  ## run every test that needs no GPU, those of the compiler and slow ones too
+	$(PYTHON) -m pytest -m "not gpu and not ncu"
+
 test-gpu:  ## run the tests that need an NVIDIA GPU
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu -n 0
 
 lint:  ## check style and format
 	$(PYTHON) -m ruff check .

@@ -1,10 +1,12 @@
-"""Hold results of `ssdprof bench` against what the kernels are held to, bars.toml.
+"""Hold results of `ssdprof bench` against what the kernels are held to: bars-ssd.toml and bars-gdn.toml.
 
     python benchmarks/check_bars.py benchmarks/results/bench-ssd-h200*.json
+    python benchmarks/check_bars.py --partial short/*.json
 
-Prints a table in Markdown, and below it every cell that missed or was not measured.  Exit code 1 unless all that must
-hold holds, and 2 for results of several GPUs.  Of results that measured the same thing the least counts, so that no bar
-holds because another library was slow once; what ran and was not timed, being wrong or refused, has missed.
+Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and which rival
+of GDN was the fastest where.  Exit code 1 unless all that must hold holds, and 2 for results of several GPUs.  If
+several results measured the same thing, the least counts, so that no bar holds because another library was slow once.
+A case that ran and was not timed (wrong or refused) has missed.
 """
 
 from __future__ import annotations
@@ -13,38 +15,48 @@ import argparse
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from rivals import Rivals
 
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, load
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
 from ssdprof.report.tables.table import Table, columns
 
-BARS = Path(__file__).with_name("bars.toml")
-Key = tuple[str, str, str]  # shape, tokens, dtype
+HERE = Path(__file__).parent
+BEST_RIVAL, FLOOR = "best rival", "floor"
+KINDS = ("device", "call", "error")
+Key = tuple[str, str, str, str]  # shape, tokens, dtype, draw
 Cells = Mapping[Key, Sequence[BenchCell]]
+NO_RIVALS = Rivals()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How many times as fast; None where that was not measured, 0 where what is to be fast failed."""
+    """How many times as fast; None where that was not measured, 0 where what is to be fast failed.
+
+    rival: which one it is over, if it is over the fastest.
+    """
 
     cell: str
     ratio: float | None
+    rival: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A bar and what was measured for it.  must, goal: least ratios."""
+    """A bar and what was measured for it.  must, goal: least ratios.  left_out: cells that it also speaks of."""
 
     name: str
     what: str
     must: float
     goal: float | None
     readings: tuple[Reading, ...]
+    left_out: int = 0
 
     @property
     def unmeasured(self) -> tuple[Reading, ...]:
@@ -74,54 +86,86 @@ def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[BenchCell]]:
     found: dict[Key, list[BenchCell]] = {}
     for report in reports:
         for cell in report.cells:
-            found.setdefault((cell.shape, cell.tokens, cell.dims.dtype), []).append(cell)
+            found.setdefault((cell.shape, cell.tokens, cell.dims.dtype, " ".join(cell.drawn)), []).append(cell)
     return found
 
 
-def findings(bars: Mapping[str, Any], cells: Cells) -> Iterator[Finding]:
-    """One for each time that a bar speaks of."""
+def findings(bars: Mapping[str, Any], cells: Cells, rivals: Rivals) -> Iterator[Finding]:
+    """One for each kind of amount that a bar speaks of."""
     for bar in bars["bar"]:
-        for time in ("device", "call"):
-            if time in bar:
+        for kind in KINDS:
+            if kind in bar:
                 yield Finding(
                     name=bar["name"],
-                    what=f"as {bar['over']}, {time}",
-                    must=bar[time]["must"],
-                    goal=bar[time].get("goal"),
-                    readings=tuple(_readings(bar, time, cells)),
+                    what=f"as {_named(bar['over'])}, {kind}",
+                    must=bar[kind].get("must", 0.0),
+                    goal=bar[kind].get("goal"),
+                    readings=tuple(_readings(bar, kind, cells, rivals)),
                 )
 
 
-def _readings(bar: Mapping[str, Any], time: str, cells: Cells) -> Iterator[Reading]:
-    for shape, tokens in product(bar["shapes"], bar["tokens"]):
-        measured = cells.get((shape, tokens, bar.get("dtype", "bf16")), ())
-        ratios = [_ratio(cell, bar["of"], bar["over"], time) for cell in measured]
-        least = min((ratio for ratio in ratios if ratio is not None), default=None)
-        yield Reading(cell=f"{shape}, {tokens}", ratio=least)
+def _named(over: str | float) -> str:
+    return over if isinstance(over, str) else f"{over:,.0f} us"
 
 
-def _ratio(cell: BenchCell, of: str, over: str, time: str) -> float | None:
-    own, others = _times(cell, of, time), _times(cell, over, time)
+def _readings(bar: Mapping[str, Any], kind: str, cells: Cells, rivals: Rivals) -> Iterator[Reading]:
+    for shape, tokens, drawn in product(bar["shapes"], bar["tokens"], bar.get("drawn", [""])):
+        name = f"{shape}, {tokens}{', ' if drawn else ''}{drawn}"
+        measured = cells.get((shape, tokens, bar.get("dtype", "bf16"), drawn), ())
+        readings = [
+            Reading(cell=name, ratio=ratio, rival=rival)
+            for cell in measured
+            if cell.checked is None or not bar.get("checked_in_full")
+            for ratio, rival in _ratio(cell, bar, kind, rivals)
+        ]
+        yield min(readings, key=lambda one: one.ratio or 0, default=Reading(cell=name, ratio=None))
+
+
+def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> Iterator[tuple[float, str]]:
+    """The cell's ratio and the rival that it is over; nothing if it was not measured."""
+    own = _amounts(cell, bar["of"], kind)
     if math.inf in own:
-        return 0.0
-    other = min(others, default=math.inf)
-    return other / min(own) if own and other < math.inf else None
+        yield 0.0, ""
+        return
+    other, rival = _yardstick(cell, bar, kind, rivals)
+    if own and other < math.inf:
+        yield other / min(own), rival
 
 
-def _times(cell: BenchCell, words: str, time: str) -> list[float]:
-    """Microseconds of each case that the words describe, "fused exact fp32"; infinite for one without a time."""
+def _yardstick(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> tuple[float, str]:
+    """What the cell's own amount is compared with; infinite if it was not measured."""
+    over = bar["over"]
+    if not isinstance(over, str):
+        return float(over), ""
+    if over == FLOOR:
+        floors = [case.roofline.floor_us for case in _cases(cell, bar["of"]) if case.roofline]
+        return min(floors, default=math.inf), ""
+    if over == BEST_RIVAL:
+        best = rivals.best(cell, lambda name: min(_amounts(cell, name, kind), default=math.inf))
+        return (best.us, best.how) if best else (math.inf, "")
+    return min(_amounts(cell, over, kind), default=math.inf), ""
+
+
+def _cases(cell: BenchCell, words: str) -> list[BenchCase]:
+    """Those that the words describe, "fused exact fp32"."""
     wanted = words.split()
-    return [_time(case, time) for case in cell.cases if _words(case)[: len(wanted)] == wanted]
+    return [case for case in cell.cases if _words(case)[: len(wanted)] == wanted]
 
 
 def _words(case: BenchCase) -> list[str]:
     return [case.implementation, case.precision.intermediates, case.precision.state_dtype]
 
 
-def _time(case: BenchCase, time: str) -> float:
-    if case.timing is None:
+def _amounts(cell: BenchCell, words: str, kind: str) -> list[float]:
+    """Microseconds, or the output's error, of each case that the words describe; infinite for one without a time."""
+    return [_amount(case, kind) for case in _cases(cell, words)]
+
+
+def _amount(case: BenchCase, kind: str) -> float:
+    if case.timing is None or case.error is None:
         return math.inf
-    return case.timing.device_median_us if time == "device" else case.timing.call_median_us
+    amounts = {"device": case.timing.device_median_us, "call": case.timing.call_median_us, "error": case.error.out}
+    return amounts[kind]
 
 
 def first_calls(rule: Mapping[str, Any], reports: Iterable[BenchReport]) -> Finding:
@@ -145,9 +189,9 @@ def first_calls(rule: Mapping[str, Any], reports: Iterable[BenchReport]) -> Find
     )
 
 
-def summary(found: Sequence[Finding]) -> Table:
+def summary(found: Sequence[Finding], operator: str) -> Table:
     return Table(
-        title="Bars",
+        title=f"Bars of {operator}",
         headers=("bar", "times as fast", "must", "least", "where", "verdict", "goal", "reached"),
         rows=tuple(_row(one) for one in found),
         align=(*columns(2, 2), *columns(2, 2)),
@@ -164,10 +208,10 @@ def _row(one: Finding) -> tuple[str, ...]:
     return (
         one.name,
         one.what,
-        fmt.ratio(one.must),
+        fmt.ratio(one.must or None),
         fmt.ratio(least.ratio if least else None),
         least.cell if least else fmt.MISSING,
-        ", ".join(parts) or "held",
+        f"{', '.join(parts) or 'held'}{f'; {one.left_out} cells left out' if one.left_out else ''}",
         fmt.ratio(one.goal),
         f"{one.at_goal} of {number}" if one.goal else fmt.MISSING,
     )
@@ -185,25 +229,53 @@ def remarks(found: Iterable[Finding]) -> Iterator[str]:
             yield f"{one.name} ({one.what}): not measured: {cells}"
 
 
-def check(bars: Mapping[str, Any], reports: Sequence[BenchReport]) -> tuple[Finding, ...]:
-    return (*findings(bars, by_cell(reports)), first_calls(bars["first_call"], reports))
+def against(found: Iterable[Finding]) -> Iterator[str]:
+    """Which rival was the fastest, and in which cells."""
+    cells: dict[str, dict[str, None]] = {}
+    for one in found:
+        for reading in one.readings:
+            if reading.rival:
+                cells.setdefault(reading.rival, {})[reading.cell] = None
+    for rival, where in sorted(cells.items()):
+        yield f"best rival is {rival}: {'; '.join(where)}"
+
+
+def check(
+    bars: Mapping[str, Any], reports: Sequence[BenchReport], rivals: Rivals = NO_RIVALS, *, partial: bool = False
+) -> tuple[Finding, ...]:
+    """partial: a bar holds by those of its cells that were measured, if there is one."""
+    found = [*findings(bars, by_cell(reports), rivals)]
+    if "first_call" in bars:
+        found.append(first_calls(bars["first_call"], reports))
+    return tuple(map(_of_measured, found) if partial else found)
+
+
+def _of_measured(found: Finding) -> Finding:
+    measured = tuple(reading for reading in found.readings if reading.ratio is not None)
+    left_out = len(found.readings) - len(measured)
+    return replace(found, readings=measured, left_out=left_out) if measured else found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="JSON that ssdprof bench wrote")
-    parser.add_argument("--bars", type=Path, default=BARS)
+    parser.add_argument("--bars", type=Path, help="instead of bars-OPERATOR.toml")
+    parser.add_argument("--partial", action="store_true", help="cells that were not measured do not count")
     options = parser.parse_args()
-    bars = tomllib.loads(options.bars.read_text(encoding="utf-8"))
     reports = [load(file.read_text(encoding="utf-8")) for file in options.results]
     gpus = {report.environment.gpu.name if report.environment.gpu else "no GPU" for report in reports}
     if len(gpus) > 1:
         parser.error(f"bars are those of one GPU, and the results are of {fmt.words(sorted(gpus))}")
-    found = check(bars, reports)
-    print(markdown.draw(summary(found)))
-    short = list(remarks(found))
-    if short:
-        print("\n" + "\n".join(f"- {line}" for line in short))
+    rivals, all_hold = Rivals.load(), True
+    for operator in dict.fromkeys(report.operator for report in reports):
+        file = options.bars or HERE / f"bars-{operator}.toml"
+        own = [report for report in reports if report.operator == operator]
+        found = check(tomllib.loads(file.read_text(encoding="utf-8")), own, rivals, partial=options.partial)
+        print(markdown.draw(summary(found, operator)), end="\n\n")
+        for line in (*remarks(found), *against(found)):
+            print(f"- {line}")
+        all_hold = all_hold and all(one.holds for one in found)
+    if not all_hold:
         raise SystemExit(1)
 
 

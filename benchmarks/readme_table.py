@@ -1,9 +1,9 @@
-"""Write the README's tables of speeds, and the page behind them, from the committed results of `ssdprof bench`.
+"""Write the README's table of speeds, and the page behind it, from the committed results of `ssdprof bench`.
 
     python benchmarks/readme_table.py
 
-It takes every benchmarks/results/bench-ssd-*.json.  The README's tables stand between two marks and are a selection;
-the page beside the results has everything.
+It reads every benchmarks/results/bench-ssd-*.json.  The README's table has five lines and stands between two marks.
+The page beside the results has a selection for each GPU, and then everything.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LAYOUTS = (
     "1 x 1,024", "1 x 4,096", "1 x 8,192", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144",
     "32 x 1,024", "8 x 4,096",
 )  # fmt: skip
+IN_README = ("1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 131,072", "32 x 1,024")
 DAGGER = "\u2020"
 WRONG = f"{DAGGER} Another setting of that kernel gave wrong results in that run, and does not count."
 Reports = Mapping[str, BenchReport]  # by file name
@@ -52,27 +53,36 @@ def current(readme: Path) -> str:
 
 
 def section(reports: Reports) -> str:
-    """How to read the tables, and each GPU's."""
-    groups = _by_gpu(reports)
-    tables = [table for gpu, theirs in groups.items() for table in _tables(_dated(gpu, theirs, reports), theirs)]
-    drawn = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
-    machines = fmt.words(f"one {gpu}" for gpu in groups) if groups else "no GPU"
+    """The README's: one table, of the GPU with most cells and its newest kernel, and where the others are."""
+    gpu, theirs = next(iter(_by_gpu(reports).items()))
+    newest = _newest(theirs)
+    same = {name: report for name, report in theirs.items() if _kernel(report) == _kernel(newest)}
+    table = markdown.draw(_by_layout("", _measured(same, "mamba_ssm"), "mamba_ssm", IN_README))
     return (
-        f"\nMeasured side by side on {machines}: how many times as fast `fused` is, with exact intermediates and fp32 "
-        "states, by the GPU's own time / by what a Python caller waits for.  Times, relaxed intermediates, errors, "
-        f"memory, and each kernel's registers are in [{PAGE.name}]({PAGE.relative_to(ROOT)}).\n\n{drawn}\n\n"
+        "\nHow many times as fast `fused` (exact, fp32 states) is as `mamba_ssm`, by device time / call time, with "
+        f"bf16 inputs on one {gpu}, measured on {newest.created[:10]}{_of_kernels(newest)}:\n\n{table}\n\n"
+        "Device time is what the GPU needs.  Call time is what a Python caller waits for.  Other GPUs, shapes and "
+        f"libraries, times and errors: [{PAGE.name}]({PAGE.relative_to(ROOT)}).\n\n"
     )
 
 
 def page(reports: Reports) -> str:
-    """Every table of every result."""
-    head = "# The SSD kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.\n"
-    newest, older = _newest(reports), "Of an older kernel than the newest results here.\n\n"
+    """A selection for each GPU, then every table of every result."""
+    groups = _by_gpu(reports)
+    tables = [table for gpu, theirs in groups.items() for table in _tables(_dated(gpu, theirs, reports), theirs)]
+    machines = fmt.words(f"one {gpu}" for gpu in groups)
+    head = (
+        "# The SSD kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The first tables "
+        f"are a selection, measured side by side on {machines}: how many times as fast `fused` is, with exact "
+        "intermediates and fp32 states, by device time / by call time.\n"
+    )
+    selection = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
+    newest, older = _newest(reports), "Measured with an older kernel than the newest results here.\n\n"
     parts = (
         f"## [{name}]({name})\n\n{'' if _kernel(report) == _kernel(newest) else older}{as_markdown(report)}"
         for name, report in reports.items()
     )
-    return "\n".join([head, *parts])
+    return "\n".join([head, f"{selection}\n", *parts])
 
 
 def _by_gpu(reports: Reports) -> dict[str, Reports]:
@@ -93,6 +103,11 @@ def _dated(gpu: str, theirs: Reports, reports: Reports) -> str:
 
 def _newest(reports: Reports) -> BenchReport:
     return max(reports.values(), key=lambda report: report.created)
+
+
+def _of_kernels(report: BenchReport) -> str:
+    """ " with kernels f3538be79eda": a hash of their sources."""
+    return f" with kernels {report.kernels[:12]}" if report.kernels else ""
 
 
 def _kernel(report: BenchReport) -> str:
@@ -131,11 +146,11 @@ def _exact(cell: BenchCell) -> BenchCase | None:
     return None
 
 
-def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str) -> Table:
+def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str, layouts: Sequence[str] = LAYOUTS) -> Table:
     """A row for each layout of tokens, a column for each model, of those that were measured."""
     found = {(cell.tokens, cell.shape): _speedup(cell, baseline) for cell in cells}
-    models = tuple(model for model in MODELS if any((layout, model) in found for layout in LAYOUTS))
-    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in LAYOUTS]
+    models = tuple(model for model in MODELS if any((layout, model) in found for layout in layouts))
+    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in layouts]
     return Table(
         title=title,
         headers=("sequences x tokens", *models),

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
-from ssdprof.bench.contenders import load_peers, precisions_for
+from ssdprof.bench.contenders import load_peers
 from ssdprof.bench.run import BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
@@ -29,6 +29,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.schema import precisions_for
 
 BATCHES = (  # sequences, tokens of each, heads, K = V, size that the gate is divided by, share of gates that are 0
     (1, 63, 1, 64, 1.0, 0.0), (2, 500, 3, 60, 1.0, 0.0), (2, 1000, 3, 64, 1.0, 0.5), (3, 1024, 4, 100, 0.1, 0.0),

@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/verdicts.py benchmarks/results/verdicts-h200.json
 
 same:      a kernel against itself; any verdict but "no difference" is false.
-different: a kernel followed by a short wait on the GPU against the same with a longer wait, which makes its device
-           time 3 % longer when it is replayed, and its call time 3 % longer when it is called.  (3 % more tokens do
-           not: segments and waves of programs are whole.)
+different: a kernel with a short wait against the same with a longer one, which makes its device time 3 % longer when
+           it is replayed, and its call time 3 % longer when it is called.  (3 % more tokens do not: segments and
+           waves of programs are whole.)
 layer:     the seconds that a layer takes, judged and sampled, against the method before: one recording, A B A B, until
            every median is known to half a per cent.
 
@@ -51,6 +51,7 @@ LENGTHS = (1024, 4096, 16384, 65536)
 IMPLEMENTATIONS = ("unfused", "fused")
 DIFFERENCE = 0.03
 SHORT_WAIT = 1000  # cycles
+SHORT_WAIT_US = 1.0
 LAYERS = (
     PrecisionRecord(intermediates="exact", state_dtype="fp32"),
     PrecisionRecord(intermediates="relaxed", state_dtype="fp32"),
@@ -80,14 +81,20 @@ def run_of(place: Place) -> Run:
     return call
 
 
-def waiting(call: Run, *, replayed: int, called: int) -> Run:
-    """The call, followed by a wait of so many cycles: when its recording is replayed, and when it is called."""
+def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
+    """The call with a wait: on the GPU after it, when it is recorded and replayed; on the host before it, when it is
+    called.  The GPU is idle when a call is timed, so that a wait before the first launch delays all that follows,
+    whether the host or the GPU decides how long the call takes."""
 
     def run() -> Output:
-        output = call()
-        wait = replayed if torch.cuda.is_current_stream_capturing() else called
-        torch.cuda._sleep(wait)  # type: ignore[no-untyped-call]
-        return output
+        if torch.cuda.is_current_stream_capturing():
+            output = call()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            return output
+        end = time.perf_counter_ns() + int(1000 * host_us)
+        while time.perf_counter_ns() < end:
+            pass
+        return call()
 
     return run
 
@@ -129,22 +136,21 @@ def same(bench: CudaBench, place: Place, seed: int) -> Row:
 
 
 def different(bench: CudaBench, place: Place, seed: int) -> Row:
-    call, (replayed, called) = run_of(place), longer_waits(bench, place)
-    short = waiting(call, replayed=SHORT_WAIT, called=SHORT_WAIT)
-    return compare(bench, place, (short, waiting(call, replayed=replayed, called=called)), seed)
+    call, (cycles, host_us) = run_of(place), longer_waits(bench, place)
+    short = waiting(call, cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
+    return compare(bench, place, (short, waiting(call, cycles=cycles, host_us=host_us)), seed)
 
 
 @cache
-def longer_waits(bench: CudaBench, place: Place) -> tuple[int, int]:
-    """The waits, in cycles, that make device time and call time longer by DIFFERENCE."""
-    short = waiting(run_of(place), replayed=SHORT_WAIT, called=SHORT_WAIT)
+def longer_waits(bench: CudaBench, place: Place) -> tuple[int, float]:
+    """The waits, in cycles and in microseconds, that make device time and call time longer by DIFFERENCE."""
+    short = waiting(run_of(place), cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
     recording = bench.record(short)
     device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))
     cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
-    twice = bench.record(waiting(run_of(place), replayed=SHORT_WAIT + cycles, called=SHORT_WAIT))
+    twice = bench.record(waiting(run_of(place), cycles=SHORT_WAIT + cycles, host_us=SHORT_WAIT_US))
     cycles_per_us = cycles / (median_of(lambda: bench.device_us(twice)) - device_us)
-    device, call = (SHORT_WAIT + round(DIFFERENCE * us * cycles_per_us) for us in (device_us, call_us))
-    return device, call
+    return SHORT_WAIT + round(DIFFERENCE * device_us * cycles_per_us), SHORT_WAIT_US + DIFFERENCE * call_us
 
 
 def median_of(sample: Callable[[], float], count: int = 15) -> float:

@@ -16,7 +16,22 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import accuracy, bench, capture, doctor, export, models, run, stalls, terminal, tune
+from ssdprof.commands import (
+    accuracy,
+    answers,
+    bench,
+    capture,
+    compare,
+    doctor,
+    export,
+    models,
+    prefill,
+    run,
+    runs,
+    stalls,
+    terminal,
+    tune,
+)
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
@@ -61,7 +76,7 @@ def _told(error: OSError) -> SsdprofError | None:
     """What the user is told of an error of the operating system that no stage expected; None for a defect of ours."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
-            f"The disk is full: {error}.", "Free some space.  Reports that were written before are whole."
+            f"The disk is full: {error}.", "Free some space.  Reports that were written earlier are complete."
         )
     if error.errno in _NO_PERMISSION:
         name = error.filename or "A file or folder"
@@ -89,9 +104,13 @@ def _help(command: Callable[..., None]) -> str:
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
     run.run,
+    runs.runs,
     capture.capture,
     accuracy.accuracy,
+    answers.answers,
     export.export,
+    compare.compare,
+    prefill.prefill,
     stalls.stalls,
     bench.bench,
     tune.tune,

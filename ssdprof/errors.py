@@ -1,6 +1,8 @@
 """What the user sees when something goes wrong: one sentence, one hint, one exit code."""
 
+import difflib
 import re
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -57,6 +59,14 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
     if isinstance(error, PermissionError):
         return MissingCapabilityError(f"{what} cannot be read: {reason}.", "Check its permissions and its owner.")
     return BadInputError(f"{what} cannot be read: {reason}.", hint)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a word that is not known: the nearest one that is, if one is near, and all there are."""
+    names = list(known)
+    alike = difflib.get_close_matches(word, names, n=1)
+    guess = f"Did you mean {alike[0]}?  " if alike else ""
+    return f"{guess}There are: {', '.join(names)}."
 
 
 def masked(text: str) -> str:

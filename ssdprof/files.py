@@ -31,6 +31,15 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
         raise unwritable(file, error) from error
 
 
+def append_text(file: Path, text: str) -> None:
+    """Add to the end of a file, which is made if need be.  Raises MissingCapabilityError if it cannot be written."""
+    try:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise unwritable(file, error) from error
+
+
 def put(file: Path, write: Callable[[Path], object]) -> None:
     """Put a whole file at `file`, or leave what was there: `write` writes one beside it, which is flushed to the disk
     and renamed.  It gets what the user's umask leaves of rw-rw-rw-.

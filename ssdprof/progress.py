@@ -18,5 +18,5 @@ class Watcher(Protocol):
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:
         """Something that takes a while.  The context's value is called with how much was done since the last call.
 
-        total: in `unit`, a plural noun; None if nobody knows.  A step may hold other steps.
+        total: in `unit`, a plural noun; None if it is unknown.  A step may hold other steps.
         """

@@ -1,4 +1,9 @@
+import os
+
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core already: more threads only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -133,6 +133,13 @@ def test_a_long_prompt_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hint: Use --seq" in error
 
 
+def test_prefill_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = refused(3, "prefill", "demo", "--seq", "1k")
+    assert "Prefill times need an NVIDIA GPU" in error
+    assert "'long' is not a prompt length" in refused(2, "prefill", "demo", "--seq", "long")
+
+
 def test_a_model_that_is_nowhere() -> None:
     assert "no folder" in refused(4, "run", "./nowhere")
 
@@ -260,7 +267,7 @@ def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_paragraphs_of_help_are_wrapped_to_the_terminal_and_not_as_in_the_source() -> None:
     shown = shell("COLUMNS=200 PROGRAM run --help").stdout
-    assert any("Exit code 0 says" in line and "or that the stored capture" in line for line in shown.splitlines())
+    assert any("Exit code 0 says" in line and "that a gate does not hold" in line for line in shown.splitlines())
 
 
 WRONG = [

@@ -28,7 +28,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_everything_that_passed_is_timed() -> None:
-    report = run("--layers", "first:2")
+    report = run("--layers", "first:2", "--states", "all")
     assert report.prompts[0].seqlen == 16384
     assert report.environment.gpu is not None
     assert report.ceilings is not None

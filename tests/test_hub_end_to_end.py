@@ -48,6 +48,7 @@ def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return call
 
 
+@pytest.mark.slow
 def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
     dry = ssdprof("run", "org/demo", *SHORT, "--dry-run")
     assert dry.returncode == 0, dry.stderr
@@ -89,6 +90,7 @@ def test_a_repo_that_cannot_be_had(ssdprof: Call, repo: str, words: str) -> None
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repo", ["org/private", "org/gated"])
 def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str) -> None:
     done = ssdprof("run", repo, *SHORT, HF_TOKEN=TOKEN)

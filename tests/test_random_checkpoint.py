@@ -45,6 +45,7 @@ NARROW = {
 }
 
 
+@pytest.mark.slow
 def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
     folder = tmp_path / "random"
     subprocess.run([sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ssdprof import kernels, schema
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.call import Call, call_of
-from ssdprof.operators.drawing import Cell, InputDType, Peer
+from ssdprof.operators.drawing import Cell, Peer
 from ssdprof.operators.operator import Operator
 
 ALWAYS = ("unfused", "fused")
 BY_TOKEN = "recurrent"  # takes part where sequences are a few tokens long
-OURS = (*ALWAYS, BY_TOKEN)
-_FP32_THROUGHOUT = schema.PrecisionRecord(intermediates="exact", state_dtype="fp32")
+_FP32_STATES = schema.PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +93,42 @@ def _load(operator: Operator[Any], name: str, checkout: Path | None) -> Peer:
         raise MissingCapabilityError(f"{name} cannot be imported: {error}.", source.hint) from error
 
 
+def alternatives(operator: Operator[Any], words: str) -> tuple[Implementation, ...]:
+    """ "fused_portable" -> the operator's alternatives of these names, each once.  Raises BadInputError."""
+    known = operator.drawing.alternatives
+    names = tuple(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    for name in names:
+        if name not in known:
+            raise BadInputError(f"--also does not know {name!r}.", f"{_known(operator, known)}.")
+    return tuple(known[name] for name in names)
+
+
+def ways(operator: Operator[Any], words: str) -> tuple[str, ...]:
+    """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises BadInputError."""
+    known = operator.drawing.ways
+    wanted = {word.strip() for word in words.split(",") if word.strip()}
+    for word in sorted(wanted - known.keys()):
+        meanings = [f"{name} ({meaning})" for name, meaning in known.items()]
+        raise BadInputError(f"--draw does not know {word!r}.", f"{_known(operator, meanings)}.")
+    return tuple(word for word in known if word in wanted)
+
+
+def _known(operator: Operator[Any], names: Iterable[str]) -> str:
+    return f"For {operator.name} there are: {', '.join(names) or 'none'}"
+
+
 def line_up(
     operator: Operator[Any],
     cell: Cell,
     wanted: Sequence[schema.PrecisionRecord],
     peers: Sequence[Peer],
     chunk_sizes: tuple[int, ...],
+    also: Sequence[Implementation] = (),
 ) -> tuple[Contender, ...]:
     """The peers, the baseline with exact intermediates and the wanted state dtypes, and the others of ours as wanted.
 
     Where the cell's sequences are a few tokens long, also what goes token by token: once, for it knows no precision.
+    also: `alternatives`, once each: with exact intermediates and fp32 states.
 
     Raises BadInputError if the operator lacks one of ours.
     """
@@ -114,34 +139,19 @@ def line_up(
     exact = tuple(dict.fromkeys(one.model_copy(update={"intermediates": "exact"}) for one in wanted))
     ours = [(name, precision) for name in ALWAYS for precision in (exact if name == operator.baseline else wanted)]
     if cell.tokens.steps and BY_TOKEN in known:
-        ours.append((BY_TOKEN, _FP32_THROUGHOUT))
+        ours.append((BY_TOKEN, _FP32_STATES))
+
+    def contender(implementation: Implementation, precision: schema.PrecisionRecord, *, ours: bool) -> Contender:
+        chunks_itself = implementation.name in operator.drawing.chunks_itself
+        sizes = () if chunks_itself else chunk_sizes
+        return Contender(implementation=implementation, precision=precision, chunk_sizes=sizes, ours=ours)
+
     return (
         *(
-            Contender(implementation=peer.implementation, precision=precision, chunk_sizes=chunk_sizes, ours=False)
+            contender(peer.implementation, precision, ours=False)
             for peer in peers
             for precision in peer.precisions(cell.dtype)
         ),
-        *(
-            Contender(
-                implementation=kernels.get(operator.name, name),
-                precision=precision,
-                chunk_sizes=() if name in operator.drawing.chunks_itself else chunk_sizes,
-                ours=True,
-            )
-            for name, precision in ours
-        ),
-    )
-
-
-def precisions_for(
-    dtype: InputDType,
-    intermediates: Literal["exact", "relaxed", "all"],
-    states: Sequence[schema.DType] | None,
-) -> tuple[schema.PrecisionRecord, ...]:
-    """Every pair of intermediates and state dtype.  states None: fp32 with exact, the inputs' dtype with relaxed."""
-    kinds: tuple[schema.Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
-    return tuple(
-        schema.PrecisionRecord(intermediates=kind, state_dtype=state)
-        for kind in kinds
-        for state in states or ("fp32" if kind == "exact" else dtype,)
+        *(contender(kernels.get(operator.name, name), precision, ours=True) for name, precision in ours),
+        *(contender(implementation, _FP32_STATES, ours=True) for implementation in also),
     )

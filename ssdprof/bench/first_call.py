@@ -55,7 +55,7 @@ def first_call(run: Callable[[], Output], device: torch.device, patience: Patien
 
 
 def slower(one: FirstCall | None, other: FirstCall | None) -> FirstCall | None:
-    """Of two first calls of the same kernels: that of the kernels which were not compiled yet."""
+    """The slower of two first calls of the same kernels: the other one found them compiled."""
     return max((one, other), key=lambda first: first.seconds if first else 0.0)
 
 

@@ -47,11 +47,15 @@ def lengths(words: str) -> tuple[int, ...]:
 
 
 def expand(
-    shapes: Sequence[Shape], dtypes: Sequence[InputDType], tokens: Sequence[Tokens], layout: Layout
+    shapes: Sequence[Shape],
+    dtypes: Sequence[InputDType],
+    tokens: Sequence[Tokens],
+    layout: Layout,
+    drawn: tuple[str, ...] = (),
 ) -> tuple[Cell, ...]:
     """Shape by shape; in each, dtype by dtype, so that what is compiled for one serves its neighbours."""
     return tuple(
-        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out)
+        Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out, drawn=drawn)
         for shape, dtype, laid_out in product(shapes, dtypes, tokens)
     )
 
@@ -79,14 +83,14 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 def _batches(words: str) -> Iterable[int]:
     for word in _words(words):
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
-            raise BadInputError(f"{word!r} is no batch.", "Give numbers of sequences, such as 1,8,32.")
+            raise BadInputError(f"{word!r} is not a batch.", "Give numbers of sequences, such as 1,8,32.")
         yield int(word)
 
 
 def _pair(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", word)
     if match is None:
-        raise BadInputError(f"{word!r} is no cell.", "Give sequences x length, such as 8x4k or 32x1k.")
+        raise BadInputError(f"{word!r} is not a cell.", "Give sequences x length, such as 8x4k or 32x1k.")
     return Tokens(sequences=int(match[1]), seqlen=parse_seq(match[2]))
 
 

@@ -131,7 +131,7 @@ def _attempt(entry: Entry, patience: Patience) -> tuple[Attempt, FirstCall | Non
     except TimeIsUp:
         if patience.exhausted:
             raise BudgetSpent(f" in the first call of {call.label}") from None
-        return Attempt(status="failed", reason=f"its first call was broken off after {patience.most:g} s"), None
+        return Attempt(status="failed", reason=f"its first call was stopped after {patience.most:g} s"), None
     if tried.output is not None and not entry.contender.ours:
         # a library that tunes itself launched and allocated for that too, and may have left anything in its output
         tried = attempt(call, run)

@@ -20,6 +20,7 @@ from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.roofline import measure_ceilings
@@ -45,6 +46,7 @@ class BenchRequest:
 
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
+    also: forms of ours beside the usual ones.
     baseline: an implementation's name.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
@@ -55,12 +57,14 @@ class BenchRequest:
     cells: tuple[Cell, ...]
     precisions: Callable[[InputDType], tuple[schema.PrecisionRecord, ...]]
     peers: tuple[Peer, ...] = ()
+    also: tuple[Implementation, ...] = ()
     baseline: str = "unfused"
     chunk_sizes: tuple[int, ...] = ()
     check: Literal["full", "short"] = "full"
     budget: float | None = None
     first_call: float = math.inf
     smallest_difference: float = 0.01
+    gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
 
 
@@ -81,6 +85,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
         environment=environment.collect(),
         peers={peer.implementation.name: peer.version for peer in request.peers},
         baseline=request.baseline,
+        gates=request.gates,
         ceilings=measure_ceilings(device),
     )
     bench_of_cells = _Cells(request, device, report.ceilings)
@@ -130,7 +135,9 @@ class _Cells:
         patience = Patience(most=request.first_call, until=end)
         if patience.exhausted:
             raise BudgetSpent("")
-        contenders = line_up(request.operator, cell, request.precisions(cell.dtype), request.peers, request.chunk_sizes)
+        contenders = line_up(
+            request.operator, cell, request.precisions(cell.dtype), request.peers, request.chunk_sizes, request.also
+        )
         inputs = self._draw(cell)
         entries = [entry for contender in contenders for entry in contender.entries(request.operator, inputs)]
         checked = self._checked(cell)
@@ -156,6 +163,7 @@ class _Cells:
             sequences=cell.tokens.sequences,
             layout=cell.layout,
             packed=cell.tokens.packed,
+            drawn=cell.drawn,
             tokens=str(cell.tokens),
             checked=None if checked == cell else checked.tokens.seqlen,
             cases=cases,

@@ -10,10 +10,12 @@ from pydantic import ValidationError, model_validator
 from ssdprof.errors import BadInputError
 from ssdprof.measure.occupancy import Occupancy
 from ssdprof.schema import (
+    NO_GATES,
     Ceilings,
     Clocks,
     Dims,
     Environment,
+    Gates,
     Launch,
     Memory,
     PrecisionRecord,
@@ -116,6 +118,7 @@ class BenchCase(Record):
 
 class BenchCell(Record):
     """sizes: of the shape, in words: "80x64, N 128, G 1".
+    drawn: in what the inputs differ from those that the operator draws, in words of --draw.
     checked: how many tokens of a sequence the outputs were compared on, if not on all."""
 
     shape: str
@@ -124,6 +127,7 @@ class BenchCell(Record):
     sequences: int
     layout: Literal["contiguous", "views"]
     packed: bool
+    drawn: tuple[str, ...] = ()
     tokens: str  # in words: "8 x 4,096"
     checked: int | None = None
     cases: tuple[BenchCase, ...]
@@ -151,6 +155,7 @@ class BenchReport(Record):
     environment: Environment
     peers: dict[str, str]
     baseline: str
+    gates: Gates = NO_GATES
     ceilings: Ceilings | None = None
     clocks: Clocks | None = None
     cells: tuple[BenchCell, ...] = ()
@@ -170,8 +175,8 @@ def load(text: str) -> BenchReport:
             text = json.dumps(migrate.bench_report(document))
         return BenchReport.model_validate_json(text)
     except json.JSONDecodeError as error:
-        raise BadInputError(f"The file is no result of ssdprof bench: {error}.", _AGAIN) from error
+        raise BadInputError(f"The file is not a result of ssdprof bench: {error}.", _AGAIN) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BadInputError(f"The file is no result of ssdprof bench: {where}: {first['msg']}.", _AGAIN) from error
+        raise BadInputError(f"The file is not a result of ssdprof bench: {where}: {first['msg']}.", _AGAIN) from error

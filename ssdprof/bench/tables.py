@@ -237,11 +237,12 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
 
 
 def _grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
-    """Cells of one shape, dtype and layout, under these in words, in the order in which they ran."""
+    """Cells of one shape, dtype, draw and layout, under these in words, in the order in which they ran."""
     found: dict[str, list[BenchCell]] = {}
     for cell in report.cells:
         dims = cell.dims
-        found.setdefault(f"{cell.shape} ({cell.sizes}), {dims.dtype}, {cell.layout} inputs", []).append(cell)
+        inputs = ", ".join((dims.dtype, *cell.drawn, f"{cell.layout} inputs"))
+        found.setdefault(f"{cell.shape} ({cell.sizes}), {inputs}", []).append(cell)
     yield from found.items()
 
 

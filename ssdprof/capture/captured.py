@@ -16,7 +16,7 @@ class CapturedLayer:
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
     model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
-    remark: what was undone of the model's call, in a sentence; empty if nothing was
+    remark: what was undone of the model's call, or differs from its config, in a sentence; empty if nothing is
     """
 
     layer: LayerRef

@@ -104,7 +104,7 @@ def _mixer_bytes(site: Site, hidden: int, item: int) -> int:
 
 
 def _streaming_bytes(site: Site) -> int:
-    """Of our fp32 operator in plain torch, which holds a few blocks of inputs, keys and chunk-wide decays."""
+    """Bytes of our fp32 operator in plain torch, which holds a few blocks of inputs, keys and chunk-wide decays."""
     heads = site.mixer.A_log.numel()  # type: ignore[operator]
     return _BLOCK_TENSORS * _BLOCK * 4 * (3 * _inner_width(site.mixer) + 64 * heads)
 

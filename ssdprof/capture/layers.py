@@ -13,8 +13,8 @@ from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layout import PromptBuffer, packed, strides, token_major
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.passage import Prompt
 from ssdprof.capture.prefill import Head
+from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.environment.memory import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -58,7 +58,7 @@ def capture_layers(
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
     is beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
-    _check_ids(model, ids)
+    check_ids(model, ids)
     sites = find_sites(model)
     wanted = match_layers(sites, layers, ref.model_type)
     if not wanted:
@@ -68,7 +68,7 @@ def capture_layers(
         segment_length = serving.chunk
     elif segment_length is None:
         segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
-    prompt = Prompt(model, ids.to(model.device), segment_length, sites, ref.model_type, serving, head)
+    prompt = PromptRun(model, ids.to(model.device), segment_length, sites, ref.model_type, serving, head)
     if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
         calls = _capture_on_the_way(prompt, wanted, on_layer)
         prefills = 1
@@ -81,7 +81,7 @@ def capture_layers(
     )
 
 
-def _capture_on_the_way(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
     """Hand on every call while its layer runs."""
     upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
 
@@ -94,7 +94,7 @@ def _capture_on_the_way(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: O
     return prompt.run(handler, _on_step(prompt, wanted, on_layer))
 
 
-def _capture_together(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
     """Put the inputs of all segments, and of all packed sequences, behind each other, and hand them on at the end."""
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
@@ -131,7 +131,9 @@ def _capture_together(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnL
     return calls
 
 
-def _on_step(prompt: Prompt, wanted: dict[int, LayerRef], on_layer: OnLayer) -> Callable[[OperatorCall], None] | None:
+def _on_step(
+    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
+) -> Callable[[OperatorCall], None] | None:
     """Hands on decode steps; None if there are none."""
     if not prompt.serving.decode:
         return None
@@ -156,7 +158,7 @@ def _taken(call: OperatorCall, layer: LayerRef, which: CallRef | None) -> Captur
     )
 
 
-def _groups(prompt: Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
+def _groups(prompt: PromptRun, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
     """`wanted` in groups whose inputs take at most `budget` bytes of main memory."""
     group: dict[int, LayerRef] = {}
     used = 0
@@ -176,15 +178,3 @@ def _groups(prompt: Prompt, wanted: dict[int, LayerRef], budget: int) -> Iterato
         group[site.layer_index] = wanted[site.layer_index]
         used += size
     yield group
-
-
-def _check_ids(model: Any, ids: torch.Tensor) -> None:
-    if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
-        raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary:
-        raise BadInputError(
-            f"The prompt has token id {high if high >= vocabulary else low}; the model's vocabulary has {vocabulary}.",
-            "The tokenizer is not this model's: name the right one with --tokenizer.",
-        )

@@ -12,7 +12,7 @@ import torch
 from ssdprof.capture.attention import lower_right_attention
 from ssdprof.schema.serving import split_prompt as split_prompt
 
-Head = Callable[[torch.Tensor], torch.Tensor]  # (b, hidden) -> (b, vocabulary): scores of the next token
+Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
 class Feed:
@@ -28,6 +28,7 @@ class Feed:
         self._model, self._cached = model, cached
         accepted = inspect.signature(model.forward).parameters
         self._positions = "position_ids" in accepted
+        self._keeps_logits = "logits_to_keep" in accepted
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self._cache = counting_cache(model) if cached and self._cache_name == "past_key_values" else None
         self._seen = 0
@@ -40,6 +41,8 @@ class Feed:
         arguments: dict[str, Any] = {"use_cache": self._cached, self._cache_name: self._cache}
         if self._positions:
             arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
         output = self._model(ids, **arguments)
         self._cache, self._seen = output.get(self._cache_name), stop
         if isinstance(self._cache, CountingCache):
@@ -48,11 +51,13 @@ class Feed:
         return last
 
 
-def prefill(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
+def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False) -> torch.Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the last hidden state
-    or logits of the last segment.
+    of the last segment, or, of a model with a language-model head, the logits of its last position.
+
+    keeps_cache: also in one piece the cache is filled, as it is where tokens are generated afterwards.
     """
-    with prefilled(model, ids, segment_length) as (last, _):
+    with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
         return last
 
 
@@ -78,7 +83,7 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
     """
     tokens = []
     for _ in range(count):
-        token = head(last[:, -1]).argmax(-1, keepdim=True)
+        token = head(last[:, -1:]).argmax(-1)
         tokens.append(token)
         last = feed(token)
     return torch.cat(tokens, 1)

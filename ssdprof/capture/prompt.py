@@ -157,8 +157,8 @@ def _first_ids(tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], nam
     if len(ids) < least:
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
         raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} were asked "
-            f"for{several}.",
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
+            f"needed{several}.",
             f"Ask for at most --seq {max(1, len(ids) - len(lengths) + 1)}, or give a longer text with --prompt-file.",
         )
     return ids[:seqlen]

@@ -176,7 +176,7 @@ def load(folder: Path) -> tuple[CaptureManifest, Loader]:
 
 def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> CapturedLayer:
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
-        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which is none of its own.", AGAIN)
+        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.", AGAIN)
     path = folder / capture.file
     if not os.path.isfile(path):
         raise BadInputError(f"{path} is missing.", AGAIN)
@@ -229,7 +229,7 @@ def _check_types(inputs: type[Any], arguments: Mapping[str, Any]) -> None:
     types = get_type_hints(inputs)
     for name, value in arguments.items():
         if name not in types:
-            raise ValueError(f"{name} is no argument of {inputs.__name__}")
+            raise ValueError(f"{name} is not an argument of {inputs.__name__}")
         try:
             TypeAdapter(types[name]).validate_python(value, strict=True)
         except ValidationError as error:

@@ -77,7 +77,7 @@ def _check_config(file: Path) -> None:
         raise BadInputError(f"{CONFIG} holds no JSON object.", _AGAIN)
     name = content.get("tokenizer_class")
     if not isinstance(name, str | None):
-        raise BadInputError(f"{CONFIG} has tokenizer_class = {str(name)[:80]}, which is no name.", _AGAIN)
+        raise BadInputError(f"{CONFIG} has tokenizer_class = {str(name)[:80]}, which is not a name.", _AGAIN)
 
 
 def _without_class(folder: Path, error: Exception) -> Any:

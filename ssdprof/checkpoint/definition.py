@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 SEARCH_S = 3.0  # for the field that is to blame; a large model takes a while to build, even without weights
 
 
-def empty_model(folder: Path, repo_id: str) -> PreTrainedModel:
+def empty_model(folder: Path, repo_id: str, *, head: bool = False) -> PreTrainedModel:
     """The base model that config.json in `folder` describes, on the meta device: shapes, and no memory.
+
+    head: the model with its language-model head.
 
     BadInputError if transformers refuses the config or cannot build the model: a float where an integer belongs, an
     unknown activation, sizes that contradict each other.  The hint names the field if leaving it out helps.
@@ -29,19 +31,20 @@ def empty_model(folder: Path, repo_id: str) -> PreTrainedModel:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
             from transformers import AutoConfig
 
-            return _build(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            return _build(config, head=head)
     except BadInputError as error:
         if field := _refused_field(json.loads((folder / CONFIG).read_bytes())):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
 
 
-def _build(config: PretrainedConfig) -> PreTrainedModel:
+def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
     import torch
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModel.from_config(config)
+        return (AutoModelForCausalLM if head else AutoModel).from_config(config)
 
 
 def _refused_field(config: Mapping[str, Any]) -> str | None:

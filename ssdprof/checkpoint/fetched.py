@@ -27,6 +27,7 @@ class LocalCheckpoint:
     and goes when this object does.
     tensors: the needed weights as stored, by name; None for a pickle, which has no header.
     tokenizer_name: hub id or folder name of the tokenizer; None when there is none.
+    head: whether the language-model head is part of it.
     """
 
     ref: CheckpointRef
@@ -35,6 +36,7 @@ class LocalCheckpoint:
     depth: int
     tensors: dict[str, StoredTensor] | None
     tokenizer_name: str | None
+    head: bool = False
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -45,10 +47,15 @@ class LocalCheckpoint:
 
 
 def fetch(
-    located: Located, *, deepest_layer: int | None = None, progress: Callable[[str], None] | None = None
+    located: Located,
+    *,
+    deepest_layer: int | None = None,
+    head: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> LocalCheckpoint:
     """Download what running layers 0 to `deepest_layer` needs (all layers for None) and check it.
 
+    head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
     BadInputError: a config that transformers cannot use, found before anything large is downloaded.
@@ -63,22 +70,23 @@ def fetch(
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             write_json(folder / CONFIG, cut_config(description, depth))
         empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
-        _announce(located, deepest_layer, progress)
+        _announce(located, deepest_layer, head, progress)
 
         tokenizer = located.tokenizer_source  # first: small, and a wrong one should not cost a download either
         tokenizer_paths = {name: tokenizer.path(name) for name in tokenizer_files(tokenizer)} if tokenizer else {}
         weights = located.weights
-        paths = {name: located.source.path(name) for name in weights.files(depth)}
-        tensors = None if weights.pickled else weights.tensors(depth)
+        paths = {name: located.source.path(name) for name in weights.files(depth, head=head)}
+        tensors = None if weights.pickled else weights.tensors(depth, head=head)
 
         with _temporary_folder_errors(repo_id):
-            link_weights(folder, depth, paths, weights.shards)
+            link_weights(folder, depth, paths, weights.shards, head=head)
             if tokenizer is not None:
                 link_all(folder / "tokenizer", tokenizer_paths.items())
             if tokenizer is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
                 write_json(folder / "tokenizer" / CONFIG, cut_config(description, depth))
         undo.pop_all()
-    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, tokenizer.label if tokenizer else None)
+    label = tokenizer.label if tokenizer else None
+    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, label, head)
     weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
     return local
 
@@ -93,9 +101,9 @@ def check_config(located: Located, *, deepest_layer: int | None = None) -> None:
         empty_model(folder, repo_id)
 
 
-def _announce(located: Located, deepest_layer: int | None, progress: Callable[[str], None] | None) -> None:
+def _announce(located: Located, deepest_layer: int | None, head: bool, progress: Callable[[str], None] | None) -> None:
     """Say what will be downloaded, if anything, and make sure that there is room for it."""
-    missing = [info for info in located.files(deepest_layer) if not info.cached]
+    missing = [info for info in located.files(deepest_layer, head=head) if not info.cached]
     if missing:
         need = sum(info.size_bytes for info in missing)
         _check_space(located.source, need)

@@ -37,7 +37,7 @@ def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[N
         raise ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Take another repo.") from None
     except errors.HFValidationError:
         raise BadInputError(
-            f"{shown(repo_id)} is no hub id and no folder.", "A hub id reads org/name; a folder must exist."
+            f"{shown(repo_id)} is neither a hub id nor a folder.", "A hub id reads org/name; a folder must exist."
         ) from None
     except errors.LocalEntryNotFoundError as error:
         raise out_of_reach(repo_id, error) from None

@@ -75,7 +75,9 @@ def read_index(path: Path, name: str) -> dict[str, str]:
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
         if not file.endswith(".safetensors"):
-            raise BadInputError(f"{name} names {shown(file)}, which is no safetensors file.", "Fetch the index again.")
+            raise BadInputError(
+                f"{name} names {shown(file)}, which is not a safetensors file.", "Fetch the index again."
+            )
     return dict(pairs)
 
 

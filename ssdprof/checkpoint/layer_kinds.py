@@ -26,12 +26,12 @@ def _listed_kinds(sizes: Sizes, *keys: str) -> list[str] | None:
         if listed is None:
             continue
         if not isinstance(listed, list) or not listed or len(listed) > LAYER_LIMIT:
-            raise sizes.refuse(f"has {key} = {shown(listed)}, which is no list of 1 to {LAYER_LIMIT} layer kinds")
+            raise sizes.refuse(f"has {key} = {shown(listed)}, which is not a list of 1 to {LAYER_LIMIT} layer kinds")
         kinds: list[str] = []
         for entry in listed:
             kind = _LEGACY_KINDS.get(entry, entry) if isinstance(entry, str) else None
             if kind not in _KINDS:
-                raise sizes.refuse(f"names the layer kind {shown(entry)} in {key}, which is none that ssdprof knows")
+                raise sizes.refuse(f"names the layer kind {shown(entry)} in {key}, which ssdprof does not know")
             kinds.append(kind)
         return kinds
     return None
@@ -67,9 +67,9 @@ def nemotron_kinds(sizes: Sizes) -> list[str]:
         return kinds
     pattern = sizes.config.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not pattern or len(pattern) > LAYER_LIMIT:
-        raise sizes.refuse(f"has hybrid_override_pattern = {shown(pattern)}, which is no pattern of layers")
+        raise sizes.refuse(f"has hybrid_override_pattern = {shown(pattern)}, which is not a pattern of layers")
     if unknown := set(pattern) - set(_PATTERN_KINDS):
-        raise sizes.refuse(f"has {shown(min(unknown))} in hybrid_override_pattern, which is no kind of layer")
+        raise sizes.refuse(f"has {shown(min(unknown))} in hybrid_override_pattern, which is not a kind of layer")
     return [_PATTERN_KINDS[letter] for letter in pattern]
 
 

@@ -1,4 +1,4 @@
-"""A fetched checkpoint -> the base model (no language-model head), in eval mode."""
+"""A fetched checkpoint -> the base model, or the model with its language-model head, in eval mode."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # stay as stored: checkpoints 
 def load_model(local: LocalCheckpoint, *, device: torch.device | str, dtype: DType = "auto") -> PreTrainedModel:
     """The checkpoint's base model with its first `local.depth` decoder layers, on `device`.
 
+    With its language-model head if it was fetched with one.
+
     dtype: of the weights; "auto" takes the checkpoint's own.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold, a pickle that
@@ -35,7 +37,7 @@ def load_model(local: LocalCheckpoint, *, device: torch.device | str, dtype: DTy
     """
     device = torch.device(device)
     with quiet_transformers():
-        empty = empty_model(local.folder, local.ref.repo_id)
+        empty = empty_model(local.folder, local.ref.repo_id, head=local.head)
         _check_described_size(local, empty)
         if local.description.original:
             return _fill_original(local, empty, dtype).to(device).eval()
@@ -64,13 +66,13 @@ def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> Non
 
 
 def _load(local: LocalCheckpoint, device: torch.device, dtype: DType) -> PreTrainedModel:
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForCausalLM
 
     # With accelerate, weights go to the GPU one by one instead of through a whole copy in host memory.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
         with refusals(f"config and weights of {local.ref.repo_id}"):
-            model, info = AutoModel.from_pretrained(
+            model, info = (AutoModelForCausalLM if local.head else AutoModel).from_pretrained(
                 local.folder,
                 dtype=dtype,
                 device_map={"": device} if direct else None,
@@ -93,15 +95,20 @@ def _load(local: LocalCheckpoint, device: torch.device, dtype: DType) -> PreTrai
 def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType) -> PreTrainedModel:
     """Give `model`, which is on the meta device, the weights of the original format."""
     stored = _original_state(local)
-    wanted = {original.convert_key(key): value for key, value in stored.items() if is_needed(key, local.depth)}
+    needed = {key: value for key, value in stored.items() if is_needed(key, local.depth, head=local.head)}
+    wanted = {original.convert_key(key, head=local.head): value for key, value in needed.items()}
+    if local.head and model.config.tie_word_embeddings:
+        wanted.setdefault("lm_head.weight", wanted["backbone.embeddings.weight"])
     expected = model.state_dict()
     _refuse_missing(local, set(expected) - set(wanted))
     for name, tensor in wanted.items():
         shape = tuple(expected[name].shape) if name in expected else None
         if tuple(tensor.shape) != shape:
             raise _does_not_fit(local, name, tuple(tensor.shape), shape)
-    target = wanted["embeddings.weight"].dtype if dtype == "auto" else dtype
+    embeddings = next(tensor for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
+    target = embeddings.dtype if dtype == "auto" else dtype
     model.load_state_dict({name: _cast(name, tensor, target) for name, tensor in wanted.items()}, assign=True)
+    model.tie_weights()  # one parameter again, after `assign`
     return model
 
 
@@ -109,7 +116,7 @@ def _does_not_fit(
     local: LocalCheckpoint, name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None
 ) -> BadInputError:
     """expected: None where the config has no such weight."""
-    wanted = f"is {stored} in the file and {expected} by the config" if expected else "is none of the config's"
+    wanted = f"is {stored} in the file and {expected} by the config" if expected else "is not in the config"
     return BadInputError(
         f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} {wanted}.",
         "Config and weights do not belong together.",
@@ -135,7 +142,7 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         raise broken_file(path.resolve(), original.PICKLE, str(error)) from None
     if not isinstance(pickled, dict) or not all(isinstance(value, torch.Tensor) for value in pickled.values()):
         raise BadInputError(
-            f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "It is no checkpoint."
+            f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
         )
     return pickled
 

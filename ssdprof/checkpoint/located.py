@@ -76,15 +76,17 @@ class Located:
             raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
         return found
 
-    def files(self, deepest_layer: int | None = None) -> tuple[FileInfo, ...]:
+    def files(self, deepest_layer: int | None = None, *, head: bool = False) -> tuple[FileInfo, ...]:
         """Every file that running layers 0 to `deepest_layer` needs (all layers for None), tokenizer included.
+
+        head: and the language-model head.
 
         The tokenizer's files of another repo come with that repo's name in front.
         """
         names = [CONFIG]
         if self.weights.shards is not None:
             names.append(INDEX)
-        names += self.weights.files(self.description.depth(deepest_layer))
+        names += self.weights.files(self.description.depth(deepest_layer), head=head)
         infos = [_file_info(self.source, name) for name in names]
         if self.tokenizer_source is not None:
             prefix = "" if self.tokenizer_source is self.source else f"{self.tokenizer_source.label}/"
@@ -93,16 +95,14 @@ class Located:
                 infos.append(info._replace(name=prefix + name))
         return tuple(infos)
 
-    def file_info(self, name: str) -> FileInfo:
-        """Size of one of the checkpoint's files, and whether it is here."""
-        return _file_info(self.source, name)
-
-    def weight_bytes(self, deepest_layer: int | None = None) -> int:
+    def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False) -> int:
         """Bytes of the weights of layers 0 to `deepest_layer`, and of what is in no layer, once loaded.
+
+        head: also of the language-model head, where it has weights of its own.
 
         Exact for safetensors, whose headers are read for it; for a pickle the size of the whole file.
         """
-        return self.weights.bytes(self.description.depth(deepest_layer))
+        return self.weights.bytes(self.description.depth(deepest_layer), head=head)
 
 
 def weight_bytes(located: Located, deepest_layer: int | None = None) -> int:

@@ -49,7 +49,7 @@ def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     ssm_sizes = {key: inner.get(key, default) for key, default in _SSM_SIZES.items()}
     channels = ssm_sizes["expand"] * hidden
     if channels % ssm_sizes["headdim"]:
-        raise sizes.refuse(f"has d_model = {hidden}: {channels} channels are no multiple of {ssm_sizes['headdim']}")
+        raise sizes.refuse(f"has d_model = {hidden}: {channels} channels are not a multiple of {ssm_sizes['headdim']}")
     return {
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],
@@ -68,6 +68,9 @@ def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def convert_key(key: str) -> str:
-    """A weight's name in transformers' Mamba2Model, which has no "backbone." in front and another embedding."""
-    return key.removeprefix("backbone.").replace("embedding.", "embeddings.", 1)
+def convert_key(key: str, *, head: bool = False) -> str:
+    """A weight's name in transformers' Mamba2Model, which has no "backbone." in front and another embedding.
+
+    head: in Mamba2ForCausalLM, which has both.
+    """
+    return (key if head else key.removeprefix("backbone.")).replace("embedding.", "embeddings.", 1)

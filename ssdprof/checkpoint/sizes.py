@@ -29,7 +29,7 @@ class Sizes:
         if value is None:
             raise self.refuse(f"has no {key}")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(f"has {key} = {shown(value)}, which is no integer")
+            raise self.refuse(f"has {key} = {shown(value)}, which is not an integer")
         if not least <= value <= limit:
             raise self.refuse(f"has {key} = {shown(value)}; it must be between {least} and {limit}")
         return value

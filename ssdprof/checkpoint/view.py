@@ -45,14 +45,17 @@ def cut_config(description: Description, depth: int) -> dict[str, Any]:
     return config
 
 
-def link_weights(folder: Path, depth: int, files: Mapping[str, Path], shards: Mapping[str, str] | None) -> None:
+def link_weights(
+    folder: Path, depth: int, files: Mapping[str, Path], shards: Mapping[str, str] | None, *, head: bool = False
+) -> None:
     """Put the weights of the first `depth` layers into `folder`, with an index of their own.
 
     files: the weights files, name -> place.  shards: tensor name -> file name, None for a single file.
+    head: with the language-model head.
     """
     link_all(folder, files.items())
     if shards is not None:
-        kept = {key: file for key, file in shards.items() if is_needed(key, depth)}
+        kept = {key: file for key, file in shards.items() if is_needed(key, depth, head=head)}
         write_json(folder / INDEX, {"metadata": {}, "weight_map": kept})
 
 

@@ -16,14 +16,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Parts that no capture runs: the language model's head, image and audio towers, multi-token prediction.
-_UNUSED = re.compile(r"^(?:lm_head|mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
+_HEAD = "lm_head."
+# Parts that nothing runs: image and audio towers, multi-token prediction.
+_UNUSED = re.compile(r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
 
-_HEAD = re.compile(r"(?:.+\.)?lm_head\.weight")
 
-
-def is_needed(key: str, depth: int) -> bool:
-    """Whether the base model cut to its first `depth` layers has the weight `key`."""
+def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
+    """Whether the base model cut to its first `depth` layers has the weight `key`.  head: as does the head on it."""
+    if key.startswith(_HEAD):
+        return head
     if _UNUSED.match(key):
         return False
     layer = _LAYER.search(key)
@@ -46,48 +47,36 @@ class Weights:
     def pickled(self) -> bool:
         return self.single == original.PICKLE
 
-    def files(self, depth: int) -> tuple[str, ...]:
-        """The files that hold the first `depth` layers and what is in no layer, in order."""
+    def files(self, depth: int, *, head: bool = False) -> tuple[str, ...]:
+        """The files that hold the first `depth` layers and what is in no layer, in order.  head: see `is_needed`."""
         if self.shards is None:
             assert self.single is not None
             return (self.single,)
-        return tuple(sorted({file for key, file in self.shards.items() if is_needed(key, depth)}))
+        return tuple(sorted({file for key, file in self.shards.items() if is_needed(key, depth, head=head)}))
 
-    def tensors(self, depth: int) -> dict[str, StoredTensor]:
+    def tensors(self, depth: int, *, head: bool = False) -> dict[str, StoredTensor]:
         """The needed tensors with their shapes, from the files' headers (on the hub: a few requests, no download).
 
         ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index places in it.
         """
         assert not self.pickled, "a pickle has no header"
         found: dict[str, StoredTensor] = {}
-        for file in self.files(depth):
+        for file in self.files(depth, head=head):
             header = self._headers(file)
             if self.shards is not None:
-                check_holds(
-                    header, [key for key, at in self.shards.items() if at == file and is_needed(key, depth)], file
-                )
-            found.update({key: tensor for key, tensor in header.items() if is_needed(key, depth)})
+                there = [key for key, at in self.shards.items() if at == file and is_needed(key, depth, head=head)]
+                check_holds(header, there, file)
+            found.update({key: tensor for key, tensor in header.items() if is_needed(key, depth, head=head)})
         return found
 
-    def bytes(self, depth: int) -> int:
+    def bytes(self, depth: int, *, head: bool = False) -> int:
         """Bytes of the needed weights once loaded.
 
         For a pickle the size of the whole file.
         """
         if self.pickled:
             return self.source.sizes[original.PICKLE]
-        return loaded_bytes(self.tensors(depth).values())
-
-    def head(self) -> tuple[str, str, int] | None:
-        """Name, file and bytes of the language model's head; None where no file holds one, or is a pickle."""
-        if self.pickled:
-            return None
-        places = self.shards if self.shards is not None else dict.fromkeys(self._headers(str(self.single)), self.single)
-        name = next((key for key in places if _HEAD.fullmatch(key)), None)
-        if name is None:
-            return None
-        file = str(places[name])
-        return name, file, loaded_bytes([self._headers(file)[name]])
+        return loaded_bytes(self.tensors(depth, head=head).values())
 
     def _headers(self, file: str) -> Mapping[str, StoredTensor]:
         # What the hub said of a file proves nothing of the copy that is downloaded later: that one is read again.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ssdprof.commands import options, terminal
-from ssdprof.errors import ExitCode
 
 if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
@@ -42,18 +41,14 @@ def bench(
     ] = MAX_TOKENS,
     dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16",
     dtypes: options.Dtypes = "exact",
-    states: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D[,D...]",
-            help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
-            show_default="fp32 with exact, the inputs' with relaxed",
-        ),
-    ] = None,
+    states: options.UsualStates = None,
     layout: Annotated[
         Literal["contiguous", "views"],
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
     ] = "contiguous",
+    draw: Annotated[
+        str, typer.Option(metavar="W[,W...]", help="Draw inputs otherwise: normalised, quarter-ungated (GDN).")
+    ] = "",
     against: Annotated[
         str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
     ] = "",
@@ -61,6 +56,10 @@ def bench(
         Path | None,
         typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
     ] = None,
+    also: Annotated[
+        str,
+        typer.Option(metavar="I[,I...]", help="Further forms: fused_portable (GDN), recurrent_in_place (SSD)."),
+    ] = "",
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -81,10 +80,9 @@ def bench(
     first_call: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Longest first call, which compiles.")
     ] = FIRST_CALL,
-    min_speedup: Annotated[
-        float | None,
-        typer.Option(metavar="X", min=0, help="Fail unless fused is X times as fast in every cell, by device time."),
-    ] = None,
+    min_speedup: options.MinSpeedup = None,
+    max_rms_ratio: options.MaxRmsRatio = None,
+    config: options.Config = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
@@ -97,7 +95,7 @@ def bench(
     """Time the fused and the unfused kernels on random inputs, and compare them with other libraries.
 
     Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels was wrong or
-    refused a case, that nothing was compared, or that --min-speedup did not hold.
+    refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
     from ssdprof import files, operators
     from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
@@ -105,27 +103,32 @@ def bench(
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import parse_percent, parse_states
+    from ssdprof.settings import gates
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
-    grid = expand(parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype), tokens, layout)
+    shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
+    limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
     # these import torch: after all words that can be checked without
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import load_peers, peer_names, precisions_for
+    from ssdprof.bench.contenders import alternatives, load_peers, peer_names, ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
+    from ssdprof.schema import precisions_for
 
     record = operators.get(operator)
     drawing = record.drawing
     if chunk_size != "best" and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
     names = peer_names(record, against, published)
+    forms = alternatives(record, also)
+    grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
     baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
     options.use_tuned(no_tuned)
@@ -134,12 +137,14 @@ def bench(
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
         peers=load_peers(record, names, published),
+        also=forms,
         baseline=baseline,
         chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
         check=check,
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
+        gates=limits.model_copy(update={"min_match": {}}),  # a bench records no match
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()
@@ -157,11 +162,8 @@ def bench(
         print(render.as_markdown(report), end="")
     else:
         terminal.out().print(render.terminal(report))
-    broken = gate.wrong(report) + (gate.too_slow(report, min_speedup) if min_speedup is not None else ())
-    for line in broken:
-        watcher.say(line)
-    if broken:
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    if broken := gate.wrong(report) + gate.failed(report):
+        terminal.gate_failed(broken)
 
 
 def _baseline(wanted: str | None, libraries: Sequence[str]) -> str:

@@ -57,6 +57,8 @@ def capture(
         request, out, overwrite=force, watcher=terminal.TerminalWatcher(), subject=subject
     )
     if as_json:
-        terminal.print_json({"folder": str(folder), "manifest": manifest.model_dump(mode="json")})
+        from ssdprof.schema.capture import StoredCapture
+
+        terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:
         terminal.out().print(folder)

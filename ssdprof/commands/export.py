@@ -2,53 +2,50 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.export_formats import Format
 
 
 def export(
     run: options.Run = None,
-    format: Annotated[
-        Literal["markdown", "json"] | None, typer.Option(help="What to write.", show_default="markdown")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", parser=options.path, help="Where to.", show_default="stdout"),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    format: Annotated[Format | None, typer.Option(help="What to write.", show_default="markdown")] = None,
+    output: options.Output = None,
+    force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Write a run's report as Markdown or JSON.
+    """Write a run's report for people or for other programs.
+
+    github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
+    annotations.  benchmark-action is what github-action-benchmark reads as customSmallerIsBetter, and
+    benchmark-action-bigger as customBiggerIsBetter.
 
     The report is written in any case.  Exit code 1 says that not everything asked of the run was compared and passed.
     """
     from ssdprof import files, runs
+    from ssdprof.commands import github_job
+    from ssdprof.commands.export_formats import FORMATS, Kept
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline import stall_files
-    from ssdprof.report import markdown
-    from ssdprof.runs import document
 
-    if as_json and format == "markdown":
-        raise BadInputError("--json and --format markdown exclude each other.", "Give one of them.")
+    if as_json and format not in (None, "json"):
+        raise BadInputError(f"--json and --format {format} exclude each other.", "Give one of them.")
+    if format == "github":
+        if output is not None:
+            raise BadInputError("--format github writes to the files that GitHub names.", "Leave -o out.")
+        github_job.check()
+        folder, report = runs.read(run)
+        github_job.write(report)
+        terminal.exit_by(report)
+        return
     folder, report = runs.read(run)
-    to_stdout = output is None or str(output) == "-"
-    if output is not None and not to_stdout:
-        files.check_target(output, replace=force)
-    if as_json or format == "json":
-        text = document.dump(report)
-    else:
-        text = markdown.render(report)
-        stalls = stall_files.of_run(folder)
-        if stalls is not None:
-            figures = {} if output is None or to_stdout else stall_files.write_pictures(output, stalls)
-            text += "\n" + stall_files.as_markdown(stalls, figures)
-    if output is None or to_stdout:
+    target = options.file_to_write(output, force=force)
+    text = FORMATS["json" if as_json else format or "markdown"](Kept(folder=folder, report=report, output=target))
+    if target is None:
         print(text)
     else:
-        files.write_text(output, text.rstrip("\n") + "\n", replace=force)
-        terminal.err().print(f"Wrote {output} from {folder}.")
+        files.write_text(target, text.rstrip("\n") + "\n", replace=force)
+        terminal.err().print(f"Wrote {target} from {folder}.")
     terminal.exit_by(report)

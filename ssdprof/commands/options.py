@@ -12,6 +12,7 @@ from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
     from ssdprof.pipeline.request import CaptureRequest, ServingRequest
+    from ssdprof.schema import Gates
 
 
 def path(text: str) -> Path:
@@ -109,6 +110,15 @@ Dtypes = Annotated[
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+UsualStates = Annotated[
+    str | None,
+    typer.Option(
+        "--states",
+        metavar="D[,D...]",
+        help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
+        show_default="fp32 with exact, the inputs' with relaxed",
+    ),
+]
 SmallestDifference = Annotated[
     str,
     typer.Option(
@@ -124,8 +134,48 @@ DryRun = Annotated[
 NoTuned = Annotated[
     bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", parser=path, help="Where to.", show_default="stdout"),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
+Full = Annotated[bool, typer.Option("--full", help="Print every table, not one screen.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+MinSpeedup = Annotated[
+    float | None,
+    typer.Option(metavar="X", min=0, help="Fail unless every case is X times as fast as the baseline, by device time."),
+]
+MinMatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TOL:P", help="Fail unless P % of the output match the baseline's at 0, 1e-3 or 1e-2.  Repeatable."
+    ),
+]
+MaxRmsRatio = Annotated[
+    float | None,
+    typer.Option(metavar="R", min=0, help="Fail if the output's RMS error is more than R times its floor."),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        parser=existing_file,
+        help="Settings: a TOML file.",
+        show_default="the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]",
+    ),
+]
+
+
+def file_to_write(output: Path | None, *, force: bool) -> Path | None:
+    """The file of -o, which can be written; None for stdout, which "-" is too.  Raises BadInputError."""
+    from ssdprof import files
+
+    if output is None or str(output) == "-":
+        return None
+    files.check_target(output, replace=force)
+    return output
 
 
 def use_tuned(no_tuned: bool) -> Path | None:
@@ -133,6 +183,23 @@ def use_tuned(no_tuned: bool) -> Path | None:
     from ssdprof.tuning.use import use_saved
 
     return None if no_tuned else use_saved(terminal.TerminalWatcher().say)
+
+
+def gates_here(gates: Gates, *, speedup_given: bool) -> Gates:
+    """The gates that this machine can judge: without a GPU nothing is timed.
+
+    Raises MissingCapabilityError if the minimum speedup was given on the command line.
+    """
+    import torch
+
+    if gates.min_speedup is None or torch.cuda.is_available():
+        return gates
+    if speedup_given:
+        from ssdprof.environment.present import require_gpu
+
+        require_gpu("--min-speedup needs", "Run on a machine with an NVIDIA GPU, or leave --min-speedup out.")
+    terminal.err().print("min-speedup of the settings file is not judged: this machine has no GPU.")
+    return gates.model_copy(update={"min_speedup": None})
 
 
 def capture_request(
@@ -144,13 +211,13 @@ def capture_request(
     seq: str | None,
     layers: str,
     segment: int | None,
-    serving: ServingRequest,
+    serving: ServingRequest | None = None,
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
     from ssdprof.capture.select import check_layers
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+    from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
 
     if prompt_file is not None and prompt == "random":
         raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")
@@ -158,8 +225,20 @@ def capture_request(
     return CaptureRequest(
         model=ModelRequest(model=model, revision=revision, tokenizer=tokenizer),
         prompt=PromptRequest(
-            text=prompt_file or prompt, seqlens=None if seq is None else parse_seqs(seq), serving=serving
+            text=prompt_file or prompt,
+            seqlens=None if seq is None else parse_seqs(seq),
+            serving=serving or ServingRequest(),
         ),
         layers=layers,
         segment_length=segment,
     )
+
+
+def refuse_captures(request: CaptureRequest, option: str) -> None:
+    """BadInputError if the request names stored captures, and not a model, for an option that runs the model."""
+    from ssdprof.errors import BadInputError
+    from ssdprof.pipeline.subject import captures_of
+
+    folder = captures_of(request)
+    if folder is not None:
+        raise BadInputError(f"{folder} holds stored captures, and {option} runs the model.", "Name the model.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,7 @@ def run(
     decode: options.Decode = 0,
     tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
-    states: options.States = "all",
+    states: options.UsualStates = None,
     implementations: Annotated[
         str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
     ] = "unfused,fused",
@@ -40,46 +41,71 @@ def run(
     save_captures: Annotated[
         bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
     ] = False,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
+    ] = False,
     stalls: Annotated[
         bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
     ] = False,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Also time the whole model's prefill: see 'ssdprof prefill'.")
+    ] = False,
     smallest_difference: options.SmallestDifference = "1%",
+    min_speedup: options.MinSpeedup = None,
+    min_match: options.MinMatch = None,
+    max_rms_ratio: options.MaxRmsRatio = None,
+    config: options.Config = None,
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
+    full: options.Full = False,
     as_json: options.Json = False,
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
     Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
-    not finite or refused, that nothing was compared, or that the stored capture was broken off.
+    not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
+    interrupted.
     """
     from ssdprof.errors import BadInputError
     from ssdprof.pipeline.request import (
         Keep,
         ReplayRequest,
+        ServingRequest,
         parse_implementations,
         parse_percent,
         parse_serving,
-        precisions,
+        parse_states,
     )
     from ssdprof.pipeline.subject import find_to_replay
+    from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
+    from ssdprof.settings import gates
 
     if stalls and tensor_parallel > 1:
         raise BadInputError(
             "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
             "Leave out one of them.",
         )
+    limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
     serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
+    if (answers or prefill) and (serving != ServingRequest() or tensor_parallel > 1):
+        raise BadInputError(
+            f"{'--answers' if answers else '--prefill'} takes one sequence, whole, through all heads of the model.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
+        )
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
     replay = ReplayRequest(
-        precisions=precisions(dtypes, states),
+        intermediates=dtypes,
+        states=None if states is None else parse_states(states),
         implementations=parse_implementations(implementations),
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
         tensor_parallel=tensor_parallel,
+        gates=limits,
     )
-    found = find_to_replay(request, save_captures=save_captures)
+    if prefill:
+        options.refuse_captures(request, "--prefill")
+    found = find_to_replay(request, save_captures=save_captures, whole=answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
 
@@ -89,17 +115,34 @@ def run(
         terminal.show_plan(plan(found, tensor_parallel=tensor_parallel), as_json)
         check(found, replay)
         return
+    replay = replace(replay, gates=options.gates_here(limits, speedup_given=min_speedup is not None))
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
     folder, report = run_model(request, replay, keep, terminal.TerminalWatcher(), found=found)
+    if prefill:
+        report = _prefill(request, replay.smallest_difference, folder, report)
     if as_json:
         print(document.dump(report))
     else:
-        terminal.out().print(tables.render(report))
         terminal.err().print(f"Kept in {folder}.")
+        terminal.out().print(tables.render(report) if full else brief.render(report))
     if stalls:
         _stalls(request, folder, report, tuned, as_json)
+        if not as_json:
+            terminal.out().print(*tables.verdicts(report), sep="\n")
     terminal.exit_by(report)
+
+
+def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, report: RunReport) -> RunReport:
+    """Time it, and keep it in the run's report.  A machine that cannot says so, and the run is what it was."""
+    from ssdprof.errors import SsdprofError
+    from ssdprof.pipeline.prefill import prefill_of_run
+
+    try:
+        return prefill_of_run(request, smallest_difference, folder, report, terminal.TerminalWatcher())
+    except SsdprofError as error:
+        terminal.err().print(f"No prefill times: {error.message}  {error.hint}")
+        return report
 
 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:

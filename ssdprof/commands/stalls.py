@@ -61,7 +61,9 @@ def stalls(
     from ssdprof.files import check_target
 
     if where is not None and not where.strip():
-        raise BadInputError("The name is empty.", "Name a run, a model or captures; without it the latest run counts.")
+        raise BadInputError(
+            "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
+        )
     if markdown is not None:
         check_target(markdown, replace=force)
     implementations = _names(impl)

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -98,18 +98,31 @@ def command_line() -> tuple[str, ...]:
 
 
 def exit_by(report: RunReport) -> None:
-    """End with exit code 1 unless everything that the run was asked for was compared and passed."""
-    from ssdprof.errors import ExitCode
+    """End with exit code 1 unless everything that the run was asked for was compared and passed.
+
+    Gates that do not hold are named on stderr, whatever stdout is for.
+    """
     from ssdprof.schema.outcome import outcome
 
-    if not outcome(report).passed:
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    found = outcome(report)
+    if not found.passed:
+        gate_failed(f"GATE FAILED: {one}" for one in found.broken)
+
+
+def gate_failed(lines: Iterable[str]) -> NoReturn:
+    """Say why, a line each on stderr, and end with exit code 1."""
+    from ssdprof.errors import ExitCode
+
+    console = err()
+    for line in lines:
+        console.print(Text(line))
+    raise typer.Exit(ExitCode.GATE_FAILED)
 
 
 def show_plan(plan: DryRun, as_json: bool) -> None:
     """The answer of --dry-run, on stdout."""
     if as_json:
-        print_json(plan.model_dump(mode="json") | {"download_bytes": plan.download_bytes})
+        print_json(plan.model_dump(mode="json"))
         return
     from ssdprof.report.serving import serving_words
 
@@ -141,6 +154,9 @@ def _tokens(seqlens: tuple[int, ...]) -> str:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+_ETA_FROM = 3600.0  # seconds of progress that an ETA is estimated from: a layer may take minutes
 
 
 class TerminalWatcher:
@@ -200,7 +216,14 @@ class TerminalWatcher:
         if self._bars is not None:
             yield self._bars
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -208,8 +231,12 @@ class TerminalWatcher:
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
         )
-        self._bars = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
+        self._bars = Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False, speed_estimate_period=_ETA_FROM
+        )
         try:
             with self._bars:
                 yield self._bars

@@ -135,11 +135,11 @@ def _list(request: TuneRequest, as_json: bool) -> None:
     from ssdprof.tuning import tables
     from ssdprof.tuning.run import listed
 
-    table = tables.dry(listed(request))
+    searches = tuple(tables.planned(listed(request)))
     if as_json:
-        terminal.print_json([dict(zip(table.headers, row, strict=True)) for row in table.rows])
+        terminal.print_json([search.model_dump(mode="json") for search in searches])
     else:
-        terminal.out().print(SplitTable(table))
+        terminal.out().print(SplitTable(tables.dry(searches)))
 
 
 def _request(

@@ -96,7 +96,7 @@ def _gpu() -> Iterator[Check]:
     yield Check(name="gpu memory", status="ok", detail=f"{_gib(free)} free of {_gib(total)}")
     if read() is None:
         hint = "Reports will not say whether the GPU was throttled."
-        yield Check(name="clocks", status="warn", detail="NVML does not tell this GPU's clocks", hint=hint)
+        yield Check(name="clocks", status="warn", detail="NVML does not report the clocks of this GPU", hint=hint)
     else:
         yield Check(name="clocks", status="ok", detail="readable through NVML")
 
@@ -116,7 +116,7 @@ def _kernels() -> Check:
     hint = (
         "Unset TRITON_INTERPRET to use the GPU."
         if usable
-        else "Numbers are right and slow to come by; nothing is timed."
+        else "Results are correct but slow to compute; nothing is timed."
     )
     return Check(name="kernels", status="warn", detail="run in Triton's interpreter", hint=hint)
 

@@ -76,7 +76,7 @@ class Rows(_Descriptor):
 
 
 def row_stride(tensor: torch.Tensor) -> int:
-    """From one position to the next, of (b, l, ...).  Of sequences of one position PyTorch's own may be anything."""
+    """Elements from one position of (b, l, ...) to the next.  PyTorch's own stride is arbitrary if l is 1."""
     return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 

@@ -77,7 +77,7 @@ def compare(
     outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
     states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
     largest_exponent = torch.zeros(form.shape[2], device=device)
-    for block in judgement.blocks(inputs, _block_length(judgement, inputs, device)):
+    for block in judgement.blocks(inputs, block_length(judgement, inputs, device)):
         span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
         gate = judgement.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
@@ -246,7 +246,7 @@ def check_output(output: Output, inputs: Any) -> None:
             )
 
 
-def _block_length(judgement: Judgement[Any], inputs: Any, device: torch.device) -> int:
+def block_length(judgement: Judgement[Any], inputs: Any, device: torch.device) -> int:
     """Positions per block: whole chunks, at most 2048 positions, within the working memory."""
     chunk = judgement.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // judgement.bytes_per_position(inputs)

@@ -66,6 +66,36 @@ class HeadNorms:
         return (self.square_sum / elements).sqrt()
 
 
+class SliceSums:
+    """Running sums of squares of an error and of what it is an error of, in slices of the positions.
+
+    Of a tensor without positions nothing is kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._squares: torch.Tensor | None = None  # (2, slices), fp64
+
+    def add(self, error: torch.Tensor, other: torch.Tensor, place: Region) -> None:
+        """Blocks of `place`: (h, elements), fp64."""
+        if place.positions is None:
+            return
+        length, (start, stop) = place.shape[1], place.positions
+        slices = min(schema.SLICES, length)
+        if self._squares is None:
+            self._squares = torch.zeros(2, slices, dtype=torch.float64, device=self._device)
+        index = torch.arange(start, stop, device=self._device) * slices // length
+        for sums, block in zip(self._squares, (error, other), strict=True):
+            sums.index_add_(0, index, block.square().view(len(block), stop - start, -1).sum((0, 2)))
+
+    def ratios(self) -> tuple[float, ...]:
+        """The RMS ratio in each slice.  Waits for the device."""
+        if self._squares is None:
+            return ()
+        error, other = self._squares
+        return tuple(rms_ratio(error, other).tolist())
+
+
 class RunningDeviation:
     """A `schema.Deviation` in the making."""
 
@@ -74,6 +104,7 @@ class RunningDeviation:
         self.shape = shape
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
+        self._along = SliceSums(device)
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
         self._matches = torch.zeros(len(schema.TOLERANCES), dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
@@ -98,6 +129,7 @@ class RunningDeviation:
         self._worst_index = torch.where(worse, place.flat(head, block_argmax), self._worst_index)
         self.error.add(error)
         self.other.add(other_finite)
+        self._along.add(error, other_finite, place)
 
         equal = ours == other
         for i, tolerance in enumerate(schema.TOLERANCES):
@@ -131,6 +163,8 @@ class RunningDeviation:
             worst_position=self.position_of_max(int(self.error.max.argmax())),
             nonfinite=nonfinite,
             first_nonfinite=unravel(int(self._first_nonfinite), self.shape) if nonfinite else None,
+            scale_max_abs=float(self.other.max.max()),
+            along=self._along.ratios(),
         )
 
     def position_of_max(self, head: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ _ODD = 6364136223846793005  # Knuth's multiplier
 
 
 def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Of each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
+    """For each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
 
     The same for the same bits in any run and on any device.  One changed element always changes it, because an odd
     weight has an inverse; a NaN is compared by its bits.

@@ -60,15 +60,20 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One thing to measure.  layout: contiguous tensors, or views of a wide projection, as a model passes them."""
+    """One thing to measure.
+
+    layout: contiguous tensors, or views of a wide projection, as a model passes them.
+    drawn: in which of `Drawing.ways` the inputs differ from the usual ones.
+    """
 
     shape: Shape
     dtype: InputDType
     layout: Layout
     tokens: Tokens
+    drawn: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.shape.name}, {self.tokens}, {self.dtype}"
+        return ", ".join((self.shape.name, str(self.tokens), self.dtype, *self.drawn))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +104,20 @@ class PeerSource:
 class Drawing(Shapes, Generic[I]):
     """draw: inputs distributed as those of a trained layer, the same at every call.
 
+    ways: in which inputs can be drawn otherwise: a word for the user, and what it changes.
     chunk_sizes: of implementations that take theirs from the inputs; empty if the operator has none.
     with_chunk_size: the same inputs with another chunk size.
     chunks_itself: names of implementations that chunk as they like.
+    alternatives: forms of ours that take part only when they are named, such as a kernel that is not chosen.
     peers: other libraries by name.
     """
 
     draw: Callable[[Cell, torch.device], I]
+    ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
+    alternatives: Mapping[str, Implementation] = field(default_factory=dict)
     peers: Mapping[str, PeerSource] = field(default_factory=dict)
 
 

@@ -42,7 +42,7 @@ Scalar = int | float | bool | str | None
 class BoundCall:
     """What a mixer asks of its operator.
 
-    remark: what was undone of the call, in a sentence for the report; empty if the inputs are as the mixer passed them.
+    remark: what was undone of the call, or differs from the config, in a sentence for the report; empty if nothing is.
     """
 
     inputs: Any
@@ -241,5 +241,5 @@ class Operator(Generic[I]):
 
     def _present(self, part: P | None, words: str) -> P:
         if part is None:
-            raise BadInputError(f"ssdprof has not got {words} for {self.outline.layers} layers ({self.name}) yet.")
+            raise BadInputError(f"ssdprof does not have {words} for {self.outline.layers} layers ({self.name}) yet.")
         return part

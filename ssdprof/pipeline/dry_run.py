@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdprof.checkpoint import check_config
-from ssdprof.checkpoint.head import stored_head
 from ssdprof.errors import BadInputError
 from ssdprof.files import why
 from ssdprof.pipeline import limits
@@ -13,7 +12,7 @@ from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
 from ssdprof.schema.plan import DryRun, PlannedFile
 
-_BROKEN_OFF = "This capture was broken off: layers or prompts may be missing, and a run of it cannot pass."
+_BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 
 
 def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
@@ -30,18 +29,15 @@ def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
 
 def _of_model(subject: Subject) -> DryRun:
     check_config(subject.located, deepest_layer=subject.deepest_layer)
-    decode = subject.serving.decode > 0
-    files = {file.name: file for file in subject.located.files(subject.deepest_layer)}
-    if decode and (head := stored_head(subject.located)):
-        file = subject.located.file_info(head[1])
-        files.setdefault(file.name, file)
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
         dims=str(subject.located.dims(subject.layers[0])),
         seqlens=subject.seqlens,
-        files=tuple(PlannedFile(**file._asdict()) for file in files.values()),
-        weight_bytes=limits.weight_bytes(subject.located, subject.layers, decode=decode),
+        files=tuple(
+            PlannedFile(**file._asdict()) for file in subject.located.files(subject.deepest_layer, head=subject.whole)
+        ),
+        weight_bytes=subject.weight_bytes,
         device=str(limits.device()),
         free_bytes=limits.free_bytes(),
         notes=subject.located.notes,

@@ -9,7 +9,6 @@ import torch
 
 from ssdprof.checkpoint import Located
 from ssdprof.checkpoint.families import siblings_that_fit
-from ssdprof.checkpoint.head import stored_head
 from ssdprof.environment.memory import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.schema import LayerRef
@@ -45,22 +44,18 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
         )
 
 
-def check_weights(located: Located, layers: Sequence[LayerRef], *, decode: bool = False) -> None:
+def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool = False) -> None:
     """MissingCapabilityError unless the weights that `layers` need fit into the device's memory.
 
-    decode: the model generates tokens, which takes all of it.
+    whole: all of the model is needed, with its language-model head.
     """
     free = free_bytes()
-    needed = weight_bytes(located, layers, decode=decode)
+    deepest = max(layer.index for layer in layers)
+    needed = located.weight_bytes(head=True) if whole else located.weight_bytes(deepest)
     if needed <= free:
         return
-    if decode:
-        raise MissingCapabilityError(
-            f"--decode needs all {located.ref.layer_count} layers of {located.ref.repo_id} and its head, "
-            f"{_gib(needed)} ({needed:,} bytes) on {device()}; {_gib(free)} are free.",
-            "Leave out --decode: without it, only the layers up to the deepest wanted one are loaded.",
-        )
-    fitting = [n for n, layer in enumerate(located.ref.layers, start=1) if located.weight_bytes(layer.index) <= free]
+    counted = () if whole else enumerate(located.ref.layers, start=1)
+    fitting = [n for n, layer in counted if located.weight_bytes(layer.index) <= free]
     siblings = [known.repo for known in siblings_that_fit(located.ref.repo_id, free)]
     advice = []
     if fitting:
@@ -70,16 +65,8 @@ def check_weights(located: Located, layers: Sequence[LayerRef], *, decode: bool 
     raise MissingCapabilityError(
         f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
         f"{_gib(free)} are free.",
-        " ".join(advice) or "Not one layer of it fits: take a smaller model.",
+        " ".join(advice) or ("Take a smaller model." if whole else "Not one layer of it fits: take a smaller model."),
     )
-
-
-def weight_bytes(located: Located, layers: Sequence[LayerRef], *, decode: bool = False) -> int:
-    """Bytes of the weights that a capture of `layers` loads."""
-    if not decode:
-        return located.weight_bytes(max(layer.index for layer in layers))
-    head = stored_head(located)
-    return located.weight_bytes() + (head[2] if head else 0)
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
-from ssdprof.capture.prefill import Head
+from ssdprof.capture.head import logits
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
-from ssdprof.checkpoint.head import load_head
+from ssdprof.checkpoint.load import DType
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
@@ -28,36 +28,39 @@ OnLayer = Callable[[CapturedLayer], object]
 class Loaded:
     """A model on its device, with the prompts that it will run on.
 
+    model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the
+    base model was wanted.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    head: scores of the next token; None where no token is generated.
     """
 
     model: Any
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
-    head: Head | None = None
+    whole: Any = None
 
 
-def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
-    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory."""
+def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: DType = "auto") -> Loaded:
+    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory.
+
+    dtype: of the weights; "auto" is the checkpoint's own.
+    """
     for note in subject.located.notes:
         watcher.say(note)
-    decode = subject.serving.decode > 0
-    limits.check_weights(subject.located, subject.layers, decode=decode)
-    local = fetch(subject.located, deepest_layer=subject.deepest_layer, progress=watcher.say)
+    limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     built = [_prompt(local, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
     _quiet_transformers()
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
-        model = load_model(local, device=limits.device())
-        head = load_head(subject.located, model) if decode else None
+        loaded = load_model(local, device=limits.device(), dtype=dtype)
+    model: Any = loaded.base_model  # itself, if it has no head
     lengths = [_segment_length(request, subject, model, seqlen) for seqlen in subject.seqlens]
     return Loaded(
         model=model,
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=tuple(lengths),
-        head=head,
+        whole=loaded if subject.head else None,
     )
 
 
@@ -109,7 +112,7 @@ def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
             segment_length=segment_length,
             on_layer=on_layer,
             serving=subject.serving,
-            head=loaded.head,
+            head=partial(logits, loaded.whole) if subject.serving.decode else None,
         )
 
 

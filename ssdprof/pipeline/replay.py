@@ -32,10 +32,10 @@ COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 
 
 class Unwatched:
-    """A Watcher that nobody looks at."""
+    """A Watcher that shows nothing."""
 
     def say(self, text: str) -> None:
-        """Nobody hears it."""
+        """Ignores the text."""
 
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
         """Nobody sees it."""
@@ -126,7 +126,7 @@ class LayerReplay:
         except BaseException:
             for case, result in self._results.items():
                 if result.accuracy and case not in self._finished:
-                    self._update(case, reason="broken off before it was timed")
+                    self._update(case, reason="interrupted before it was timed")
                     self._finish(case)
             raise
         return tuple(self._results[case] for group in self._groups for case in group)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Tokens
-from ssdprof.schema import Asked, DType, Intermediates, LayerRef, PrecisionRecord, StepsAsked
+from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, StepsAsked, precisions_for
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -70,21 +70,29 @@ class CaptureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRequest:
-    """What to compare.  smallest_difference: of two times that counts, relative.
+    """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
 
     tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
+
+    states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
     """
 
-    precisions: tuple[PrecisionRecord, ...]
+    intermediates: Dtypes = "all"
+    states: tuple[DType, ...] | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     smallest_difference: float = 0.01
     tensor_parallel: int = 1
+    gates: Gates = NO_GATES
 
-    def asked(self, layers: tuple[LayerRef, ...], *, decode: bool = False) -> Asked:
-        """For the report of a run of these layers.  decode: it has decode steps."""
+    def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
+        """dtype: of the operators' inputs."""
+        return precisions_for(dtype, self.intermediates, self.states)
+
+    def asked(self, layers: tuple[LayerRef, ...], dtype: DType, *, decode: bool = False) -> Asked:
+        """For the report of a run of these layers, whose inputs have this dtype.  decode: it has decode steps."""
         return Asked(
             implementations=self.implementations,
-            precisions=self.precisions,
+            precisions=self.precisions(dtype),
             layers=layers,
             steps=STEPS if decode else None,
             tensor_parallel=self.tensor_parallel,
@@ -98,16 +106,6 @@ class Keep:
     out: Path | None = None
     save_captures: bool = False
     command: tuple[str, ...] = ()
-
-
-def precisions(dtypes: Dtypes, states: str) -> tuple[PrecisionRecord, ...]:
-    """Every pair of intermediates and state dtype, exact before relaxed."""
-    intermediates: tuple[Intermediates, ...] = get_args(Intermediates) if dtypes == "all" else (dtypes,)
-    return tuple(
-        PrecisionRecord(intermediates=kind, state_dtype=state)
-        for kind in intermediates
-        for state in parse_states(states)
-    )
 
 
 def parse_states(states: str) -> tuple[DType, ...]:
@@ -136,14 +134,14 @@ def parse_implementations(words: str) -> tuple[str, ...]:
     return names
 
 
-def parse_percent(option: str, text: str) -> float:
-    """ "1%" -> 0.01, of an option that is called `option`."""
+def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
+    """ "1%" -> 0.01, of an option that is called `option`.  whole: 100% is one, too."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    if not 0 <= value < 100:
-        raise BadInputError(f"{option} is no percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
+    if not (0 <= value < 100 or (whole and value == 100)):
+        raise BadInputError(f"{option} is not a percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
     return value / 100
 
 

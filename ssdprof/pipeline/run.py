@@ -1,6 +1,6 @@
 """`ssdprof run`: from a model or stored captures to a report.
 
-locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> record
+locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> compare answers, if asked for -> record
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from ssdprof.errors import BadInputError
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits, tensor_parallel
+from ssdprof.pipeline.answers_request import AnswersRequest
+from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
 from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
 from ssdprof.pipeline.request import STEPS, CaptureRequest, Keep, ReplayRequest
@@ -27,7 +30,7 @@ from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject, find_to_replay, refuse_larger
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
-from ssdprof.schema import RunReport
+from ssdprof.schema import DType, RunReport
 
 
 def run(
@@ -49,27 +52,37 @@ def run(
     with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
         check(found, replay)
         loaded = load(request, found, watcher)
+        dtype = dtype_name(loaded.model.dtype)
         report = draft(
             folder,
             keep.command,
             found.ref,
             loaded.prompts,
             max(loaded.segment_lengths),
-            asked=replay.asked(found.layers, decode=found.serving.decode > 0),
+            asked=replay.asked(found.layers, dtype, decode=found.serving.decode > 0),
+            gates=replay.gates,
         )
         recorder = stack.enter_context(recorded(folder, report, watcher))
-        on_layer = stack.enter_context(_replaying(recorder, replay, watcher, found.calls))
+        on_layer = stack.enter_context(_replaying(recorder, replay, dtype, watcher, found.calls))
         if keep.save_captures:
             writer = stack.enter_context(store_in(folder.captures, found, loaded))
             run_model(found, loaded, writer.add, on_layer)
         else:
             run_model(found, loaded, on_layer)
+        if found.whole:
+            compare_answers(loaded, found, _answers_wanted(replay, dtype), watcher, recorder.answered)
     return folder.path, recorder.report
+
+
+def _answers_wanted(replay: ReplayRequest, dtype: DType) -> AnswersRequest:
+    """The same implementations and precisions, in the model as it was captured."""
+    return AnswersRequest(precisions=replay.precisions(dtype), implementations=replay.implementations, weights="own")
 
 
 def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher) -> tuple[Path, RunReport]:
     check(stored, replay)
     manifest, load_layer = store.load(stored.folder)
+    dtype = stored_dims(stored.chosen[0]).dtype
     with runs.opened(keep.out, stored.ref.repo_id) as folder:
         report = draft(
             folder,
@@ -77,12 +90,13 @@ def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watc
             stored.ref,
             manifest.prompts,
             manifest.segment_length,
-            asked=replay.asked(stored.layers, decode=stored.serving.decode > 0),
+            asked=replay.asked(stored.layers, dtype, decode=stored.serving.decode > 0),
+            gates=replay.gates,
             capture_complete=manifest.complete,
         )
         with (
             recorded(folder, report, watcher) as recorder,
-            _replaying(recorder, replay, watcher, len(stored.chosen)) as on_layer,
+            _replaying(recorder, replay, dtype, watcher, len(stored.chosen)) as on_layer,
         ):
             for capture in stored.chosen:
                 on_layer(load_layer(capture, limits.device()))
@@ -103,7 +117,7 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
             refuse_unknown(STEPS.implementations, name)
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
-        limits.check_weights(found.located, found.layers, decode=found.serving.decode > 0)
+        limits.check_weights(found.located, found.layers, whole=found.whole)
         for layer in found.layers:
             tensor_parallel.refuse(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
     else:
@@ -114,7 +128,9 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
 
 
 @contextmanager
-def _replaying(recorder: Recorder, wanted: ReplayRequest, watcher: Watcher, layers: int) -> Iterator[OnLayer]:
+def _replaying(
+    recorder: Recorder, wanted: ReplayRequest, dtype: DType, watcher: Watcher, layers: int
+) -> Iterator[OnLayer]:
     """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
@@ -128,7 +144,7 @@ def _replaying(recorder: Recorder, wanted: ReplayRequest, watcher: Watcher, laye
             recorder.update(ceilings=measure_ceilings(gpu))
             forget_peak(gpu)
         options = ReplayOptions(
-            precisions=wanted.precisions,
+            precisions=wanted.precisions(dtype),
             implementations=wanted.implementations,
             sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
             ceilings=recorder.report.ceilings,

@@ -11,10 +11,9 @@ from ssdprof.errors import BadInputError
 from ssdprof.operators import outlines
 from ssdprof.operators.outline import Stages
 from ssdprof.report import markdown, stall_document
-from ssdprof.report.stall_groups import Design, Share, designs
+from ssdprof.report.plots import stalls as plots
 from ssdprof.schema import migrate
 from ssdprof.schema.stalls import STALLS_VERSION, StallReport
-from ssdprof.stalls import plots
 
 FOLDER = "stalls"  # in a run's folder
 RECORD = "stalls.json"
@@ -84,20 +83,5 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
-    """Name -> (title, SVG)."""
-    found: dict[str, tuple[str, str]] = {}
-    sampled = [design for design in designs(report) if design.is_sampled]
-    every = Share()
-    for design in sampled:
-        every.add(design.all())
-    for design in sampled:
-        title = f"{design.name}: stages and stall reasons"
-        bars = {_label(design, name): share.reasons for name, share in design.stages.items()}
-        picture = plots.stages(bars, title, [reason for reason, _ in every.most])
-        found[files.safe_name(design.name.lstrip("_"))] = (title, picture)
-    roofline = plots.roofline(report)
-    return found if roofline is None else found | {"roofline": ("Roofline", roofline)}
-
-
-def _label(design: Design, stage: str) -> str:
-    return f"{stage.split('.')[0]}: {design.part(stage)}" if "." in stage else stage
+    """Part of a file's name -> (title, SVG)."""
+    return {files.safe_name(name): picture for name, picture in plots.pictures(report).items()}

@@ -169,7 +169,7 @@ def _collect(captured: Captured, request: StallRequest, folder: Path, cache: Pat
 def _require_gpu() -> None:
     if limits.device().type != "cuda":
         raise MissingCapabilityError(
-            "There is no NVIDIA GPU here: warp stalls are counted by one.",
+            "Warp stalls need an NVIDIA GPU, and this machine has none.",
             "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
         )
 

@@ -25,6 +25,8 @@ class Subject:
     """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine.
 
     seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
+    whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
+    head: the language-model head is needed; it is, if `whole`.
     """
 
     located: Located
@@ -32,15 +34,21 @@ class Subject:
     seqlens: tuple[int, ...]
     batch: int = 1
     serving: Serving = field(default_factory=Serving)
+    whole: bool = False
+    head: bool = False
 
     @property
     def ref(self) -> CheckpointRef:
         return self.located.ref
 
     @property
-    def deepest_layer(self) -> int:
-        """The deepest layer that is loaded: a model that generates tokens is whole."""
-        return self.ref.layer_count - 1 if self.serving.decode else max(layer.index for layer in self.layers)
+    def deepest_layer(self) -> int | None:
+        return None if self.whole else max(layer.index for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are needed, once loaded."""
+        return self.located.weight_bytes(self.deepest_layer, head=self.head)
 
     @property
     def calls(self) -> int:
@@ -90,14 +98,18 @@ def captures_of(request: CaptureRequest) -> Path | None:
     return folder if is_capture(folder) else None
 
 
-def find(request: CaptureRequest) -> Subject:
-    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise."""
+def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
+    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise.
+
+    whole, head: see `Subject`.
+    """
     model = request.model
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)
     asked = request.prompt.serving
     from ssdprof.pipeline import limits  # imports torch, after all that needs none
 
+    whole = whole or asked.decode > 0  # a model that generates tokens
     lengths: tuple[int, ...] = ()
     if asked.packed is not None:
         lengths = tuple(stop - start for start, stop in pairwise(boundaries(asked.packed, SEED)))
@@ -113,10 +125,12 @@ def find(request: CaptureRequest) -> Subject:
         seqlens=seqlens,
         batch=asked.batch,
         serving=Serving(packed=lengths, chunk=asked.chunk, decode=asked.decode),
+        whole=whole,
+        head=whole or head,
     )
 
 
-def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> Subject | Stored:
+def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
     """As `find`, or the wanted layers of stored captures.
 
     BadInputError for options that do not go with stored captures, and for a model whose layers are larger than any
@@ -124,8 +138,10 @@ def find_to_replay(request: CaptureRequest, *, save_captures: bool = False) -> S
     """
     folder = captures_of(request)
     if folder is not None:
+        if whole:
+            raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
         return _find_stored(folder, request, save_captures=save_captures)
-    subject = find(request)
+    subject = find(request, whole=whole)
     refuse_large(subject)
     return subject
 
@@ -143,7 +159,7 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
     layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
     chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
     if not chosen:
-        raise BadInputError(f"{folder} holds no layer: its capture was broken off.", "Capture again.")
+        raise BadInputError(f"{folder} holds no layer: its capture was interrupted.", "Capture again.")
     return Stored(folder=folder, manifest=manifest, chosen=chosen)
 
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssdprof.report import summary
+from ssdprof.report.format import tokens as tokens_of
 from ssdprof.report.groups import Group, groups, tokens
-from ssdprof.report.tables import Figure, Note, Table, accuracy, run, speed
+from ssdprof.report.origin import MEANINGS, origin
+from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
+from ssdprof.schema.prefill import Prefill
 
 Depth = Literal["main", "detail", "file"]
+SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections that a page adds pictures to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,10 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
+    """origin: (label, value) of what a reader must know before any number."""
+
     title: str
+    origin: tuple[tuple[str, str], ...] = ()
     verdict: tuple[str, ...]
     failed: bool
     summary: tuple[summary.Statement, ...]
@@ -38,10 +45,9 @@ class Document:
 def compose(report: RunReport) -> Document:
     """The whole report: the answer first, then the tables behind it, then every layer."""
     found = groups(report)
-    gpu = report.environment.gpu
-    parts = (report.checkpoint.repo_id, tokens(found) if found else "", gpu.name if gpu else "no GPU")
     return Document(
-        title=f"ssdprof: {', '.join(part for part in parts if part)}",
+        title=heading(report),
+        origin=origin(report),
         verdict=summary.verdict(report),
         failed=not outcome(report).passed,
         summary=summary.statements(report),
@@ -51,15 +57,29 @@ def compose(report: RunReport) -> Document:
     )
 
 
+def heading(report: RunReport) -> str:
+    """ "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
+    found, gpu = groups(report), report.environment.gpu
+    parts = (report.checkpoint.repo_id, tokens(found) if found else "", gpu.name if gpu else "no GPU")
+    return f"ssdprof: {', '.join(part for part in parts if part)}"
+
+
 def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Failures and refusals", "main", run.failures(report))
     speeds = [table for group in found if (table := speed.total(group))]
-    yield _section("Speed", "main", *speeds, speed.READING if speeds else None)
+    yield _section(SPEED, "main", *speeds, speed.READING if speeds else None)
     matches = [table for group in found for table in _accuracy(group) if table]
-    yield _section("Accuracy", "main", *matches, accuracy.READING if matches else None)
+    yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
+    compared = [table for one in report.answers for table in (answers.total(one), answers.by_layer(one)) if table]
+    yield _section("Answers", "main", *compared, answers.READING if compared else None)
+    if report.prefill:
+        yield from prefill_sections(report.prefill)
     yield _section("Remarks", "main", run.remarks(report))
+    yield _section("Words", "main", _words() if found else None)
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
+    for one in report.answers:
+        yield _section(f"Answers by position at {tokens_of(one.seqlen)}", "detail", answers.by_position(one))
     for group in found:
         yield _section(f"Speed of each layer {group.where}", "detail", speed.per_layer(group))
     for group in found:
@@ -78,10 +98,25 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
                 )
 
 
+def _words() -> Table:
+    return Table(title="Words", headers=("word", "meaning"), rows=MEANINGS, align=("left", "left"), wraps=1)
+
+
 def _accuracy(group: Group) -> Iterator[Table | None]:
     for name in group.compared:
         for tensor in accuracy.TENSORS:
             yield accuracy.match(group, name, tensor)
+
+
+def prefill_sections(found: Prefill) -> Iterator[Section]:
+    """How long the whole model takes, and where the time goes."""
+    times = prefill.times(found)
+    yield _section("Prefill time", "main", times, prefill.reading(found) if times else None)
+    yield _section("Prefills not timed, and predictions", "main", *prefill.failures(found), *prefill.differences(found))
+    yield _section(
+        "Where the time of a prefill goes", "main", *(prefill.parts(found, length) for length in found.lengths)
+    )
+    yield _section("Kernels of a prefill", "detail", prefill.ran(found))
 
 
 def _section(title: str, depth: Depth, *blocks: Table | Note | str | None) -> Section:

@@ -210,6 +210,11 @@ class Pooled:
     layer: LayerRef
     parts: tuple[Deviation, ...]
 
+    @property
+    def scale_max_abs(self) -> float | None:
+        """The largest value of what `max_abs` is an error of; None if it was not recorded."""
+        return self.largest.scale_max_abs
+
     def match_pct(self, tolerance: float) -> float | None:
         """Share of all elements that match; 100 only if all do."""
         shares = [
@@ -239,10 +244,10 @@ def pool(
     ]
     if not found:
         return None
-    layer, largest = max(found, key=lambda pair: _nan_is_worst(pair[1].max_abs))
+    layer, largest = max(found, key=lambda pair: nan_is_worst(pair[1].max_abs))
     return Pooled(
         elements=sum(deviation.elements for _, deviation in found),
-        rms_ratio=max((deviation.rms_ratio for _, deviation in found), key=_nan_is_worst),
+        rms_ratio=max((deviation.rms_ratio for _, deviation in found), key=nan_is_worst),
         max_abs=largest.max_abs,
         largest=largest,
         layer=layer,
@@ -250,7 +255,8 @@ def pool(
     )
 
 
-def _nan_is_worst(value: float) -> float:
+def nan_is_worst(value: float) -> float:
+    """A key to sort errors by."""
     return math.inf if math.isnan(value) else value
 
 

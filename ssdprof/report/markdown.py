@@ -42,6 +42,8 @@ def _head(document: Document) -> str:
     lines = [f"## {escape(document.title)}", ""]
     for line in document.verdict:
         lines += [f"**{escape(line)}**", ""]
+    if document.origin:
+        lines += [", ".join(f"{label}: {escape(value)}" for label, value in document.origin), ""]
     lines += [f"- **{escape(said.subject)}** {escape(said.text)}" for said in document.summary]
     if document.caveats:
         lines += ["", "Caveats:", "", *(f"- {escape(line)}" for line in document.caveats)]

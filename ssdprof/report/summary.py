@@ -6,14 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
+from ssdprof.report import merged
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
+from ssdprof.report.tables import answers
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
 from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 
-GOOD = ("PASSED", "So far", "The other")  # how a line begins that holds no bad news
+GOOD = ("PASSED", "So far", "The other", "The one", "All", "Answers of")  # how a line begins that holds no bad news
 _STATUSES = {"nonfinite": "not finite"}  # the others are words already
+_MOST_BROKEN = 6  # rows named for each gate
 _SAME_AS = "the same as "  # begins the part of a plan that names a precision with the same bits
+_MOST_STATEMENTS = 2  # of an implementation
 _NO_ANSWER = "without a finite exact answer"
 
 
@@ -21,15 +25,18 @@ def verdict(report: RunReport) -> tuple[str, ...]:
     """A line each on whether the run is whole, what failed, what was refused, and what passed."""
     found = outcome(report)
     lines = list(shortcomings(found))
+    lines += answers.verdict(report.answers, found.answers_failed)
     if not found.judged:
-        lines.append("Nothing was compared.")
+        lines += [] if found.answers else ["Nothing was compared."]
     elif not found.failed:
         if found.passed:
             who = "PASSED: the one case is" if found.judged == 1 else f"PASSED: all {found.judged} cases are"
         elif found.broken_off:
             who = "So far the one case is" if found.judged == 1 else f"So far all {found.judged} cases are"
-        else:
+        elif found.refused or found.missing:
             who = "The other case is" if found.judged == 1 else f"The other {found.judged} cases are"
+        else:
+            who = "The one case is" if found.judged == 1 else f"All {found.judged} cases are"
         lines.append(f"{who} within the error budget against the fp64 oracle.")
     return tuple(lines)
 
@@ -37,9 +44,9 @@ def verdict(report: RunReport) -> tuple[str, ...]:
 def shortcomings(found: RunOutcome) -> Iterator[str]:
     """A line for each thing that keeps a run from passing, if any of its cases ran."""
     if found.broken_off:
-        yield f"PARTIAL: {found.broken_off}.  What is here is valid; the rest is missing."
+        yield f"PARTIAL: {found.broken_off}.  The results here are valid; the rest is missing."
     elif found.missing:
-        yield f"MISSING: {fmt.plural(found.missing, 'case')} that the run was asked for."
+        yield f"MISSING: {fmt.plural(found.missing, 'requested case')}."
     of_inputs = [case for case in found.failed if not exact_answer_is_finite(case)]
     of_kernels = [case for case in found.failed if exact_answer_is_finite(case)]
     if of_inputs:
@@ -52,6 +59,17 @@ def shortcomings(found: RunOutcome) -> Iterator[str]:
         yield f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: {_which(of_kernels)}."
     if found.refused:
         yield f"REFUSED: {_which(found.refused)}: {_why(found.refused)}"
+    yield from _gates(found)
+
+
+def _gates(found: RunOutcome) -> Iterator[str]:
+    """A line for each gate that does not hold, with its first rows."""
+    gates: dict[str, list[str]] = {}
+    for one in found.broken:
+        gates.setdefault(one.gate, []).append(": ".join(part for part in (one.row, one.found) if part))
+    for gate, rows in gates.items():
+        more = f"; and {fmt.plural(len(rows) - _MOST_BROKEN, 'case')} more" if len(rows) > _MOST_BROKEN else ""
+        yield f"GATE FAILED: {gate}: {'; '.join(rows[:_MOST_BROKEN])}{more}."
 
 
 def _why(refused: Iterable[CaseResult]) -> str:
@@ -68,12 +86,19 @@ class Statement:
 
 
 def statements(report: RunReport) -> tuple[Statement, ...]:
-    """One per implementation and precision that is compared with something: speed first, then accuracy."""
+    """Statements for each compared implementation, speed first, then accuracy.
+
+    One or two precisions have a statement each; of more there is one, from the least to the greatest.
+    """
     found = groups(report)
     names = dict.fromkeys(name for group in found for name in group.compared)
     said = [Statement("No speed:", untimed)] if (untimed := nothing_timed(report)) else []
     for name in names:
         precisions = {s.precision for group in found for s in group.series(name)}
+        if len(precisions) > _MOST_STATEMENTS:
+            if text := _together(found, name):
+                said.append(Statement(f"{name}, {len(precisions)} precisions:", text))
+            continue
         for precision in sorted(precisions, key=precision_order):
             if text := _text(found, name, precision):
                 said.append(Statement(f"{name}, {_with(precision)}:", text))
@@ -117,6 +142,18 @@ def _trouble(series: Series) -> str:
         if case.status != "passed":
             found.setdefault(_status(case), []).append(case.layer.index)
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
+
+
+def _together(found: tuple[Group, ...], name: str) -> str:
+    series = [s for group in found for s in group.series(name)]
+    troubles = list(dict.fromkeys(f"{_with(s.precision)}: {_trouble(s)}" for s in series if _failed(s)))
+    compared = [group for group in found if any(pool(s.cases, "out", vs_oracle) for s in group.series(name))]
+    parts = (
+        f"FAILED: {'; '.join(troubles)}." if troubles else "",
+        merged.speed(found, name),
+        merged.exactness(compared[0], name) if compared else "",
+    )
+    return " ".join(part for part in parts if part)
 
 
 def _text(found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> str:

@@ -33,8 +33,16 @@ _STYLES = {
 
 
 def render(report: RunReport) -> RenderableType:
-    """Everything but the sections that only a file has room for: the accuracy tables of single layers."""
-    return render_document(compose(report), good=summary.GOOD)
+    """Everything but the sections that only a file has room for: the accuracy tables of single layers.
+
+    The verdict is its first word and its last.
+    """
+    return Group(render_document(compose(report), good=summary.GOOD), "", *verdicts(report))
+
+
+def verdicts(report: RunReport) -> list[RenderableType]:
+    """The lines of the verdict."""
+    return [verdict(line, good=line.startswith(summary.GOOD)) for line in summary.verdict(report)]
 
 
 def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> RenderableType:
@@ -42,6 +50,7 @@ def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> 
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
         *(verdict(line, good=line.startswith(good)) for line in document.verdict),
+        *([origin(document.origin)] if document.origin else []),
         "",
         *(bullet(said.text, said.subject) for said in document.summary),
     ]
@@ -53,6 +62,10 @@ def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> 
     if any(section.depth == "file" for section in document.sections):
         parts.append(Text("\nMore accuracy tables, layer by layer: ssdprof export --format markdown", style="dim"))
     return Group(*parts)
+
+
+def origin(pairs: Iterable[tuple[str, str]]) -> RenderableType:
+    return Text(", ".join(f"{label}: {value}" for label, value in pairs), style="dim")
 
 
 def verdict(text: str, *, good: bool) -> RenderableType:

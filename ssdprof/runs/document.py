@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import core_schema
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate
+from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate, published
 
-SCHEMA_FILE = Path(__file__).with_name(f"report-v{SCHEMA_VERSION}.json")  # published; equal to schema_text()
+SCHEMA_FILE = published.FOLDER / f"report-v{SCHEMA_VERSION}.json"
 _AGAIN = "Use the ssdprof that wrote it, or run again."
 
 
@@ -49,22 +45,3 @@ def load(text: str) -> RunReport:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the document"
         raise BadInputError(f"The report is damaged at {where}: {first['msg']}.", _AGAIN) from error
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of a report, generated from the records."""
-    generated = RunReport.model_json_schema(schema_generator=_Generator)
-    generated["properties"]["schema_version"]["const"] = SCHEMA_VERSION
-    return {"$schema": GenerateJsonSchema.schema_dialect, **generated, "title": "ssdprof report"}
-
-
-def schema_text() -> str:
-    """What `SCHEMA_FILE` holds."""
-    return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
-
-
-class _Generator(GenerateJsonSchema):
-    """Numbers that JSON does not have are stored as strings: see `schema.Record`."""
-
-    def float_schema(self, schema: core_schema.FloatSchema) -> JsonSchemaValue:
-        return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}

@@ -105,5 +105,5 @@ def _report_file(where: str | Path | None) -> Path:
         if (path / REPORT).is_file():
             return path / REPORT
     raise BadInputError(
-        f"{where} is no run: there is no {REPORT} in it.", f"Name a run's folder; they are kept under {RUNS}/."
+        f"{where} is not a run: it contains no {REPORT}.", f"Name a run's folder; they are kept under {RUNS}/."
     )

@@ -30,7 +30,7 @@ def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
     if ref.random_weights:
         yield (
             "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
-            "trained model."
+            "trained model, and the model's answers mean nothing."
         )
     if ref.quantization is not None:
         yield (

@@ -11,7 +11,7 @@ from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes, of_ranks
-from ssdprof.schema import Asked, CaseResult, CheckpointRef, LayerRef, Prompt, RunReport
+from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 
 
 def draft(
@@ -22,6 +22,7 @@ def draft(
     segment_length: int,
     *,
     asked: Asked,
+    gates: Gates = NO_GATES,
     capture_complete: bool = True,
 ) -> RunReport:
     """The report of a run that is about to start.  command: as typed."""
@@ -32,6 +33,7 @@ def draft(
         command=command,
         state="partial",
         asked=asked,
+        gates=gates,
         capture_complete=capture_complete,
         checkpoint=ref,
         environment=environment.collect(),
@@ -53,7 +55,7 @@ class Recorder:
     def update(self, **fields: Any) -> None:
         """Replace fields of the report, on disk too."""
         self.report = self.report.model_copy(update=fields)
-        if self.report.cases or self.report.state == "complete":
+        if self.begun or self.report.state == "complete":
             self.folder.write(self.report)
 
     def captured(self, layer: LayerRef, remark: str = "") -> None:
@@ -67,6 +69,16 @@ class Recorder:
         """A case is done."""
         self.update(cases=(*self.report.cases, case))
 
+    def answered(self, answers: Answers) -> None:
+        """What is known of the answers to a prompt, in the place of what was known before."""
+        others = (known for known in self.report.answers if known.seqlen != answers.seqlen)
+        self.update(answers=(*others, answers))
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to keep."""
+        return bool(self.report.cases or self.report.answers)
+
 
 @contextmanager
 def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[Recorder]:
@@ -79,13 +91,13 @@ def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[
     try:
         yield recorder
     except KeyboardInterrupt:
-        if not recorder.report.cases:
+        if not recorder.begun:
             raise KeyboardInterrupt("Nothing had been compared yet, and no report is kept.") from None
         raise KeyboardInterrupt(
             f"What was done is kept in {folder.path}, marked as partial: {_count(recorder)}."
         ) from None
     except BaseException:
-        if recorder.report.cases:
+        if recorder.begun:
             watcher.say(f"Kept in {folder.path}, marked as partial: {_count(recorder)}.")
         raise
     recorder.update(state="complete")
@@ -93,4 +105,6 @@ def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[
 
 def _count(recorder: Recorder) -> str:
     layers, cases = len(recorder.report.captured_layers), len(recorder.report.cases)
-    return f"{cases} case{'s' * (cases != 1)} of {layers} layer{'s' * (layers != 1)}"
+    answers = sum(len(answers.cases) for answers in recorder.report.answers)
+    parts = [f"{cases} case{'s' * (cases != 1)} of {layers} layer{'s' * (layers != 1)}"] if cases or not answers else []
+    return " and ".join([*parts, *([f"{answers} case{'s' * (answers != 1)} of answers"] if answers else [])])

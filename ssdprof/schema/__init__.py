@@ -4,19 +4,35 @@ checkpoint -> capture -> replay -> measure -> report.  Shapes use the letters of
 names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `schema.plan`.
 """
 
-from ssdprof.schema.accuracy import TOLERANCES, Deviation, Match, TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, DType, Intermediates, PrecisionRecord, Record, StoredDType
+from ssdprof.schema.accuracy import SLICES, TOLERANCES, Deviation, Match, TensorAccuracy
+from ssdprof.schema.answers import AnswerCase, AnswerGate, Answers
+from ssdprof.schema.base import (
+    SCHEMA_VERSION,
+    DType,
+    Intermediates,
+    PrecisionRecord,
+    Record,
+    Status,
+    StoredDType,
+    precisions_for,
+)
 from ssdprof.schema.capture import CaptureManifest, LayerCapture, TensorRecord
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import Asked, CaseResult, RunReport, Status, StepsAsked
+from ssdprof.schema.run import Asked, CaseResult, RunReport, StepsAsked
 from ssdprof.schema.serving import CallRef, Serving
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
 __all__ = [
+    "NO_GATES",
     "SCHEMA_VERSION",
+    "SLICES",
     "TOLERANCES",
+    "AnswerCase",
+    "AnswerGate",
+    "Answers",
     "Asked",
     "CallRef",
     "CaptureManifest",
@@ -28,6 +44,7 @@ __all__ = [
     "Deviation",
     "Dims",
     "Environment",
+    "Gates",
     "Gpu",
     "Intermediates",
     "Interval",
@@ -50,4 +67,5 @@ __all__ = [
     "TensorRecord",
     "Timing",
     "Verdict",
+    "precisions_for",
 ]

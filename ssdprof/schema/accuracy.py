@@ -7,6 +7,9 @@ from typing import Literal
 from ssdprof.schema.base import Record
 
 TOLERANCES: tuple[float, ...] = (0.0, 1e-3, 1e-2)
+SLICES = (
+    32  # of the positions of a prompt: slice i holds those p with p * slices // seqlen == i; a position each if fewer
+)
 
 
 class Match(Record):
@@ -15,7 +18,12 @@ class Match(Record):
 
 
 class Deviation(Record):
-    """How one tensor differs from another.  Positions index the tensor's own shape."""
+    """How one tensor differs from another.  Positions index the tensor's own shape.
+
+    scale_max_abs: the largest magnitude of the other tensor, beside which max_abs is large or small.
+    along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; of a tensor without a
+        position axis, and in reports from before it was recorded, it is empty.
+    """
 
     against: str  # "fp64 oracle", "unfused exact, fp16 states", ...
     elements: int
@@ -26,6 +34,8 @@ class Deviation(Record):
     worst_position: tuple[int, ...]
     nonfinite: int
     first_nonfinite: tuple[int, ...] | None = None
+    scale_max_abs: float | None = None
+    along: tuple[float, ...] = ()
 
 
 class TensorAccuracy(Record):

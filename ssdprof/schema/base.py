@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION: Final = 2
 
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
 Intermediates = Literal["exact", "relaxed"]
+Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 
 
 class Record(BaseModel):
@@ -28,3 +30,18 @@ class PrecisionRecord(Record):
 
     def __str__(self) -> str:
         return f"{self.intermediates}, {self.state_dtype} states"
+
+
+def precisions_for(
+    dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
+) -> tuple[PrecisionRecord, ...]:
+    """Every pair of intermediates and state dtype, exact before relaxed.
+
+    dtype: of the inputs.  states: None takes the usual ones: fp32 with exact, the inputs' dtype with relaxed.
+    """
+    kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+    return tuple(
+        PrecisionRecord(intermediates=kind, state_dtype=state)
+        for kind in kinds
+        for state in states or ("fp32" if kind == "exact" else dtype,)
+    )

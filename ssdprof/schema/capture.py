@@ -25,7 +25,7 @@ class LayerCapture(Record):
     """The stored inputs of one call of a layer's operator.
 
     call: which one; None: the whole of a prompt.
-    remark: what was undone of the model's call, in a sentence for the report.
+    remark: what was undone of the model's call, or differs from its config, in a sentence for the report.
     scalars: arguments that are no tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
     scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
     """
@@ -47,6 +47,13 @@ class CaptureManifest(Record):
     segment_length: int  # tokens per forward call of the model
     layers: tuple[LayerCapture, ...]
     complete: bool
+
+
+class StoredCapture(Record):
+    """What `ssdprof capture` has stored, and where."""
+
+    folder: str
+    manifest: CaptureManifest
 
 
 def scalars_hash(scalars: Mapping[str, Scalar]) -> str:

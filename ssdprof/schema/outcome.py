@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from ssdprof.schema.base import PrecisionRecord
+from ssdprof.schema.gating import Broken, broken
+from ssdprof.schema.rows import of_run
 from ssdprof.schema.run import Asked, CaseResult, RunReport
 from ssdprof.schema.serving import CallRef
 
@@ -18,6 +20,8 @@ class RunOutcome:
     failed: those of them that did not pass.
     refused: cases of an implementation that does not do what was asked, and was not left out by the user.
     missing: how many cases were asked for and are not in the report.
+    broken: gates that do not hold, each with its row.
+    answers: how many cases of the model's answers were judged.  answers_failed: a sentence for each that failed.
     """
 
     broken_off: str
@@ -25,11 +29,15 @@ class RunOutcome:
     failed: tuple[CaseResult, ...]
     refused: tuple[CaseResult, ...]
     missing: int
+    broken: tuple[Broken, ...] = ()
+    answers: int = 0
+    answers_failed: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether everything asked for was compared and passed.  Nothing compared is never a pass."""
-        return self.judged > 0 and not (self.broken_off or self.failed or self.refused or self.missing)
+        """Whether everything asked for was compared and passed, and every gate holds.  Nothing compared is no pass."""
+        failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
+        return self.judged + self.answers > 0 and not (self.broken_off or failed)
 
 
 def outcome(report: RunReport) -> RunOutcome:
@@ -43,11 +51,14 @@ def outcome(report: RunReport) -> RunOutcome:
             case for case in refused if asked is None or case.implementation in _compared(asked, case.call)[0]
         ),
         missing=_missing(report),
+        broken=broken(of_run(report), report.gates),
+        answers=sum(case.judged for answers in report.answers for case in answers.cases),
+        answers_failed=tuple(why for answers in report.answers for why in answers.failures()),
     )
 
 
 def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) -> RunReport:
-    """The report as if only these precisions had been asked for."""
+    """The report as if only these precisions had been asked for, and no answers."""
     asked = report.asked
     if asked is not None:
         kept = tuple(precision for precision in asked.precisions if precision in precisions)
@@ -57,7 +68,7 @@ def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) ->
             steps = steps.model_copy(update={"precisions": there})
         asked = asked.model_copy(update={"precisions": kept, "steps": steps})
     cases = tuple(case for case in report.cases if case.precision in precisions)
-    return report.model_copy(update={"cases": cases, "asked": asked})
+    return report.model_copy(update={"cases": cases, "asked": asked, "answers": ()})
 
 
 def exact_answer_is_finite(case: CaseResult) -> bool:
@@ -69,7 +80,7 @@ def _broken_off(report: RunReport) -> str:
     if report.state == "partial":
         return "this run did not reach its end"
     if not report.capture_complete:
-        return "the stored capture that was replayed was broken off, and may lack layers or prompts"
+        return "the replayed capture was interrupted and may lack layers or prompts"
     return ""
 
 

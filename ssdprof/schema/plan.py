@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import computed_field
+
 from ssdprof.schema.base import Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
 from ssdprof.schema.serving import Serving
@@ -32,6 +34,7 @@ class DryRun(Record):
     free_bytes: int
     notes: tuple[str, ...] = ()
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def download_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files if not file.cached)

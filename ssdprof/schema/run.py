@@ -7,14 +7,15 @@ from typing import Literal
 from pydantic import model_validator
 
 from ssdprof.schema.accuracy import TensorAccuracy
-from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record
+from ssdprof.schema.answers import Answers
+from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record, Status
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
+from ssdprof.schema.prefill import Prefill
 from ssdprof.schema.serving import CallRef
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
-
-Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 
 
 class CaseResult(Record):
@@ -69,7 +70,7 @@ class Asked(Record):
 
 
 class RunReport(Record):
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     ssdprof_version: str
     run_id: str  # name of the run's folder
     created: str  # ISO 8601, UTC
@@ -86,5 +87,8 @@ class RunReport(Record):
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
     cases: tuple[CaseResult, ...]
+    answers: tuple[Answers, ...] = ()  # one for each prompt, if they were asked for
+    prefill: Prefill | None = None  # of the whole model, if it was asked for
     baseline: str = "unfused"
+    gates: Gates = NO_GATES  # what the user wants to hold
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers

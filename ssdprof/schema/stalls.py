@@ -5,7 +5,7 @@ Numbers that ncu did not collect are None and their names are in `not_collected`
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Environment
 from ssdprof.schema.speed import Launch
 
-STALLS_VERSION = 2
+STALLS_VERSION: Final = 2
 
 Samples = dict[str, int]  # stall reason -> warp samples
 
@@ -171,7 +171,7 @@ class StallReport(Record):
     ssdprof profiled.
     """
 
-    stalls_version: int = STALLS_VERSION
+    stalls_version: Literal[2] = STALLS_VERSION
     ssdprof_version: str
     sources: dict[str, str]  # ncu report's file name -> sha256
     gpu: str  # "" if the report does not say

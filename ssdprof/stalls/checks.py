@@ -42,7 +42,7 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
     """
     checks = [_whole(report) for report in reports]
     if asked is None:
-        detail = "the report does not say which kernels were asked for"
+        detail = "the report does not say which kernels were requested"
         return (*checks, SelfCheck(name="only the wanted launches were profiled", status="not checked", detail=detail))
     for report, launched in zip(reports, asked, strict=True):
         names = Counter(kernel.function for kernel in report.kernels)
@@ -50,7 +50,7 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
         missing, foreign = sorted(wanted - set(names)), sorted(set(names) - wanted)
         wrong = [
             *([f"not profiled: {', '.join(missing)}"] if missing else []),
-            *([f"not asked for: {', '.join(foreign)}"] if foreign else []),
+            *([f"not requested: {', '.join(foreign)}"] if foreign else []),
         ]
         if names.total() != launched.launch_count:
             wrong.append(f"{names.total()} launches instead of {launched.launch_count}")

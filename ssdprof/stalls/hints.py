@@ -49,7 +49,7 @@ _ADVICE = {
     "no_instructions": "The code does not fit the instruction cache: unroll less, or specialise less.",
     "membar": "A fence waits for writes to arrive: a narrower scope or one fence for several writes.",
     "warpgroup_arrive": "The tensor cores' operands are not ready: prepare registers and fences earlier.",
-    "sleeping": "Warps sleep between looks at a flag: whoever raises it is late.",
+    "sleeping": "Warps sleep while they poll a flag: the warps that set it are late.",
     "dispatch_stall": "The dispatcher holds instructions back, mostly for register-file conflicts: this is rarely in a "
     "kernel's hand.",
     "branch_resolving": "Short loops and branches: unroll, or use predicates.",
@@ -100,7 +100,9 @@ def _advice(kernel: KernelStalls, stage: Stage, reason: str, line: Line | None, 
             else "the roles that fill the barrier"
         )
     if stage.name == "state_passing.wait":
-        return "What the segments before leave is not there yet: shorter segments, or more heads and sequences at once."
+        return (
+            "The states of earlier segments are not ready: use shorter segments, or more heads and sequences at once."
+        )
     if reason == "barrier" and "mma_wait" in text:
         return _PRODUCT
     if reason == "long_scoreboard":

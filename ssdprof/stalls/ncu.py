@@ -81,7 +81,7 @@ COMPLAINTS = (
     ),
     Complaint(
         "No kernels were profiled",
-        "ncu profiled no kernel: none of those asked for was launched inside the range.",
+        "ncu profiled no kernel: none of the requested kernels was launched inside the range.",
         "Does this implementation launch Triton kernels?",
     ),
 )
@@ -92,7 +92,7 @@ def find() -> Program:
     found = find_ncu()
     if found is None:
         raise MissingCapabilityError(
-            "ncu is not on this machine: warp stalls are read by NVIDIA Nsight Compute.",
+            "ncu is not installed: NVIDIA Nsight Compute is needed to read warp stalls.",
             "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls --from FILE.",
         )
     try:

@@ -40,7 +40,7 @@ def read(path: Path) -> RawReport:
 
 def _unusable(path: Path, content: bytes, whole: bool | None) -> BadInputError:
     if not content.startswith(_MAGIC) and path.suffix != ".ncu-repz":
-        return BadInputError(f"{path} is no ncu report.", "Name a file that 'ncu -o' wrote.")
+        return BadInputError(f"{path} is not an ncu report.", "Name a file that 'ncu -o' wrote.")
     if whole is False:
         return BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
     return BadInputError(
@@ -59,7 +59,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
                 command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise BadInputError(f"{path} is damaged: ncu-report did not come to its end.", _AGAIN) from error
+            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
         if child.returncode == unpack.NOT_INSTALLED:
             raise MissingCapabilityError(
                 "The ncu-report package, which reads ncu's files, is not installed.", "pip install ncu-report"

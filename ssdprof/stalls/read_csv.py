@@ -39,7 +39,7 @@ def read(path: Path) -> RawReport:
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name a CSV file of ncu.") from error
     except UnicodeDecodeError as error:
-        raise BadInputError(f"{path} is no CSV file: it is not UTF-8.", _ADVICE) from error
+        raise BadInputError(f"{path} is not a CSV file: it is not UTF-8.", _ADVICE) from error
     rows = list(csv.reader(line for line in text.splitlines() if line.strip() and not line.startswith("==")))
     kernels = tuple(_kernels(path, rows))
     if not kernels:
@@ -56,7 +56,7 @@ def _kernels(path: Path, rows: Sequence[Row]) -> Iterator[RawKernel]:
     elif any(_stalls(row) for row in rows):
         yield from _source_page(rows)
     else:
-        raise BadInputError(f"{path} is no page of stalls: it has neither launches nor stall columns.", _ADVICE)
+        raise BadInputError(f"{path} is not a page of stalls: it has neither launches nor stall columns.", _ADVICE)
 
 
 # --- a launch per row

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ssdprof import runs, schema
-from ssdprof.bench.contenders import precisions_for
 from ssdprof.bench.grid import parse_dtypes
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError
@@ -130,5 +129,5 @@ def _problem(
 def _precision(dtype: schema.DType, intermediates: schema.Intermediates) -> Precision:
     """fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench."""
     (own,) = parse_dtypes(dtype)
-    (wanted,) = precisions_for(own, intermediates, None)
+    (wanted,) = schema.precisions_for(own, intermediates, None)
     return Precision(intermediates=intermediates, state_dtype=dtype_named(wanted.state_dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ssdprof.operators.tuning import Calls, Settings, Use
-from ssdprof.schema import Environment, Interval, Record
+from ssdprof.schema import Environment, Intermediates, Interval, Record
 
 
 class Find(Record):
@@ -71,6 +71,15 @@ class Outcome(Record):
     trials: tuple[Trial, ...]
     find: Find | None
     why: str
+
+
+class PlannedSearch(Record):
+    """What a search would try first.  candidates: what each changes in the committed configuration."""
+
+    shape: str
+    tokens: str  # in words, "1 x 8,192"
+    intermediates: Intermediates
+    candidates: tuple[str, ...]
 
 
 class TuneReport(Record):

@@ -10,7 +10,7 @@ from rich.text import Text
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.report.terminal import SplitTable
-from ssdprof.tuning.records import Outcome, Trial, TuneReport
+from ssdprof.tuning.records import Outcome, PlannedSearch, Trial, TuneReport
 from ssdprof.tuning.search import Problem, difference
 
 _MOST_ROWS = 12  # of the candidates that were timed, the fastest
@@ -39,14 +39,22 @@ def tables(report: TuneReport) -> Iterator[Table]:
         yield Table(title="Left out", headers=("what",), rows=rows, align=columns(1, 0), wraps=0)
 
 
-def dry(problems: Iterable[Problem]) -> Table:
-    """What would be tried first; later candidates begin with the best of these."""
-    rows = []
+def planned(problems: Iterable[Problem]) -> Iterator[PlannedSearch]:
+    """What would be tried first, a record for each setting that is varied; later candidates begin with the best."""
     for problem in problems:
         for axis in problem.operator.tunable.axes(problem.committed):
             options = axis(problem.committed, problem.inputs[-1])
-            changes = [change for option in options if (change := difference(option, problem.committed))]
-            rows.append((problem.shape, problem.tokens, problem.calls.intermediates, "; ".join(changes) or "none"))
+            changes = (change for option in options if (change := difference(option, problem.committed)))
+            yield PlannedSearch(
+                shape=problem.shape,
+                tokens=problem.tokens,
+                intermediates=problem.calls.intermediates,
+                candidates=tuple(changes),
+            )
+
+
+def dry(searches: Iterable[PlannedSearch]) -> Table:
+    rows = [(one.shape, one.tokens, one.intermediates, "; ".join(one.candidates) or "none") for one in searches]
     return Table(
         title="Candidates, by what they change in the committed configuration",
         headers=("shape", "tokens", "intermediates", "candidates"),

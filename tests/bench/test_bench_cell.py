@@ -10,7 +10,7 @@ import torch
 from fakes import CELL, EXACT, FakeBench, contender, measured
 
 from ssdprof import operators, schema
-from ssdprof.bench.contenders import line_up, precisions_for
+from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import Verdict, judge, run_unjudged
 from ssdprof.bench.run import sampling_seconds
 from ssdprof.kernels.ssd.inputs import SSDOutput
@@ -18,6 +18,7 @@ from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.schema import precisions_for
 
 SLOW = contender("slow", lambda _: 300.0, ours=False)
 FAST = contender("fast", lambda _: 100.0)

@@ -66,7 +66,7 @@ def test_its_cell_goes_on_without_it() -> None:
     slow, fast = contender("slow", lambda _: 1.0, ours=False, spoil=sleepy), contender("fast", lambda _: 1.0)
     entries = [entry for one in (slow, fast) for entry in one.entries(SSD, draw(CELL, CPU))]
     broken, done = judge(entries, patience=Patience(most=0.5))
-    assert (broken.verdict.status, broken.verdict.reason) == ("failed", "its first call was broken off after 0.5 s")
+    assert (broken.verdict.status, broken.verdict.reason) == ("failed", "its first call was stopped after 0.5 s")
     assert broken.first_call is None
     assert done.verdict.status == "passed"
     assert done.first_call is not None

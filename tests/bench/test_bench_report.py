@@ -15,7 +15,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Fi
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
-from ssdprof.schema import Gpu, Launch, PrecisionRecord
+from ssdprof.schema import Gates, Gpu, Launch, PrecisionRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def test_json_comes_back_as_it_was(done: BenchReport) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"kind": "bench ssd", "schema_version": 2}'])
 def test_json_of_something_else(text: str) -> None:
-    with pytest.raises(BadInputError, match="no result of ssdprof bench"):
+    with pytest.raises(BadInputError, match="not a result of ssdprof bench"):
         load(text)
 
 
@@ -171,17 +171,31 @@ def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
     assert "kernels" not in facts
 
 
-def test_the_gate(done: BenchReport) -> None:
-    assert gate.too_slow(done, 3.0) == ()
-    (line,) = gate.too_slow(done, 3.25)
-    assert "3.00x over mamba_ssm, not 3.25x" in line
+def gated(done: BenchReport, **limits: float) -> BenchReport:
+    return done.model_copy(update={"gates": Gates.model_validate(limits)})
 
 
-def test_the_gate_does_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
+def test_the_gates(done: BenchReport) -> None:
+    assert gate.failed(gated(done, min_speedup=3.0, max_rms_ratio=2.0)) == ()
+    (line,) = gate.failed(gated(done, min_speedup=3.25))
+    assert line.startswith("GATE FAILED: min-speedup 3.25: tiny, bf16, 1 x 40, fused, exact, fp32 states: 3x over")
+    (line,) = gate.failed(gated(done, max_rms_ratio=0.5))
+    assert "max-rms-ratio 0.5: tiny, bf16, 1 x 40, fused" in line
+    assert line.endswith("times the floor")
+
+
+def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
     alone = report(*measured(contender("fused", lambda _: 1.0)))
-    assert "mamba_ssm was not timed" in gate.too_slow(alone, 1.0)[0]
+    assert gate.failed(gated(alone, min_speedup=1.0))[0].endswith(
+        "fused, exact, fp32 states: its baseline was not timed"
+    )
     late = done.model_copy(update={"left_out": (LeftOut(cell="a cell", reason="the budget was spent"),)})
-    assert gate.too_slow(late, 1.0) == ("a cell: left out: the budget was spent",)
+    assert gate.failed(gated(late, min_speedup=1.0)) == (
+        "GATE FAILED: min-speedup: a cell: left out: the budget was spent",
+    )
+    assert gate.failed(late) == ()
+    (line,) = gate.failed(gated(report(), min_speedup=1.0))
+    assert line.endswith("no case passed that it could judge")
 
 
 TABLES = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
@@ -196,6 +210,17 @@ def as_cell(done: BenchReport, shape: str, tokens: str, *, without: str = "") ->
     )
     packed = "packed" in tokens
     return cell.model_copy(update={"shape": shape, "tokens": tokens, "packed": packed, "cases": kept})
+
+
+def selection(reports: dict[str, BenchReport]) -> str:
+    """The page's first tables."""
+    made: str = TABLES["page"](reports).partition("\n## ")[0].replace("\u00a0", " ")
+    return made
+
+
+def rows_of(made: str) -> list[list[str]]:
+    lines = made.replace("\u00a0", " ").splitlines()
+    return [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
 
 
 def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchReport) -> None:
@@ -215,15 +240,17 @@ def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchRepor
         "a.json": report(cells=cells),
         "b.json": report(cells=(cells[0].model_copy(update={"cases": (*cells[0].cases[:2], relaxed)}),)),
     }
-    made = TABLES["section"](reports).replace("\u00a0", " ")
-    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in made.splitlines() if line.startswith("| ")]
-    assert rows == [
+    models = [
         ["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"],
         ["1 x 1,024", "3.00x / 2.82x", "-"],
+    ]
+    assert rows_of(TABLES["section"](reports)) == models
+    page = TABLES["page"](reports)
+    assert rows_of(selection(reports)) == [
+        *models,
         ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
         ["zamba2-7b", "2 x 16, 16, 1", "3.00x / 2.82x", "3.10x / 2.91x"],
     ]
-    page = TABLES["page"](reports)
     assert "## [a.json](a.json)" in page
     assert "1 x 1,025" in page
     assert "Kernels of mamba_ssm" in page
@@ -234,7 +261,7 @@ def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
     fused = done.cells[0].cases[2].model_copy(update={"speedups": (peer,)})
     published = done.cells[0].cases[0].model_copy(update={"implementation": "published"})
     cell = as_cell(done, "mamba2-2.7b", "1 x 1,024").model_copy(update={"cases": (published, fused)})
-    made = TABLES["section"]({"c.json": report(cells=(cell,), baseline="published")}).replace("\u00a0", " ")
+    made = selection({"c.json": report(cells=(cell,), baseline="published")})
     assert made.count("**") == 2
     assert "over the published kernel" in made
     assert "| 3.00x / 2.82x |" in made
@@ -242,7 +269,7 @@ def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
 
     wrong = published.model_copy(update={"status": "inaccurate", "reason": "715 off", "timing": None})
     cell = cell.model_copy(update={"cases": (wrong, *cell.cases)})
-    made = TABLES["section"]({"c.json": report(cells=(cell,), baseline="published")}).replace("\u00a0", " ")
+    made = selection({"c.json": report(cells=(cell,), baseline="published")})
     assert "| 3.00x / 2.82x \u2020 |" in made
     assert "<sub>\u2020 Another setting of that kernel gave wrong results" in made
 
@@ -272,11 +299,11 @@ def test_results_of_an_older_kernel_say_so(
         f"{name}.json": on(name, f"2026-01-{day}T0{hour}:00:00+00:00", cell, kernels=kernel)
         for hour, (name, day, kernel) in enumerate(zip(("A", "B"), days, kernels, strict=True))
     }
-    a, b = [line for line in TABLES["section"](reports).splitlines() if line.startswith("**")]
+    a, b = [line for line in selection(reports).splitlines() if line.startswith("**")]
     assert b == "**B: over mamba_ssm, bf16 inputs**"
     assert a == f"**A{f', an older kernel (2026-01-{days[0]})' if older else ''}: over mamba_ssm, bf16 inputs**"
     of_a, of_b = TABLES["page"](reports).split("## [B.json]")
-    assert ("Of an older kernel than the newest" in of_a) is older
+    assert ("with an older kernel than the newest" in of_a) is older
     assert "older kernel" not in of_b
 
 
@@ -286,9 +313,21 @@ def test_of_results_that_have_the_same_cell_that_with_most_cells_counts(done: Be
         "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells),
         "b.json": on("A", "2026-01-01T01:00:00+00:00", *map(twice_as_fast, cells[:2])),
     }
-    made = TABLES["section"](reports).replace("\u00a0", " ")
+    for made in (TABLES["section"](reports), selection(reports)):
+        assert "6.00x" not in made
     assert made.count("3.00x") == 3
-    assert "6.00x" not in made
+
+
+def test_the_readme_has_no_number_of_an_older_kernel(done: BenchReport) -> None:
+    cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 4,096")]
+    reports = {
+        "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells, kernels="old"),
+        "b.json": on("A", "2026-01-02T00:00:00+00:00", twice_as_fast(cells[0]), kernels="new"),
+    }
+    made = TABLES["section"](reports).replace("\u00a0", " ")
+    assert "measured on 2026-01-02 with kernels new:" in made
+    assert made.count("6.00x") == 1
+    assert "3.00x" not in made
 
 
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
@@ -300,13 +339,16 @@ def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
         ),
         "b.json": on("B more", "2026-01-01T01:00:00+00:00", *both, as_cell(done, "mamba2-2.7b", "1 x 16,384")),
     }
-    made = TABLES["section"](reports).replace("\u00a0", " ")
+    made = selection(reports)
     assert "on one B more and one A few:" in made
     of_b, of_a = made.split("**B more: over mamba_ssm")[1].split("**A few: over mamba_ssm")
     assert of_b.count("3.00x") == 3
     assert "6.00x" not in of_b
     assert "nemotron-3-nano" not in of_b
     assert of_a.count("6.00x") == of_a.count("3.00x") == 1
+    readme = TABLES["section"](reports)
+    assert "on one B more, measured on 2026-01-01:" in readme
+    assert "6.00x" not in readme
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:

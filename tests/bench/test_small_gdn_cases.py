@@ -8,9 +8,10 @@ import torch
 from fakes import contender, measured, report
 
 from ssdprof import operators
-from ssdprof.bench.contenders import line_up, precisions_for
+from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import judge
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.schema import precisions_for
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,8 @@
 """From a model's call to the operator's inputs."""
 
+import math
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,3 +117,18 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
     whole = token_major(bound.inputs)
     assert torch.equal(whole.cu_seqlens, bounds)
     assert torch.equal(whole.v, bound.inputs.v)
+
+
+@pytest.mark.parametrize(
+    ("stated", "passed", "remark"),
+    [((0.0, math.inf), (0.001, math.inf), "dt_limit (0.001, inf)"), ((0.001, 0.1), (0.001, 0.1), "")],
+)
+def test_limits_of_dt_that_the_config_does_not_state_are_remarked(
+    stated: tuple[float, float], passed: tuple[float, float], remark: str
+) -> None:
+    mixer = Mixer()
+    mixer.config = SimpleNamespace(time_step_limit=list(stated))
+    args, kwargs = ssd_call()
+    bound = bind("ssd", mixer, tuple(args), kwargs | {"dt_limit": passed})
+    assert bound.inputs.dt_limit == passed
+    assert (remark in bound.remark) if remark else not bound.remark

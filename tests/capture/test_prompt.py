@@ -161,7 +161,7 @@ def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -
 def test_too_short_a_file_says_how_many_tokens_it_gave_and_is_not_repeated(tmp_path: Path) -> None:
     file = tmp_path / "short.txt"
     file.write_text("x" * 1200)
-    with pytest.raises(BadInputError, match=r"1,200 tokens .* 2,048 were asked for") as error:
+    with pytest.raises(BadInputError, match=r"1,200 tokens .* 2,048 are needed") as error:
         build_prompt(DEMO, 2048, kind="file", file=file)
     assert "1200" in error.value.hint
     assert build_prompt(DEMO, 1200, kind="file", file=file)[0].shape == (1, 1200)

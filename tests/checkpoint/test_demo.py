@@ -127,6 +127,7 @@ def test_its_logits_are_finite_over_4096_tokens(
     assert logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(demo: str, loaded: tuple[Any, dict[str, Any]]) -> None:
     held_out = text.held_out()[:SLICE]
     ours = train_demo.model_bits_per_byte(loaded[0], held_out)

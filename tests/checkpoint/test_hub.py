@@ -480,6 +480,7 @@ def test_a_folder_has_no_revisions(saved: Save) -> None:
 # --- the client's own settings, in a process of their own because it reads them on import
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [False, True])
 def test_the_clients_variables_count(hub: MiniHub, saved: Save, tmp_path: Path, offline: bool) -> None:
     hub.publish("org/private", saved("mamba2"), private=True)

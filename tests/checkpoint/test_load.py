@@ -82,6 +82,17 @@ def test_a_cut_model_computes_what_the_whole_one_does(
     assert sum(t.numel() * t.element_size() for t in model.state_dict().values()) == located.weight_bytes(deepest_layer)
 
 
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Callable[[str], Path], name: str) -> None:
+    located = checkpoint.locate(str(saved(name)))
+    model = checkpoint.load_model(checkpoint.fetch(located, head=True), device="cpu")
+    ids = tiny_models.prompt(40)
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, tiny_models.shared(name)(ids, use_cache=False).logits)
+    stored = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    assert sum(stored.values()) == located.weight_bytes(head=True) >= located.weight_bytes()
+
+
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
 def test_a_cut_model_needs_fewer_files(saved: Callable[[str], Path], name: str) -> None:
     located = checkpoint.locate(str(saved(name)))
@@ -137,6 +148,8 @@ def test_a_vision_language_repo_gives_its_language_model(
     assert located.ref.model_type == whole_type
     assert located.ref.layers[0].name == "model.language_model.layers.0.linear_attn"
     model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=1), device="cpu")
+    with_head = checkpoint.load_model(checkpoint.fetch(located, head=True), device="cpu")
+    assert torch.equal(with_head.lm_head.weight, tiny_models.shared(text_type).lm_head.weight)
     whole = layer_outputs(tiny_models.shared(text_type), tiny_models.prompt(20))
     cut = layer_outputs(model, tiny_models.prompt(20))
     assert len(cut) == 2
@@ -331,6 +344,23 @@ def test_the_original_format_loads(
     for name, value in model.state_dict().items():
         if not name.endswith(("D", "dt_bias")):
             assert torch.equal(value, expected.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_original_format_loads_with_its_head(
+    original_folder: Path, saved: Callable[[str], Path], tied: bool
+) -> None:
+    """Where the head is the embedding, checkpoints leave it out as often as not."""
+    edit_config(original_folder, tie_embeddings=tied)
+    state = original_state()
+    head = state["backbone.embedding.weight"] if tied else state["lm_head.weight"]
+    if tied:
+        state.pop("lm_head.weight", None)
+    torch.save(state, original_folder / PICKLE)
+    located = checkpoint.locate(str(original_folder), tokenizer=str(saved("mamba2")))
+    model = checkpoint.load_model(checkpoint.fetch(located, head=True), device="cpu")
+    assert torch.equal(model.lm_head.weight, head)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
 
 
 def test_the_original_format_keeps_its_dtypes(original_folder: Path, saved: Callable[[str], Path]) -> None:

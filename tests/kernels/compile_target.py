@@ -136,7 +136,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
 def _lost_addresses(code: str) -> int:
     """Operands of products whose address is not made of 14 bits of another one, by copies, sums and bits alone.
 
-    ptxas 12.8 gives some registers away that hold such an address (docs/ssd-performance.md, row 57).  Spilled ones are
+    ptxas 12.8 gives some registers away that hold such an address (benchmarks/log/ssd.md#row-57).  Spilled ones are
     not followed.
     """
     instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([^\s;]+)\s*([^;]*);", code)
@@ -169,8 +169,8 @@ def _lost_addresses(code: str) -> int:
 
 
 def _loops(code: str) -> list[dict[int, str]]:
-    """Of machine code, each loop's instructions by their addresses.  Of branches back, long ones are not loops of
-    roles: waits, and the loop over roles."""
+    """The instructions of each loop in machine code, by their addresses.  Long branches back are not loops of roles,
+    but waits and the loop over roles."""
     instructions = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)}
     backwards = {
         at: int(found[1], 16)

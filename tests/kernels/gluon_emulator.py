@@ -68,8 +68,8 @@ SSD = Source.of(
 GDN = Source.of(
     gdn_launch, slow_heads,
     files=(
-        "rings", "assignment", "parts", "inverse", "prep_kernel", "role_gates", "role_loads", "role_scores",
-        "role_stores", "role_states", "hopper_kernel",
+        "rings", "assignment", "parts", "decays", "inverse", "prep_kernel", "role_gates", "role_inverse", "role_loads",
+        "role_scores", "role_stores", "role_states", "role_copies", "hopper_kernel",
     ),
     lanes=1,
     shared=("ssdprof.kernels._gluon",),

@@ -2,7 +2,7 @@
 
     python sanitizer_target.py "hopper, shared" batch "n 256"
 
-Of a kernel all cases that it takes, if none is named.  Inputs are made and outputs are judged on the CPU, so that
+All cases of a kernel run if none is named.  Inputs are made and outputs are judged on the CPU, so that
 little else is watched.  Prints "right" last.
 """
 

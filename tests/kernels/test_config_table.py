@@ -76,7 +76,7 @@ def test_the_portable_kernel_by_gpu_and_sizes(
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.wide], ids=str)
 def test_fp32_sums_over_n_are_short(call: CallSizes) -> None:
-    """docs/ssd-performance.md, row 60: a tensor core rounds towards zero whenever it adds products."""
+    """benchmarks/log/ssd.md#row-60: a tensor core rounds towards zero whenever it adds products."""
     assert first_fit(PORTABLE, call).take.block_n <= 64
 
 
@@ -89,7 +89,7 @@ def test_fp32_takes_short_chunks_on_every_gpu() -> None:
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call.major == 9], ids=str)
 def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: CallSizes) -> None:
-    """docs/ssd-performance.md, row 57.  Products of less than 64 rows take their operands from registers."""
+    """benchmarks/log/ssd.md#row-57.  Products of less than 64 rows take their operands from registers."""
     tile = first_fit(PORTABLE, call).take
     width = min(tile.block_p, triton.next_power_of_2(call.headdim)) * (4 if call.wide else 2)
     assert tile.chunk < 64 or width >= 128

@@ -20,6 +20,7 @@ SMALL = dict(headdim=16, dstate=16, chunk_size=256, skip="")
 SEGMENT = 256  # positions: a sequence no longer has no first pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF, ids=str)
 def test_no_head_is_less_exact_than_unfused(dtype: torch.dtype) -> None:
     """Its chunks are of 64 positions, those of the unfused pipeline of 256.  Heads forget within 40 and 3."""

@@ -13,6 +13,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 
+pytestmark = pytest.mark.compiler
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MAMBA2 = dict(heads=2, headdim=64, dstate=128)
 

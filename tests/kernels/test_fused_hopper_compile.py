@@ -14,6 +14,8 @@ from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.hopper.segments import Segments
 
+pytestmark = pytest.mark.compiler
+
 CUT = Segments(segment=4)
 ALONE = Segments(segment=3, long_count=1, long_segment=9, recompute=True)
 WHOLE = Segments(segment=16)

@@ -46,6 +46,7 @@ def run(case: Case, segments: Segments, precision: Precision = EXACT) -> None:
     assert_passes(ssd_fused_hopper(inputs, precision, config=config_of(inputs, segments)), inputs, precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("resident", [1, 2, 5])
 def test_every_cut(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> None:
@@ -90,6 +91,7 @@ def test_a_first_pass_over_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch,
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, segments)), inputs, EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [2, 3, 4])
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_weights_that_nobody_has_read_are_not_overwritten(
@@ -125,6 +127,7 @@ def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pyte
     run(Case(**SMALL, lengths=lengths, initial_states=True), CUTS["a chunk each"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_rings_that_tuning_may_find(monkeypatch: pytest.MonkeyPatch, ring: int, dstate: int) -> None:
@@ -145,6 +148,7 @@ def test_sequences_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["even"])), inputs, EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", range(1, 12))
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_equal_shares_of_all_sequences(monkeypatch: pytest.MonkeyPatch, dstate: int, shares: int) -> None:

@@ -160,8 +160,26 @@ def test_drop_in(function: Any) -> None:
 def test_drop_in_takes_hints_and_the_former_name_of_state_v_first() -> None:
     inputs = CASE.inputs(initial_state=None)
     hints = {"cu_seqlens_cpu": None, "chunk_indices": torch.zeros(1, 2), "chunk_size": 32, "head_first": False}
-    _, state = fla(inputs, output_final_state=True, transpose_state_layout=True, use_gate_in_kernel=False, **hints)
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        _, state = fla(inputs, output_final_state=True, transpose_state_layout=True, use_gate_in_kernel=False, **hints)
     assert torch.equal(state, call(inputs).final_states.mT)
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_drop_in_refuses_both_names_of_state_v_first(function: Any) -> None:
+    with pytest.raises(ValueError, match="transpose_state_layout"):
+        fla(CASE.inputs(), function, state_v_first=True, transpose_state_layout=True)
+
+
+def test_recurrent_drop_in_computes_mixed_dtypes_in_the_widest() -> None:
+    inputs = CASE.but(dtype=torch.float32).inputs()
+    v = inputs.v.half()
+    out, state = fused_recurrent_gated_delta_rule(
+        inputs.q, inputs.k, v, inputs.g, beta=inputs.beta, initial_state=inputs.initial_state, output_final_state=True
+    )
+    expected = call(replace(inputs, v=v.float(), use_qk_l2norm=False))
+    assert torch.equal(out, expected.out.half())
+    assert torch.equal(state, expected.final_states)
 
 
 def test_drop_in_without_gate_and_beta() -> None:

@@ -61,6 +61,7 @@ def assert_bitwise(ours: GDNOutput, theirs: GDNOutput) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_recurrence(case: str, config: str) -> None:
@@ -68,6 +69,7 @@ def test_against_the_recurrence(case: str, config: str) -> None:
     assert_close(fused(inputs, CONFIGS[config]), gdn_recurrence(inputs), LIMITS[FP32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     "dims", [(60, 60), (96, 192), (100, 16), (16, 100), (120, 40), (192, 16), (256, 16), (16, 256)]
@@ -129,6 +131,7 @@ def test_two_calls_with_a_carried_state_are_one(split: int, config: str) -> None
     assert_close(joined, expected, LIMITS[FP32])
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any))
 @settings(max_examples=8, deadline=None)
 def test_a_pack_is_its_sequences_alone(lengths: list[int]) -> None:
@@ -155,6 +158,7 @@ def test_a_permuted_batch_is_a_permuted_result() -> None:
     assert_bitwise(permuted, GDNOutput(*(one[order] for one in fused(inputs, TINY))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["tiny", "tiny, v rows", "tiny, cut"])
 def test_any_strides(config: str) -> None:
     """Positions innermost, as a model's convolution leaves them; every second row; a state with V before K."""
@@ -172,6 +176,7 @@ def test_any_strides(config: str) -> None:
     assert_bitwise(fused(strange, CONFIGS[config]), fused(inputs, CONFIGS[config]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["chosen", "tiny, cut"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
 def test_a_nan_stays_in_its_head_and_sequence(name: str, config: str) -> None:

@@ -14,6 +14,8 @@ from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch
 from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
 
+pytestmark = pytest.mark.compiler
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QWEN = dict(key_heads=16, values_per_key=2, key_dim=128, value_dim=128)
 CASES: dict[str, Case] = {

@@ -1,5 +1,6 @@
 """The GDN kernels on a GPU: sizes of models, flash-linear-attention's own test cases, graphs, repeated calls."""
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -38,8 +39,10 @@ def cuda(inputs: GDNInputs) -> GDNInputs:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_interpreters_cases(case: str, config: str) -> None:
+    """A decay is a difference of two sums over a chunk in fp32, so its relative error grows with the sums."""
     inputs = cuda(CASES[case].inputs())
-    assert_close(fused(inputs, CONFIGS[config]), gdn_recurrence(inputs), LIMITS[FP32])
+    largest_sum = float(inputs.g.abs().max()) * 64 * math.log2(math.e)
+    assert_close(fused(inputs, CONFIGS[config]), gdn_recurrence(inputs), LIMITS[FP32] + 2**-24 * largest_sum)
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 15, 700, 0, 1285)], ids=["", "packed"])

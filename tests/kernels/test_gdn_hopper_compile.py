@@ -12,6 +12,8 @@ from gdn_hopper_cases import GDNCase
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 
+pytestmark = pytest.mark.compiler
+
 CUT = HopperConfig(segment=4)
 STAYS = HopperConfig(segment=8, stays=2)
 PARTS = HopperConfig(segment=4, slow_parts=2)

@@ -12,6 +12,7 @@ from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 
 WHOLE_PAST = float("-inf")  # a first pass goes over all that is before
+ONE_LAUNCH = HopperConfig(segment=8, inverts=True, key_ring=3)
 CASES = {
     "one chunk": (GDNCase(seqlen=64), HopperConfig(segment=1)),
     "one position": (GDNCase(seqlen=1, initial_state=True), HopperConfig(segment=1)),
@@ -19,6 +20,10 @@ CASES = {
     "four heads a key head": (GDNCase(seqlen=200, heads=4), HopperConfig(segment=4)),
     "programs that stay": (GDNCase(batch=3, seqlen=150), HopperConfig(segment=3, stays=4)),
     "more places": (GDNCase(seqlen=400), HopperConfig(segment=4, enough=WHOLE_PAST, key_ring=3)),
+    "one launch": (GDNCase(seqlen=400, initial_state=True, heads=1), ONE_LAUNCH),
+    "one launch, programs that stay": (GDNCase(batch=3, seqlen=150), replace(ONE_LAUNCH, stays=4)),
+    "one launch, ragged batch, beta up to 2": (GDNCase(batch=2, seqlen=330, beta=2.0), ONE_LAUNCH),
+    "one launch, packed": (GDNCase(lengths=(3, 0, 64, 200, 70), initial_state=True), ONE_LAUNCH),
     "no gate": (GDNCase(seqlen=200, gate=0.0), HopperConfig(segment=2)),
     "normalised": (GDNCase(seqlen=200, normalise=True, key_heads=2), HopperConfig(segment=4)),
     "beta up to 2": (GDNCase(seqlen=200, beta=2.0), HopperConfig(segment=4)),
@@ -34,6 +39,7 @@ def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
     return gdn_fused_hopper(inputs, config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case, config = CASES[name]

@@ -96,12 +96,16 @@ def test_parts_add_no_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lab", "slow", "ungated", "fast", "beta 2", "collinear keys", "normalised inside"])
 def test_no_head_is_less_exact_than_unfused(name: str) -> None:
-    """By more than 1 % of the RMS error against fp64, with the configuration that `gdn_fused` chooses."""
+    """By more than 1 % of the RMS error against fp64, with the configuration that `gdn_fused` chooses.
+
+    A fast head's final state is made of its last few tokens, and its error of their few roundings: so many sequences.
+    """
     changes: dict[str, Any] = {
-        "slow": dict(gate=-1e-4), "ungated": dict(gate=0.0), "fast": dict(gate=-4.0), "beta 2": dict(beta=2.0),
+        "slow": dict(gate=-1e-4), "ungated": dict(gate=0.0), "beta 2": dict(beta=2.0),
+        "fast": dict(gate=-4.0, batch=128, seqlen=128),
         "collinear keys": dict(gate=-1e-3), "normalised inside": dict(normalise=True, gate=-1e-3),
     }.get(name, {})  # fmt: skip
-    inputs = on_gpu(replace(FEW, seqlen=16384, heads=8, **changes).inputs())
+    inputs = on_gpu(replace(FEW, **(dict(seqlen=16384, heads=8) | changes)).inputs())
     if name == "collinear keys":
         k = inputs.k[:, :1].float() + 0.1 * inputs.k.float()
         inputs = replace(inputs, k=(k / k.norm(dim=-1, keepdim=True)).to(inputs.k.dtype))

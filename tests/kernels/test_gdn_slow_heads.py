@@ -49,6 +49,7 @@ def mixed() -> GDNInputs:
     return replace(inputs, g=g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case, config = CASES[name]
@@ -60,6 +61,7 @@ def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert all(a < 1.02 * b for a, b in zip(ours, whole, strict=True))
 
 
+@pytest.mark.slow
 def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=2, source=GDN)
     inputs = mixed()
@@ -69,6 +71,7 @@ def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(result.out[:, :, 0], whole.out[:, :, 0])
 
 
+@pytest.mark.slow
 def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts begin where that first pass does: the head forgets until position 500, and nothing after it."""
     inputs = GDNCase(seqlen=2700, heads=1, gate=-1.0, initial_state=True).inputs()
@@ -90,6 +93,7 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pyte
     assert all(map(torch.equal, run(inputs, config), run(inputs, whole_past(config))))
 
 
+@pytest.mark.slow
 def test_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how many programs compute parts, or on whose turn it is."""
     inputs = mixed()
@@ -111,6 +115,7 @@ def test_minus_infinity_turns_first_passes_off(monkeypatch: pytest.MonkeyPatch) 
     assert max(never) < 4.5e-3 < min(early)
 
 
+@pytest.mark.slow
 def test_nan_stays_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=7, source=GDN)
     for name, place in (("v", (0, 70, 0, 5)), ("g", (0, 70, 0)), ("beta", (0, 70, 0))):

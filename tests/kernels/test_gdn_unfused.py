@@ -40,6 +40,7 @@ def test_any_dims(key_dim: int, value_dim: int) -> None:
     assert_is_recurrence(Case(length=70, key_dim=key_dim, value_dim=value_dim).inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values_per_key", [1, 2, 3])
 def test_value_heads_share_key_heads(values_per_key: int) -> None:
     assert_is_recurrence(Case(key_heads=2, values_per_key=values_per_key, batch=2).inputs())
@@ -69,6 +70,7 @@ def test_a_gate_above_zero_counts_as_zero() -> None:
     assert torch.equal(ours.final_states, clamped.final_states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(
     "precision", [EXACT, RELAXED, Precision(state_dtype=FP16), Precision(state_dtype=BF16)], ids=str
@@ -181,6 +183,7 @@ cases = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(case=cases, where=st.floats(0, 1))
 def test_two_segments_with_a_carried_state_are_one(case: Case, where: float) -> None:
@@ -193,6 +196,7 @@ def test_two_segments_with_a_carried_state_are_one(case: Case, where: float) -> 
     assert_near(second.final_states, whole.final_states)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(case=cases)
 def test_chunked_is_the_recurrence(case: Case) -> None:
@@ -202,6 +206,7 @@ def test_chunked_is_the_recurrence(case: Case) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(case=cases, lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4).filter(any))
 def test_a_pack_is_its_sequences_alone(case: Case, lengths: list[int]) -> None:
@@ -218,6 +223,7 @@ def test_a_pack_is_its_sequences_alone(case: Case, lengths: list[int]) -> None:
             assert torch.equal(pack.final_states[i], empty)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(case=cases, order=st.permutations(range(3)))
 def test_a_permuted_batch_gives_a_permuted_result(case: Case, order: list[int]) -> None:

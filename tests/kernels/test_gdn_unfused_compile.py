@@ -11,6 +11,8 @@ from gdn_cases import EXACT, RELAXED, Case
 from ssdprof.kernels.gdn.unfused.six_launches import six_stages
 from ssdprof.kernels.precision import Precision
 
+pytestmark = pytest.mark.compiler
+
 REGISTERS_OF_AN_SM = 65536
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QWEN = dict(key_heads=2, values_per_key=2, key_dim=128, value_dim=128, length=256)

@@ -60,12 +60,13 @@ def test_a_hundred_times() -> None:
         assert all(torch.equal(one, other) for one, other in zip(run(inputs), first, strict=True))
 
 
-def test_positions_innermost_change_no_bit() -> None:
+def test_positions_innermost() -> None:
+    """As a model's convolution leaves them.  Bits may differ: the compiler chooses other products for such tiles."""
     inputs = QWEN.inputs()
     views = {name: getattr(inputs, name).transpose(1, 3).contiguous().transpose(1, 3) for name in ("q", "k", "v")}
-    ours, expected = run(QWEN.inputs(**views)), run(inputs)
-    assert torch.equal(ours.out, expected.out)
-    assert torch.equal(ours.final_states, expected.final_states)
+    transposed = QWEN.inputs(**views)
+    assert transposed.q.stride(1) == 1
+    assert_passes(run(transposed), transposed, EXACT)
 
 
 def test_a_call_allocates_what_the_plan_says() -> None:

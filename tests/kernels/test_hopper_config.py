@@ -84,6 +84,7 @@ def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest
         assert reason == ("2^31 elements between the gates of a chunk" if refused else ""), (row, head)
 
 
+@pytest.mark.compiler
 def test_shared_memory_is_what_the_compiler_takes() -> None:
     """The barriers are all that is not counted."""
     for label, ring, score_ring, dstate in (

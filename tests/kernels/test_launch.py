@@ -63,6 +63,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_launches", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hopper", "portable", "unfused"])
 def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
     """1,500 calls of odd strides, alignments, dtypes and sizes, most of which have come before."""

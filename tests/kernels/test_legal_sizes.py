@@ -15,6 +15,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 PACKED = Case(lengths=(40, 0, 35), gate=True, skip="(h, p)", initial_states=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unfused", "fused"])
 @pytest.mark.parametrize("dstate", [1, 8, 24, 48, 96, 100, 192, 255])
 def test_a_state_size_that_is_no_power_of_two_passes(name: str, dstate: int) -> None:
@@ -24,6 +25,7 @@ def test_a_state_size_that_is_no_power_of_two_passes(name: str, dstate: int) -> 
         assert_passes(get("ssd", name).run(inputs, EXACT), inputs, EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unfused", "fused"])
 @pytest.mark.parametrize("chunk_size", [1, 8, 48, 96, 100, 300, 1024])
 def test_any_chunk_size_passes(name: str, chunk_size: int) -> None:
@@ -32,6 +34,7 @@ def test_any_chunk_size_passes(name: str, chunk_size: int) -> None:
         assert_passes(get("ssd", name).run(inputs, precision), inputs, precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p_rows", [True, False])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
 def test_a_padded_state_is_handed_from_segment_to_segment(p_rows: bool, state_dtype: torch.dtype) -> None:

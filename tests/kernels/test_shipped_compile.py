@@ -28,6 +28,8 @@ from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 from ssdprof.kernels.ssd.unfused import bmm_chunk, chunk_scan, chunk_state
 from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 
+pytestmark = pytest.mark.compiler
+
 RECORDED = Path(__file__).parent / "data" / "compiled.json"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 P64 = Case(seqlen=1000, heads=2, headdim=64, dstate=128, chunk_size=256, dtype=BF16)

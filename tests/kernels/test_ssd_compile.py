@@ -13,6 +13,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
 from ssdprof.kernels.ssd.unfused.five_launches import five_stages
 
+pytestmark = pytest.mark.compiler
+
 REGISTERS_OF_AN_SM = 65536
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MAMBA2 = dict(heads=16, headdim=64, dstate=128, chunk_size=256)

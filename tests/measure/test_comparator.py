@@ -224,7 +224,7 @@ def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monke
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1
     whole = judge(output, inputs)
-    monkeypatch.setattr(accuracy, "_block_length", lambda _judgement, inputs, _device: inputs.chunk_size)
+    monkeypatch.setattr(accuracy, "block_length", lambda _judgement, inputs, _device: inputs.chunk_size)
     pieces = judge(output, inputs)
     for one, other in zip(whole.tensors, pieces.tensors, strict=True):
         assert one.vs_oracle.matches == other.vs_oracle.matches
@@ -234,7 +234,7 @@ def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monke
 
 
 def test_progress_adds_up_to_all_positions(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "_block_length", lambda _judgement, inputs, _device: inputs.chunk_size)
+    monkeypatch.setattr(accuracy, "block_length", lambda _judgement, inputs, _device: inputs.chunk_size)
     inputs = make_inputs(batch=2)
     steps: list[int] = []
     compare(inputs, {"ours": Candidate(output=right_answer(inputs), precision=EXACT)}, on_progress=steps.append)

@@ -91,3 +91,27 @@ def test_an_error_against_nothing_is_infinite() -> None:
 def test_unravel_inverts_the_row_major_index() -> None:
     index = torch.arange(math.prod(SHAPE)).reshape(SHAPE)
     assert unravel(int(index[1, 3, 2, 1]), SHAPE) == (1, 3, 2, 1)
+
+
+def test_the_scale_is_the_other_tensors_largest_magnitude() -> None:
+    other = torch.ones(SHAPE)
+    other[0, 1, 0, 0] = -9
+    assert deviation_of(torch.full(SHAPE, 20.0), other).scale_max_abs == 9
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_an_error_is_found_in_its_slice_of_the_positions(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slices of 5 positions: 0 to 2, and 3 and 4."""
+    monkeypatch.setattr(schema, "SLICES", 2)
+    other = torch.full(SHAPE, 2.0)
+    ours = other.clone()
+    ours[1, 2] += 1  # one of six rows of positions in the first slice
+    ours[:, 4] += 3  # half of the second
+    result = deviation_of(ours, other, block)
+    assert result.along == pytest.approx((math.sqrt(1 / 6) / 2, math.sqrt(9 / 2) / 2))
+
+
+def test_fewer_positions_than_slices_are_a_slice_each() -> None:
+    ours = torch.zeros(SHAPE)
+    ours[0, 3] = 1
+    assert deviation_of(ours, torch.zeros(SHAPE)).along == (0, 0, 0, math.inf, 0)

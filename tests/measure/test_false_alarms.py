@@ -99,6 +99,7 @@ def test_a_wrong_decay_does_not_pass(make_inputs: Callable[..., SSDInputs], dtyp
     assert compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"].status == "inaccurate"
 
 
+@pytest.mark.slow
 @dtypes
 @pytest.mark.parametrize("name", [name for name in kernels.names("ssd") if name != "reference"])
 def test_a_bundled_kernel_passes(make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, name: str) -> None:

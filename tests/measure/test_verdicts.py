@@ -74,12 +74,14 @@ def compared(seed: int, ratio: float) -> Speedup:
     return session.sampled["fast"].speedup(session.sampled["slow"], "slow", plan.smallest_difference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", ["verdict", "call_verdict"])
 def test_the_same_kernel_is_hardly_ever_faster_than_itself(time: str) -> None:
     verdicts = [getattr(compared(seed, ratio=1.0), time) for seed in range(60)]
     assert verdicts.count("no difference") >= 59
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "expected"), [(1.03, "faster"), (1 / 1.03, "slower")])
 def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) -> None:
     found = [compared(seed, ratio) for seed in range(40)]
@@ -87,6 +89,7 @@ def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) ->
     assert [speedup.call_verdict for speedup in found].count(expected) >= 38
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [0.01, 0.02, 0.04])
 def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: float) -> None:
     """Where recordings of equal times differ most, some recording is the one after which an interval is beyond."""

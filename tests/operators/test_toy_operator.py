@@ -74,7 +74,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     assert torch.equal(read.x, drawn().x)
     assert torch.equal(read.a, drawn().a)
 
-    shown = ssdprof("run", str(captures), "--out", "run")
+    shown = ssdprof("run", str(captures), "--out", "run", "--states", "all")
     assert "toy" in shown
     _, report = runs.read("run")
     assert outcome(report).passed
@@ -168,7 +168,7 @@ def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypa
     result = CliRunner().invoke(app, ["run", str(captures)], prog_name="ssdprof")
     assert result.exit_code == 2
     assert "no 'unfused' implementation of toy" in " ".join(result.stderr.split())
-    with pytest.raises(BadInputError, match="knows no operator 'tay'"):
+    with pytest.raises(BadInputError, match="There is no operator 'tay'"):
         operators.get("tay")
     with pytest.raises(ValueError, match="registered already"):
         operators.register(toy.OPERATOR)

@@ -344,7 +344,7 @@ def test_an_interruption_of_timing_keeps_the_judgements(
         ("fp16", False),
     ]
     assert {result.status for result in finished} == {"passed"}
-    assert finished[-1].reason == "broken off before it was timed"
+    assert finished[-1].reason == "interrupted before it was timed"
 
 
 def test_on_a_cpu_nothing_is_timed(inputs: SSDInputs) -> None:

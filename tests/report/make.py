@@ -275,3 +275,25 @@ def _failed(accuracy: schema.TensorAccuracy, *, nonfinite: bool) -> schema.Tenso
         broken = {"rms_ratio": float("nan"), "max_abs": float("inf"), "nonfinite": 7, "first_nonfinite": (0, 777, 5, 9)}
     vs_oracle = accuracy.vs_oracle.model_copy(update=broken)
     return accuracy.model_copy(update={"passed": False, "vs_oracle": vs_oracle, "reason": "head 5 is over its budget"})
+
+
+def with_scale(case: CaseResult) -> CaseResult:
+    """The case as it is since errors have a scale and a place along the prompt: values up to 41.5, four slices."""
+    more = {"scale_max_abs": 41.5}
+    return case.model_copy(
+        update={
+            "accuracy": tuple(
+                accuracy.model_copy(
+                    update={
+                        "vs_oracle": accuracy.vs_oracle.model_copy(update=more | _along(accuracy, 2.0e-3)),
+                        "floor": accuracy.floor.model_copy(update=more | _along(accuracy, 1.6e-3)),
+                    }
+                )
+                for accuracy in case.accuracy
+            )
+        }
+    )
+
+
+def _along(accuracy: schema.TensorAccuracy, error: float) -> dict[str, Any]:
+    return {"along": tuple(error * (1 + i / 10) for i in range(4)) if accuracy.tensor == "out" else ()}

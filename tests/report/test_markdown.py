@@ -15,6 +15,7 @@ from report.make import (
 
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
+from ssdprof.report.origin import MEANINGS
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable("table")
 
@@ -95,6 +96,14 @@ def test_the_answer_comes_first():
     assert first.startswith("## ssdprof: ibm-granite/granite-4.0-h-small, 131,072 tokens, NVIDIA H200\n\nPASSED")
     assert "faster than unfused by device time" in first
     assert "rms error against fp64" in first
+
+
+def test_weights_gpu_and_time_stand_under_the_verdict_and_the_words_are_explained():
+    text = markdown.render(make_report())
+    origin = "weights: from the hub, revision 0123456789ab, GPU: NVIDIA H200, when: 2026-01-02 03:04 UTC, run: "
+    assert text.splitlines()[4].startswith(origin)
+    for word, meaning in MEANINGS:
+        assert re.search(rf"^\| {word} +\| {re.escape(meaning)}", text, re.MULTILINE)
 
 
 def test_a_partial_run_says_so_at_the_very_top():

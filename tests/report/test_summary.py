@@ -16,7 +16,7 @@ from report.make import (
 
 from ssdprof.report import format as fmt
 from ssdprof.report import summary
-from ssdprof.report.groups import groups, tokens
+from ssdprof.report.groups import groups, tokens, total_speed
 from ssdprof.schema import Asked
 
 
@@ -53,7 +53,8 @@ def test_one_statement_per_precision_with_speed_and_accuracy():
 
 
 def test_several_layers_and_prompts_are_named():
-    text = said(make_report(seqlens=(1024, 131_072)))["fused, exact with fp32 states:"]
+    report = make_report(seqlens=(1024, 131_072), precisions=(EXACT_FP32, RELAXED_FP16))
+    text = said(report)["fused, exact with fp32 states:"]
     assert "at 131,072 tokens, summed over 4 layers; " in text
     assert text.index("131,072 tokens") < text.index("1,024 tokens")
 
@@ -134,16 +135,14 @@ def test_a_run_in_which_everything_was_refused_compared_nothing():
 
 def test_a_capture_that_was_broken_off_is_partial():
     lines = summary.verdict(make_report(capture_complete=False))
-    assert lines[0].startswith("PARTIAL: the stored capture that was replayed was broken off")
+    assert lines[0].startswith("PARTIAL: the replayed capture was interrupted")
     assert lines[1].startswith("So far all 32 cases are")
 
 
 def test_what_was_asked_for_and_is_not_there_is_missing():
     report = make_report(layers=(0,), precisions=(EXACT_FP32,), seqlens=(1024,))
     asked = Asked(implementations=("fused",), precisions=(EXACT_FP32,), layers=(layer(0), layer(9)))
-    assert summary.verdict(report.model_copy(update={"asked": asked}))[0] == (
-        "MISSING: 1 case that the run was asked for."
-    )
+    assert summary.verdict(report.model_copy(update={"asked": asked}))[0] == ("MISSING: 1 requested case.")
 
 
 def without_exact_answer(case):
@@ -258,3 +257,35 @@ def test_precisions_that_are_another_one_are_named():
 
     (caveat,) = [one for one in summary.caveats(make_report(change=partly)) if "the same" in one]
     assert caveat.startswith("fused computes exact with fp16 states as exact with fp32 states")
+
+
+def test_more_than_two_precisions_have_one_statement_from_the_least_to_the_greatest():
+    report = make_report(seqlens=(131_072, 1024))
+    (subject, text), *others = said(report).items()
+    assert not others
+    assert subject == "fused, 4 precisions:"
+    least, *_, greatest = sorted(
+        total_speed(series).device_ratio for group in groups(report)[:1] for series in group.series("fused")
+    )
+    assert text.startswith(f"{fmt.ratio(least)} to {fmt.ratio(greatest)} faster than unfused by device time (call ")
+    assert "at 131,072 tokens, summed over 4 layers; " in text
+    assert "at 1,024 tokens. 66.823% to 99.696% of output elements equal unfused's; rms error against fp64 " in text
+
+
+def test_precisions_with_other_verdicts_are_counted():
+    def change(case):
+        return with_speedup(case, 0.9, "slower") if case.precision == RELAXED_FP16 else case
+
+    (text,) = said(make_report(change=change)).values()
+    assert "0.90x to " in text
+    assert "as fast as unfused (faster at 3 and slower at 1 of 4 precisions) by device time" in text
+
+
+def test_a_failure_among_many_precisions_is_named():
+    def change(case):
+        wrong = (case.implementation, case.precision, case.layer.index) == ("fused", RELAXED_FP16, 18)
+        return failed(case, "nonfinite") if wrong else case
+
+    (text,) = said(make_report(change=change)).values()
+    assert text.startswith("FAILED: relaxed with fp16 states: not finite in layer 18. ")
+    assert "to NaN (unfused" in text

@@ -10,6 +10,7 @@ from report.make import (
     make_checkpoint,
     make_clocks,
     make_report,
+    with_scale,
 )
 
 from ssdprof.report import format as fmt
@@ -226,8 +227,18 @@ def test_errors_of_each_layer():
 
 def test_the_largest_difference_is_placed():
     table = accuracy.largest(groups(make_report())[0], "fused")
-    assert table.rows[0] == ("output", "exact, fp32 states", "fp64", "0.058", "27", "(0, 131044, 79, 63)", "79")
-    assert table.rows[1][2:5] == ("unfused", "0.0156", "0")
+    assert table.rows[0] == ("output", "exact, fp32 states", "fp64", "0.058", "-", "27", "(0, 131044, 79, 63)", "79")
+    assert table.rows[1][2:6] == ("unfused", "0.0156", "-", "0")
+
+
+def test_the_largest_value_stands_beside_the_largest_error():
+    group = groups(make_report(change=with_scale, precisions=(EXACT_FP32,)))[0]
+    assert accuracy.largest(group, "fused").rows[0][3:5] == ("0.058", "41.5")
+    rows = {row[0]: row[1:] for row in accuracy.match(group, "fused", "out").rows}
+    assert rows["largest value, same layer"] == ("41.5", "41.5")
+    assert "largest value, same layer" not in {
+        row[0] for row in accuracy.match(groups(make_report())[0], "fused", "out").rows
+    }
 
 
 def test_failures_say_where_the_first_nan_is_and_share_rows():

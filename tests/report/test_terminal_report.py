@@ -4,7 +4,7 @@ import io
 import re
 
 import pytest
-from report.make import ALL_PRECISIONS, failed, make_clocks, make_report
+from report.make import ALL_PRECISIONS, EXACT_FP32, RELAXED_FP16, failed, make_clocks, make_report
 from rich.console import Console
 
 from ssdprof.report import terminal
@@ -39,13 +39,18 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width):
 
 
 def test_the_first_screen_answers():
-    lines = printed(terminal.render(make_report())).splitlines()
+    lines = printed(terminal.render(make_report(precisions=(EXACT_FP32, RELAXED_FP16)))).splitlines()
     assert lines[0] == "ssdprof: ibm-granite/granite-4.0-h-small, 131,072 tokens, NVIDIA H200"
     assert lines[1].startswith("PASSED")
     first = " ".join(lines[:24])
     assert "faster than unfused by device time (call" in first
     assert "rms error against fp64" in first
     assert first.index("faster") < first.index("Speed at 131,072 tokens")
+
+
+def test_the_verdict_is_the_last_line_too():
+    lines = printed(terminal.render(make_report())).splitlines()
+    assert lines[-1] == lines[1] != ""
 
 
 def test_a_partial_run_says_so_at_the_very_top():

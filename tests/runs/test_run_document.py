@@ -46,18 +46,11 @@ def test_nan_survives():
     assert deviation.first_nonfinite == (0, 777, 5, 9)
 
 
-def test_the_published_schema_is_the_generated_one():
-    assert run_document.SCHEMA_FILE.read_text(encoding="utf-8") == run_document.schema_text(), (
-        "write it anew: python -c 'from ssdprof.runs.document import *; SCHEMA_FILE.write_text(schema_text())'"
-    )
-    assert run_document.SCHEMA_FILE.name == f"report-v{SCHEMA_VERSION}.json"
-
-
 @pytest.mark.parametrize("change", [{"schema_version": 3}, {"state": "done"}, {"surprise": 1}, {"cases": [{}]}])
 def test_the_schema_refuses_another_document(change):
     document = {**json.loads(run_document.dump(make_report(layers=(0,)))), **change}
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, run_document.schema())
+        jsonschema.validate(document, json.loads(run_document.SCHEMA_FILE.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

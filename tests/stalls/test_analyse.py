@@ -141,7 +141,7 @@ def test_the_check_says_what_is_missing() -> None:
     ("wanted", "count", "detail"),
     [
         (("_kernel", "_other"), 2, "not profiled: _other; 1 launches instead of 2"),
-        (("_other",), 1, "not profiled: _other; not asked for: _kernel"),
+        (("_other",), 1, "not profiled: _other; not requested: _kernel"),
         (("_kernel",), 3, "1 launches instead of 3"),
     ],
 )

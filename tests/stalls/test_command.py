@@ -72,7 +72,7 @@ def test_a_report_from_elsewhere_goes_with_no_model(page: Path, words: list[str]
 def test_without_a_gpu_it_says_so() -> None:
     result = call("demo")
     assert result.exit_code == ExitCode.MISSING_CAPABILITY
-    assert "no NVIDIA GPU" in result.stderr
+    assert "need an NVIDIA GPU" in result.stderr
     assert "--from FILE" in result.stderr
 
 
@@ -85,7 +85,7 @@ def test_an_unknown_implementation_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "no ncu report"), (b"junk" * 99, "no ncu report"), (b"NVR\0\2\0\0\0\x08\x07", "zero ranges")],
+    [(b"", "not an ncu report"), (b"junk" * 99, "not an ncu report"), (b"NVR\0\2\0\0\0\x08\x07", "zero ranges")],
 )
 def test_a_file_that_is_no_report_has_its_sentence(tmp_path: Path, content: bytes, words: str) -> None:
     file = tmp_path / "a.ncu-rep"
@@ -291,4 +291,4 @@ def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monk
         app, ["run", "demo", "--seq", "64", "--layers", "first:1", "--dtypes", "exact", "--states", "fp32", "--stalls"]
     )
     assert result.exit_code == 0, result.output
-    assert "No stalls: There is no NVIDIA GPU here" in result.stderr
+    assert "No stalls: Warp stalls need an NVIDIA GPU" in result.stderr

@@ -20,6 +20,8 @@ from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.raw import Point, RawKernel
 from ssdprof.stalls.stages import UNKNOWN, Place, Sources
 
+pytestmark = pytest.mark.compiler
+
 TESTS = Path(__file__).parent.parent
 KERNELS = (
     "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel", "_bmm_chunk_kernel", "_chunk_scan_kernel",

@@ -12,11 +12,11 @@ from ssdprof.operators.ssd.stages import STAGES
 from ssdprof.pipeline import stall_files
 from ssdprof.report import markdown, stall_document, terminal
 from ssdprof.report import stall_words as words
+from ssdprof.report.plots import stalls as plots
 from ssdprof.report.stall_groups import designs
 from ssdprof.report.tables import stall_origin
 from ssdprof.report.tables import stalls as tables
 from ssdprof.schema.stalls import StallReport
-from ssdprof.stalls import plots
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.hints import _ADVICE
 from ssdprof.stalls.raw import Point, RawKernel

@@ -95,7 +95,7 @@ def test_complaints_do_not_share_a_sentence() -> None:
 
 def test_a_machine_without_ncu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ncu, "find_ncu", lambda: None)
-    with pytest.raises(MissingCapabilityError, match="ncu is not on this machine") as raised:
+    with pytest.raises(MissingCapabilityError, match="ncu is not installed") as raised:
         ncu.find()
     assert "--from" in raised.value.hint
 

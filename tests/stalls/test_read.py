@@ -187,7 +187,7 @@ def test_a_file_that_keeps_the_package_busy_is_damaged(
 ) -> None:
     package("import time\ndef load_report(path):\n    time.sleep(60)\n")
     monkeypatch.setattr("ssdprof.stalls.read._TIMEOUT_S", 1)
-    with pytest.raises(BadInputError, match="did not come to its end"):
+    with pytest.raises(BadInputError, match="did not finish"):
         read(file)
 
 

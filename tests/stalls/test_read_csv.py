@@ -134,9 +134,9 @@ def test_sums_of_a_csv_are_checked_as_far_as_it_goes(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('"ID","Kernel Name","Section Name","Metric Name","Metric Value"\n"0","k","s","m","1"\n', "details page"),
-        ("a,b\n1,2\n", "no page of stalls"),
-        ("", "no page of stalls"),
-        ("==PROF== Disconnected\n", "no page of stalls"),
+        ("a,b\n1,2\n", "not a page of stalls"),
+        ("", "not a page of stalls"),
+        ("==PROF== Disconnected\n", "not a page of stalls"),
         ('"ID","Kernel Name","gpu__time_duration.sum"\n"","","ns"\n', "holds no launch"),
     ],
 )

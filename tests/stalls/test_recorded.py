@@ -63,6 +63,7 @@ def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
     return analyse([raw(folder / f"{name}.ncu-rep")]).kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_self_check_holds(unpacked: Path, name: str) -> None:
     report = analyse([raw(unpacked / f"{name}.ncu-rep")])
@@ -235,6 +236,7 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_json_is_the_same_everywhere(unpacked: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ssdprof", "stalls", "--json"]
     command += [word for name in ("unfused", "fused") for word in ("--from", str(unpacked / f"{name}.ncu-rep"))]

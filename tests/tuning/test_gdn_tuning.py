@@ -138,6 +138,7 @@ def test_settings_that_no_kernel_takes_are_not_read(settings: Settings) -> None:
         TUNING.check(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 def test_from_words_to_kernels_that_take_the_find(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kernels run in the interpreter and are compared with the oracle; the stopwatch says that 8 warps are faster."""

@@ -88,7 +88,7 @@ def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
     headdim: int, dtype: torch.dtype, committed: PortableConfig
 ) -> None:
-    """docs/ssd-performance.md, row 57.  Whichever axis leads there: longer chunks, or less of P."""
+    """benchmarks/log/ssd.md#row-57.  Whichever axis leads there: longer chunks, or less of P."""
     inputs = SSDInputs.unchecked(**vars(inputs_of(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)})
     configs = [config for axis in axes(committed) for config in axis(committed, inputs)]
     assert len(configs) > 10
@@ -99,7 +99,7 @@ def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
 
 @pytest.mark.parametrize(("committed", "tried"), [(256, {64, 128, 256}), (64, {64})], ids=str)
 def test_no_portable_candidate_makes_longer_sums_over_n(committed: int, tried: set[int]) -> None:
-    """They would be less exact: docs/ssd-performance.md, row 60."""
+    """They would be less exact: benchmarks/log/ssd.md#row-60."""
     config = PortableConfig(block_n=committed)
     inputs = inputs_of(1024, "2x64x256x1")
     candidates = [one for axis in axes(config) for one in axis(config, inputs)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_schemas import keeps_to
 from tuning_fakes import GPU, Fake, environment, inputs_of, outcome
 from typer.testing import CliRunner
 
@@ -35,7 +36,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["ssd", "--shape", "mamba3"], "'mamba3' is no known shape"),
+        (["ssd", "--shape", "mamba3"], "'mamba3' is not a known shape"),
         (["ssd", "--seq", "many"], "'many' is not a prompt length"),
         (["ssd", "--dtype", "int8"], "does not know 'int8'"),
         (["ssd", "--out", "nowhere/found.json"], "There is no folder nowhere"),
@@ -121,6 +122,7 @@ def test_a_dry_run_lists_candidates_and_keeps_nothing(cache: Path) -> None:
     assert code == 0
     rows = json.loads(out)
     assert any("num_warps 8" in row["candidates"] for row in rows)
+    keeps_to("tune-dry-run.json", out)
     assert not cache.exists()
 
 
@@ -130,7 +132,9 @@ def test_a_spent_budget_leaves_searches_out(monkeypatch: pytest.MonkeyPatch) -> 
     seconds = iter(range(0, 10_000, 100))
     monkeypatch.setattr(run.time, "monotonic", lambda: next(seconds))
     words = ("ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40", "--budget", "150", "--json")
-    report = TuneReport.model_validate_json(tune(*words)[1])
+    text = tune(*words)[1]
+    keeps_to("tune-v2.json", text)
+    report = TuneReport.model_validate_json(text)
     assert [one.shape for one in report.outcomes] == ["2x16x16x1"]
     assert report.left_out == ("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",)
 

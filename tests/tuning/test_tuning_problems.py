@@ -96,5 +96,5 @@ def test_captures_of_other_lengths_are_refused(captures: Path) -> None:
 
 
 def test_what_is_neither_a_run_nor_captures_is_refused() -> None:
-    with pytest.raises(BadInputError, match="nowhere is no run"):
+    with pytest.raises(BadInputError, match="nowhere is not a run"):
         captured(SSD, "nowhere", None, CPU)

@@ -6,14 +6,37 @@ kernels do not do is refused by name, with UnsupportedError.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ssdprof.kernels.gdn.fused import gdn_fused
 from ssdprof.kernels.registry import UnsupportedError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+FORMER = "transpose_state_layout"  # the former name of state_v_first
 
+
+def _takes_former_name(function: Callable[P, R]) -> Callable[P, R]:
+    """Takes state_v_first by its former name too, with a DeprecationWarning; ValueError for both, as fla raises."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if FORMER in kwargs:
+            if "state_v_first" in kwargs:
+                raise ValueError(f"{FORMER} is the former name of state_v_first: pass only state_v_first")
+            warnings.warn(f"{FORMER} is now called state_v_first", DeprecationWarning, stacklevel=2)
+            kwargs["state_v_first"] = bool(kwargs.pop(FORMER))
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_takes_former_name
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -35,11 +58,10 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cu_seqlens_cpu, chunk_indices and, of kwargs, chunk_size are taken and have no influence.
 
-    The keyword transpose_state_layout is the former name of state_v_first.  Raises TypeError for unknown keywords.
+    Raises TypeError for unknown keywords.
     """
     del cu_seqlens_cpu, chunk_indices
     kwargs.pop("chunk_size", None)
-    state_v_first = bool(kwargs.pop("transpose_state_layout", None) or state_v_first)
     if kwargs.pop("head_first", False):
         raise UnsupportedError("fused: no head_first; transpose heads and positions")
     gate = {name: kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")}
@@ -58,6 +80,7 @@ def chunk_gated_delta_rule(
     return out, final_state if output_final_state else None
 
 
+@_takes_former_name
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,7 +101,10 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """g None: no decay.  beta None: ones.  `gdn_fused` goes token by token only where that is faster."""
+    """g None: no decay.  beta None: ones.  `gdn_fused` goes token by token only where that is faster.
+
+    q, k and v of different dtypes are computed in the widest of them, and the output has v's.
+    """
     _refuse(
         {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
         gk=gk,
@@ -88,11 +114,12 @@ def fused_recurrent_gated_delta_rule(
     )
     g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    widest = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
     out, final_state = gdn_fused(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+        q.to(widest), k.to(widest), v.to(widest), g, beta, scale=scale, initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
     )  # fmt: skip
-    return out, final_state if output_final_state else None
+    return out.to(v.dtype), final_state if output_final_state else None
 
 
 _INSTEAD = {

@@ -6,7 +6,7 @@ The first one in `VARIANTS` that takes a call runs it.  A new kernel adds a `Var
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -14,8 +14,10 @@ from ssdprof.kernels._gpu import capability, sm_count
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.gdn import tuned
 from ssdprof.kernels.gdn.hopper import config as hopper_config
+from ssdprof.kernels.gdn.hopper import slices as hopper_slices
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, launch_count, workspace_bytes
+from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch, Workspace
@@ -108,6 +110,26 @@ def _plan_hopper(call: Call) -> Plan:
     )
 
 
+def _sliced(call: Call) -> Call:
+    return replace(call, inputs=hopper_slices.by_slice(call.inputs))
+
+
+def _prepare_slices(call: Call) -> Launch:
+    return SlicedLaunch(call.inputs, _hopper_config(_sliced(call)), state_v_first=call.state_v_first)
+
+
+def _plan_slices(call: Call) -> Plan:
+    of_heads, count = _sliced(call), hopper_slices.slice_count(call.inputs)
+    plan = _plan_hopper(of_heads)
+    copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
+    return replace(
+        plan,
+        launches=plan.launches + copies,
+        workspace_bytes=hopper_slices.workspace_bytes(call.inputs, _hopper_config(of_heads)),
+        reason=f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {plan.reason}",
+    )
+
+
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> PortableConfig:
     """What the portable kernel takes if nothing was tuned."""
     gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
@@ -140,8 +162,11 @@ RECURRENT = Variant(
     name="recurrent", unsupported=_recurrent_unsupported, prepare=_prepare_recurrent, plan=_plan_recurrent
 )
 HOPPER = Variant(name="hopper", unsupported=hopper_config.unsupported, prepare=_prepare_hopper, plan=_plan_hopper)
+SLICES = Variant(
+    name="hopper, slices", unsupported=hopper_slices.unsupported, prepare=_prepare_slices, plan=_plan_slices
+)
 PORTABLE = Variant(name="portable", unsupported=lambda _inputs: "", prepare=_prepare_portable, plan=_plan_portable)
-VARIANTS = (RECURRENT, HOPPER, PORTABLE)
+VARIANTS = (RECURRENT, HOPPER, SLICES, PORTABLE)
 
 
 def choose(inputs: GDNInputs) -> Variant:

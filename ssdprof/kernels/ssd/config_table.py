@@ -6,7 +6,7 @@ the Hopper kernel cuts a sequence into segments is a model of the time (`hopper/
 
 On a GPU, "operands in shared memory" are those whose matrix instructions read them from there: majors 9, 10 and 11
 (H100, H200, B200).  On the others, majors 8 and 12 (A100, L4, RTX) and whatever comes after, operands pass through
-registers.  Measured on an H200: docs/ssd-performance.md.  Compiled for others: tests/kernels/test_*_compile.py.
+registers.  Measured on an H200: benchmarks/log/ssd.md.  Compiled for others: tests/kernels/test_*_compile.py.
 """
 
 from __future__ import annotations

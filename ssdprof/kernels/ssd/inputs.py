@@ -149,7 +149,7 @@ class SSDInputs:
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:
-        """Of initial and final states: (sequences, h, p, n)."""
+        """The shape of initial and final states, (sequences, h, p, n)."""
         return (self.sequences, self.x.shape[2], self.x.shape[3], self.B.shape[3])
 
     @property

@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.gdn.alternatives import ALTERNATIVES
 from ssdprof.operators.gdn.peers import PEERS
 from ssdprof.operators.gdn.shapes import GRAMMAR, SHAPES, GDNShape, parse
 
 SEED = 0
 SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
 STEPS = (1e-3, 1e-1)  # softplus(a + dt_bias) at a = 0: log-uniform
+NORMALISED, QUARTER_UNGATED = "normalised", "quarter-ungated"
+WAYS = {
+    NORMALISED: "q and k are normalised before the call and not inside",
+    QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
+}
 
 
 def draw(cell: Cell, device: torch.device) -> GDNInputs:
     """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its largest.
 
     "contiguous" tensors, or "views" as a model passes them: q, k and v side by side in one tensor.  Packed and very
-    short sequences have an initial state ~ N(0, 1) too.
+    short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes of all that.
     """
     shape, dtype = cell.shape, dtype_named(cell.dtype)
     assert isinstance(shape, GDNShape)
@@ -42,14 +49,20 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     step = uniform(*map(math.log, STEPS)).exp()
     dt_bias = step + torch.log(-torch.expm1(-step))  # the inverse softplus
     A = uniform(SLOWEST, FASTEST)
+    g = -A * functional.softplus(normal(batch, length, heads) + dt_bias)
+    if QUARTER_UNGATED in cell.drawn:
+        g[..., ::4] = 0
+    if NORMALISED in cell.drawn:
+        for tensor in (q, k):
+            tensor.copy_(functional.normalize(tensor.float(), dim=-1))
     states = (cell.tokens.sequences, heads, shape.key_dim, shape.value_dim)
     return GDNInputs(
         q=q,
         k=k,
         v=v,
-        g=-A * torch.nn.functional.softplus(normal(batch, length, heads) + dt_bias),
+        g=g,
         beta=(shape.largest_beta * normal(batch, length, heads).sigmoid()).to(dtype),
-        use_qk_l2norm=True,
+        use_qk_l2norm=NORMALISED not in cell.drawn,
         initial_state=normal(*states) if cell.tokens.states else None,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
     )
@@ -76,5 +89,7 @@ DRAWING = Drawing(
     parse=parse,
     grammar=GRAMMAR,
     draw=draw,
+    ways=WAYS,
+    alternatives=ALTERNATIVES,
     peers=PEERS,
 )

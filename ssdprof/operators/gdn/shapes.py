@@ -46,7 +46,9 @@ def parse(text: str) -> GDNShape | None:
         return None
     key_heads, value_heads, key_dim, value_dim = map(int, match.groups())
     if not min(key_heads, value_heads, key_dim, value_dim) or value_heads % key_heads:
-        raise BadInputError(f"{text} is no GDN operator: sizes are positive, and key heads divide value heads.", _ORDER)
+        raise BadInputError(
+            f"{text} is not a GDN shape: sizes must be positive, and key heads must divide value heads.", _ORDER
+        )
     shape = GDNShape(name=text, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
     if any(getattr(shape, name) > most for name, most in OUTLINE.largest.items()):
         largest = OUTLINE.largest

@@ -16,7 +16,7 @@ from ssdprof.operators.stand_in import run_kernels
 
 
 def bind(
-    mixer: nn.Module,  # noqa: ARG001
+    mixer: nn.Module,
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -48,7 +48,19 @@ def bind(
         dt_limit=(float(low), float(high)),
         initial_states=initial_states,
     )
-    return BoundCall(inputs, return_final_states)
+    return BoundCall(inputs, return_final_states, _limit_remark(mixer, inputs.dt_limit))
+
+
+def _limit_remark(mixer: nn.Module, passed: tuple[float, float]) -> str:
+    """That the config's limits of dt are not those that the model passes; empty if they are, or if it has none."""
+    stated = getattr(getattr(mixer, "config", None), "time_step_limit", None)
+    if stated is None or tuple(map(float, stated)) == passed:
+        return ""
+    low, high = map(float, stated)
+    return (
+        f"The model calls the operator with dt_limit ({passed[0]:g}, {passed[1]:g}), and these limits were used; its "
+        f"config states time_step_limit ({low:g}, {high:g}), which other runtimes use."
+    )
 
 
 def bind_step(

@@ -10,6 +10,7 @@ import torch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.drawing import Cell, Drawing, Layout, boundaries
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.ssd.alternatives import ALTERNATIVES
 from ssdprof.operators.ssd.peers import PEERS
 from ssdprof.operators.ssd.shapes import GRAMMAR, SHAPES, SSDShape, parse
 
@@ -88,5 +89,7 @@ DRAWING = Drawing(
     draw=draw,
     chunk_sizes=CHUNK_SIZES,
     with_chunk_size=lambda inputs, size: replace(inputs, chunk_size=size),
+    chunks_itself=frozenset({"fused", "recurrent", *ALTERNATIVES, "selective_state_update"}),
+    alternatives=ALTERNATIVES,
     peers=PEERS,
 )

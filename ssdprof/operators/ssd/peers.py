@@ -46,7 +46,7 @@ PEERS = {
     "selective_state_update": PeerSource(load=_selective_state_update, hint=_MAMBA_SSM_HINT),
     "published": PeerSource(
         load=_published,
-        hint="--published wants a checkout of github.com/RishiAstra/mamba.",
+        hint="--published needs a checkout of github.com/RishiAstra/mamba.",
         from_checkout=True,
         where="github.com/RishiAstra/mamba",
     ),

@@ -43,7 +43,9 @@ def parse(text: str) -> SSDShape | None:
         return None
     nheads, headdim, dstate, ngroups = map(int, match.groups())
     if not min(nheads, headdim, dstate, ngroups) or nheads % ngroups:
-        raise BadInputError(f"{text} is no SSD operator: sizes are positive, and groups divide heads.", _ORDER)
+        raise BadInputError(
+            f"{text} is not an SSD shape: sizes must be positive, and groups must divide heads.", _ORDER
+        )
     if dstate > OUTLINE.largest["dstate"]:
         raise BadInputError(f"{text} is not measured: N is at most {OUTLINE.largest['dstate']}.", _ORDER)
     return SSDShape(name=text, nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups)

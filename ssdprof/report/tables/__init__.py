@@ -1,6 +1,19 @@
-"""Records -> tables.  `speed`, `accuracy`, `run`, `stalls` and `stall_origin` say what is in them, not how."""
+"""Records -> tables: what is in them, not how they are drawn."""
 
-from ssdprof.report.tables import accuracy, run, speed, stall_origin, stalls
+from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls
 from ssdprof.report.tables.table import Figure, Note, Table
 
-__all__ = ["Figure", "Note", "Table", "accuracy", "run", "speed", "stall_origin", "stalls"]
+__all__ = [
+    "Figure",
+    "Note",
+    "Table",
+    "accuracy",
+    "answers",
+    "brief",
+    "listing",
+    "prefill",
+    "run",
+    "speed",
+    "stall_origin",
+    "stalls",
+]

@@ -92,13 +92,15 @@ def largest(group: Group, implementation: str) -> Table | None:
         return None
     return Table(
         title=f"Largest differences of {implementation} {group.where}",
-        headers=("tensor", "precision", "against", "max abs", "layer", "position", "worst head"),
+        headers=(
+            "tensor", "precision", "against", "largest\nerror", "largest\nvalue", "layer", "position", "worst head",
+        ),
         rows=tuple(rows),
-        align=("left", "left", "left", "right", "right", "left", "right"),
+        align=("left", "left", "left", "right", "right", "right", "left", "right"),
         note="Positions are (row, token, head, channel) in the output and (sequence, head, row, column) in the "
         "final states, counted from 0.",
         keys=3,
-    )
+    )  # fmt: skip
 
 
 def _comparisons(
@@ -124,6 +126,8 @@ def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -
     def row(label: str, cell: Callable[[Pooled], str]) -> tuple[str, ...]:
         return (label, *(cell(p) if p else fmt.MISSING for p in pooled), cell(beside) if beside else "")
 
+    same = worst.replace("worst", "same")
+    known = [p for p in (*pooled, beside) if p and p.scale_max_abs is not None]
     return [
         *(
             row(f"match @ atol,rtol={fmt.tolerance(t)}", lambda p, t=t: fmt.percent(p.match_pct(t)))  # type: ignore[misc]
@@ -131,6 +135,7 @@ def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -
         ),
         row(f"rms error{worst}", lambda p: fmt.small(p.rms_ratio)),
         row(f"largest error{worst}", lambda p: fmt.small(p.max_abs)),
+        *([row(f"largest value{same}", lambda p: fmt.small(p.scale_max_abs))] if known else []),
     ]
 
 
@@ -164,6 +169,7 @@ def _largest_row(tensor: str, series: Series, against: str, pooled: Pooled) -> t
         str(series.precision),
         against,
         fmt.small(pooled.max_abs),
+        fmt.small(pooled.scale_max_abs),
         str(pooled.layer.index),
         fmt.position(pooled.largest.worst_position),
         str(pooled.largest.worst_head),

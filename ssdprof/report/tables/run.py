@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import groups, precision_order
 from ssdprof.report.serving import serving_words
+from ssdprof.report.tables import answers
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import CaseResult, Clocks, Environment, Launch, PrecisionRecord, Prompt, RunReport
 
@@ -104,7 +105,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "asked for", ref.requested
     yield "siblings", ", ".join(ref.siblings)
     yield "quantisation", ref.quantization or ""
-    yield "layers", _layers(report)
+    yield "layers", _layers(report) if report.captured_layers or not report.answers else ""
     for dims, indices in _shapes(report).items():
         yield "dimensions", dims if len(_shapes(report)) == 1 else f"{dims} (layers {fmt.indices(indices)})"
     for prompt in report.prompts:
@@ -113,7 +114,9 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
-    yield "baseline", report.baseline
+    yield "baseline", report.baseline if report.cases else ""
+    for one in report.answers:
+        yield from answers.facts(one)
     yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
     yield from gpu(environment)
     if report.clocks:

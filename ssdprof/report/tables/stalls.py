@@ -18,8 +18,8 @@ _LONGEST_LINE = 76
 _UNKNOWN = "a reason that this version does not know"
 READING = Note(
     "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
-    "duration.  The time in µs is that share of the duration; stages overlap, so it is no promise of what removing "
-    "one would save.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."
+    "duration.  The time in µs is that share of the duration; stages overlap, so removing "
+    "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."
 )
 
 

@@ -24,6 +24,8 @@ BLOCK = gl.constexpr(256)  # chunks' sums looked at side by side
 STAGES = {
     "segments": "ticket",
     "segment_at": "ticket",
+    "chunks": "ticket",
+    "chunk_at": "ticket",
     "sequence_at": "ticket",
     "packed_slot": "ticket",
     "segment_of": "ticket",
@@ -74,6 +76,16 @@ class Segment:
     def segment_at(self, k):  # noqa: ARG002
         return self, 0
 
+    @gluon.jit
+    def chunks(self):
+        """Chunks of all segments, where none has a first pass."""
+        return self.nchunks
+
+    @gluon.jit
+    def chunk_at(self, n):
+        """The n-th one's segment and its place in its sequence."""
+        return self, self.first + n
+
 
 @aggregate
 class Wholes:
@@ -106,6 +118,15 @@ class Wholes:
         zero, head = gl.to_tensor(0), pair % self.HEADS
         return Segment(sequence, head, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
 
+    @gluon.jit
+    def chunks(self):
+        return self.segments() * self.nchunks
+
+    @gluon.jit
+    def chunk_at(self, n):
+        segment, before = self.segment_at(n // self.nchunks)
+        return segment, n - before
+
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
@@ -135,7 +156,10 @@ def segment_of(
     program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, backs_ptr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Heads fastest, then sequences, then segments of K chunks.  backs: what `parts.py` found, if it was asked."""
+    """Heads fastest, then sequences, then segments of K chunks.  backs: what `parts.py` found, if it was asked.
+
+    bounds: None if segments are whole sequences
+    """
     rank = program // HEADS
     sequence = sequence_at(rank % sequences, seqlen, cu_seqlens_ptr, cu_stride)
     head, first = program % HEADS, rank // sequences * K
@@ -143,7 +167,9 @@ def segment_of(
     nchunks = gl.maximum(gl.minimum(K, length - first), 0)
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, which copies its state
     row = gl.to_tensor(-1)
-    if backs_ptr is None:
+    if bounds_ptr is None:
+        back = gl.to_tensor(0)
+    elif backs_ptr is None:
         bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
         back = first_pass_of(bounds, gl.where(exists, first, 0), enough)
     else:

@@ -22,13 +22,21 @@ from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import Wholes, segment_of
 from ssdprof.kernels.gdn.hopper.parts import parts_of
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, allocate, begin_barriers
-from ssdprof.kernels.gdn.hopper.role_gates import gates
+from ssdprof.kernels.gdn.hopper.role_copies import copies
+from ssdprof.kernels.gdn.hopper.role_gates import gates, gates_of_inputs
+from ssdprof.kernels.gdn.hopper.role_inverse import allocate_inversion, begin_inversion, inverses
 from ssdprof.kernels.gdn.hopper.role_loads import loads
-from ssdprof.kernels.gdn.hopper.role_scores import scores
+from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.gdn.hopper.role_stores import stores
 
-STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup"}
+STAGES = {
+    "_hopper_kernel": "setup",
+    "_parts_kernel": "setup",
+    "run_roles": "setup",
+    "run_inverting_roles": "setup",
+    "as_tensors": "setup",
+}
 
 
 @gluon.jit
@@ -55,11 +63,42 @@ def run_roles(
     )  # fmt: skip
 
 
+@gluon.jit
+def run_inverting_roles(
+    rings, work, descs, pointers, inputs, scale, STATE_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr,
+    HEADS: gl.constexpr, PACKED: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """The same without a launch before, where no segment has a first pass."""
+    q_desc, k_desc, v_desc, out_desc = descs
+    initial_ptr, final_ptr = pointers
+    inversion = allocate_inversion(rings.inverses.SIZE)
+    begin_inversion(inversion)
+    role_barrier()
+    SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
+    gl.warp_specialize(
+        [
+            (states, (rings, work, initial_ptr, None, final_ptr, STATE_STRIDES, HEADS)),
+            (scores_and_lower, (rings, inversion, work)),
+            (inverses, (rings, inversion, work)),
+            (copies, (rings, work, (q_desc, k_desc, v_desc), out_desc, HEADS // KEY_HEADS)),
+            (gates_of_inputs, (rings, work, inputs, scale, PACKED)),
+        ],
+        [4, 2, 1, 1],
+        [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def as_tensors(strides):
+    """Three, of which one may be a compile-time 1."""
+    return gl.to_tensor(strides[0]), gl.to_tensor(strides[1]), gl.to_tensor(strides[2])
+
+
 # a constant 1 among the arguments of warp_specialize does not compile in Triton 3.6
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
-    decays_ptr, bounds_ptr, norms_ptr,
+    decays_ptr, bounds_ptr, norms_ptr, g_ptr, beta_ptr, g_strides, beta_strides,
     STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
@@ -77,7 +116,15 @@ def _hopper_kernel(
             backs_ptr, HEADS,
         )  # fmt: skip
     role_barrier()
-    if exists:
+    if not exists:
+        pass
+    elif A_desc is None:
+        run_inverting_roles(
+            rings, work, (q_desc, k_desc, v_desc, out_desc), (initial_ptr, final_ptr),
+            (g_ptr, beta_ptr, as_tensors(g_strides), as_tensors(beta_strides)), scale, STATE_STRIDES, KEY_HEADS,
+            HEADS, cu_seqlens_ptr is not None, STATE_REGISTERS, OTHER_REGISTERS,
+        )  # fmt: skip
+    else:
         run_roles(
             rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
             (initial_ptr, entering_ptr, final_ptr, decays_ptr, norms_ptr), scale, STATE_STRIDES, KEY_HEADS, HEADS,

@@ -21,8 +21,6 @@ from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
 BLOCK = gl.constexpr(16)
 BLOCKS = gl.constexpr(4)  # of a chunk
-# products of 16-bit operands with 16 rows for each of four warps, and 8 columns
-narrow = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 # (block row, row, block column, column) of a product of 64 x 64 by four warps
 in_blocks = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -42,16 +40,24 @@ STAGES = {
     "inverse_of_blocks": "solve_tril",
     "block_row": "solve_tril",
     "invert_blocks": "solve_tril",
+    "side_by_side": "solve_tril",
 }
 
 
 @gluon.constexpr_function
-def by_column(heads):
-    """(head, block, column, row): a warp has a block of each head, a thread a column."""
+def narrow(warps):
+    """Layout of products of 16-bit operands: 16 rows for each warp, and 8 columns."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+
+
+@gluon.constexpr_function
+def by_column(heads, warps):
+    """(head, block, column, row): a thread has a column; half a warp a block, of one head or of two."""
+    half, *whole = [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]] if warps == 4 else [[0, 1, 0, 0], [0, 2, 0, 0]]
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], [heads - 1, 0, 0, 0]],
-        [[0, 1, 0, 0], [0, 2, 0, 0]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half],
+        whole,
         [],
         [heads, 4, 16, 16],
     )
@@ -91,18 +97,21 @@ def diagonal_blocks(matrix):
 
 
 @gluon.jit
-def store_lower(head: gl.constexpr, strict, blocks, beta, scratch):
-    """L_ij = beta_i strict_ij of a head, and its diagonal blocks, `blocks` being those of `strict`."""
-    scratch.lower.index(head).store((strict * beta[:, None]).to(gl.float16))
+def store_lower(product, blocks, beta, lower, diagonal):
+    """L_ij = beta_i product_ij of a head, and its diagonal blocks, `blocks` being those of `product`.
+
+    Of what is not below the diagonal, anything: nothing of it is used.
+    """
+    lower.store((product * beta[:, None]).to(gl.float16))
     beta_b = gl.convert_layout(beta.reshape([BLOCKS, BLOCK]), gl.SliceLayout(2, of_block))
-    diagonal = (blocks * beta_b[:, :, None]).permute((2, 0, 1))
-    scratch.diagonal.slice(head, 1).store(diagonal.reshape([1, CHUNK, BLOCK]))
+    transposed = (blocks * beta_b[:, :, None]).permute((2, 0, 1))
+    diagonal.store(transposed.reshape([1, CHUNK, BLOCK]))
 
 
 @gluon.jit
 def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
     """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j less what the rows above contribute."""
-    layout: gl.constexpr = by_column(HEADS)
+    layout: gl.constexpr = by_column(HEADS, gl.num_warps())
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
     zero = gl.full([HEADS, BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, layout)
@@ -115,25 +124,43 @@ def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, scratch):
-    """A_i^T (j, i) of a head, from the block rows before it of all heads, as 16-bit operands."""
-    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, narrow, 2)
-    o_j, o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, narrow)), gl.arange(0, BLOCK, gl.SliceLayout(0, narrow))
-    zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, narrow)
+def block_row(
+    i: gl.constexpr,
+    head: gl.constexpr,
+    HEADS: gl.constexpr,
+    rows,
+    lower,
+    inverted,
+    BEGIN: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """`COLUMNS` columns of A_i, from block BEGIN on, as A_i^T (j, i), of a head, from its L, the D_i of all heads, and
+    the block rows from BEGIN to i of all heads, as 16-bit operands."""
+    layout: gl.constexpr = narrow(gl.num_warps())
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    o_j, o_i = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout)), gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    zero = gl.full([COLUMNS, BLOCK], 0.0, gl.float32, layout)
     known = zero
-    for j in gl.static_range(i):
-        L_ij = scratch.lower.index(head).slice(BLOCK * i, BLOCK).slice(BLOCK * j, BLOCK, dim=1)
-        known = mma_v2(rows[j * HEADS + head], L_ij.permute((1, 0)).load(right), known)
-    identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
-    D_i = scratch.inverted.slice(CHUNK * head + BLOCK * i, BLOCK).load(right)
+    for j in gl.static_range(BEGIN, i):
+        L_ij = lower.slice(BLOCK * i, BLOCK).slice(BLOCK * j, BLOCK, dim=1)
+        known = mma_v2(rows[(j - BEGIN) * HEADS + head], L_ij.permute((1, 0)).load(right), known)
+    identity = gl.where(o_j[:, None] + BLOCK * (BEGIN - i) == o_i[None, :], 1.0, 0.0)
+    D_i = inverted.slice(CHUNK * head + BLOCK * i, BLOCK).load(right)
     return mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
 
 
 @gluon.jit
-def invert_blocks(scratch, HEADS: gl.constexpr):
+def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
     """The inverses of the diagonal blocks that `store_lower` has stored."""
+    inverses = inverse_of_blocks(diagonal, HEADS).to(gl.float16)
+    inverted.store(inverses.reshape([HEADS * CHUNK, BLOCK]))
     role_barrier()
-    inverses = inverse_of_blocks(scratch.diagonal, HEADS).to(gl.float16)
-    scratch.inverted.store(inverses.reshape([HEADS * CHUNK, BLOCK]))
-    role_barrier()
+
+
+@gluon.jit
+def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
+    """The four blocks of 16 columns of a head, as one tile: a store of each would wait for the one before."""
+    first = gl.join(blocks[head], blocks[HEADS + head])
+    second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])
+    return gl.join(first, second).permute((0, 3, 2, 1)).reshape([first.shape[0], CHUNK])

@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import add, async_load, async_store, product_layout, role_barrier
+from ssdprof.kernels._gluon import async_load, async_store, product_layout, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
+from ssdprof.kernels.gdn.hopper.decays import log2_decays, sums
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -38,41 +39,24 @@ from ssdprof.kernels.gdn.hopper.inverse import (
     diagonal_blocks,
     invert_blocks,
     narrow,
+    side_by_side,
     store_lower,
 )
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-150.0)  # 2^LEAST is 0 in fp32, as is whatever is smaller
 EPSILON = gl.constexpr(1e-6)  # of norms
 # (head, i): a warp has whole heads, so that sums over a chunk are within it
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
-    "less": "caller",
-    "log2_decays": "gate_cumsum",
     "begin_times_transposed": "scaled_dot_kkt",
     "diagonal_of": "scaled_dot_kkt",
     "load_gates": "gate_cumsum",
     "store_decays": "gate_cumsum",
     "store_bounds": "gate_cumsum",
     "inverses_of": "solve_tril",
-    "side_by_side": "solve_tril",
     "_prep_kernel": "setup",
 }
-
-
-@gluon.jit
-def less(a, b):
-    """The smaller one; NaN if b is."""
-    return gl.where(b > a, a, b)
-
-
-@gluon.jit
-def log2_decays(g):
-    """Natural logarithms in log2 units, at most 0; NaN stays NaN."""
-    g = gl.where(g > 0.0, 0.0, g.to(gl.float32) * LOG2_E)
-    return gl.where(g < LEAST, LEAST, g)
 
 
 @gluon.jit
@@ -109,9 +93,8 @@ def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: 
     """Sums of g (head, i) since the chunk's start."""
     o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))[:, None]
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))[None, :]
-    sums = gl.associative_scan(gl.associative_scan(g, 1, add), 1, less)  # sums in another order may increase
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
-    gl.store(tile + o_h * CHUNK + o_i, sums)
+    gl.store(tile + o_h * CHUNK + o_i, sums(g, 1))
 
 
 @gluon.jit
@@ -126,25 +109,18 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
 @gluon.jit
 def inverses_of(betas, factors, scratch, dtype: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr):
     """e_i A_ij beta_j (j, i) of `AT_ONCE` heads."""
-    left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
+    layout: gl.constexpr = narrow(gl.num_warps())
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     rows, scaled = (), ()
     for i in gl.static_range(BLOCKS):
         for head in gl.static_range(AT_ONCE):
-            row = block_row(i, head, AT_ONCE, rows, scratch)
+            row = block_row(i, head, AT_ONCE, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK)
             rows += (gl.convert_layout(row.to(gl.float16), left),)
-            row *= betas.index(head).load(gl.SliceLayout(1, narrow))[:, None]
+            row *= betas.index(head).load(gl.SliceLayout(1, layout))[:, None]
             if NORMALISE:
-                row *= factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, narrow))[None, :]
+                row *= factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))[None, :]
             scaled += (row.to(dtype),)
     return scaled
-
-
-@gluon.jit
-def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
-    """The four blocks of 16 columns of a head, as one tile: a store of each would wait for the one before."""
-    first = gl.join(blocks[head], blocks[HEADS + head])
-    second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])
-    return gl.join(first, second).permute((0, 3, 2, 1)).reshape([CHUNK, CHUNK])
 
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots"])
@@ -200,7 +176,6 @@ def _prep_kernel(
         KK = warpgroup_mma_wait(0, deps=[begun])
         square = diagonal_of(KK)
         o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-        o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
         if NORMALISE:
             factor = gl.rsqrt(square + EPSILON)
             square *= factor * factor
@@ -219,12 +194,13 @@ def _prep_kernel(
         store_bounds(
             g, beta, squares.load(gl.SliceLayout(0, by_head)), first_head, slot, slots, bounds_ptr, AT_ONCE
         )  # fmt: skip
-        strict = gl.where(o_r[:, None] > o_c[None, :], KK, 0.0)
-        blocks = diagonal_blocks(strict)
+        blocks = diagonal_blocks(KK)
         scratch = allocate_scratch(AT_ONCE)
         for head in gl.static_range(AT_ONCE):
-            store_lower(head, strict, blocks, betas.index(head).load(gl.SliceLayout(1, layout)), scratch)
-        invert_blocks(scratch, AT_ONCE)
+            beta = betas.index(head).load(gl.SliceLayout(1, layout))
+            store_lower(KK, blocks, beta, scratch.lower.index(head), scratch.diagonal.slice(head, 1))
+        role_barrier()
+        invert_blocks(scratch.diagonal, scratch.inverted, AT_ONCE)
         inverses = inverses_of(betas, factors, scratch, k_desc.dtype, AT_ONCE, NORMALISE)
         results = ()
         for head in gl.static_range(AT_ONCE):

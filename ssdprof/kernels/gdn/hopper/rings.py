@@ -28,7 +28,8 @@ ROW = gl.constexpr(2)  # G_i + log2(scale / a_i)
 COLUMN = gl.constexpr(3)  # G_i
 TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
 DECAY = gl.constexpr(5)  # 2^G_end, 64 times
-VECTORS = gl.constexpr(6)
+BETA = gl.constexpr(6)  # where the kernel inverts
+VECTORS = gl.constexpr(7)
 
 STAGES = {
     "tile": "caller",
@@ -121,7 +122,7 @@ def allocate(dtype: gl.constexpr, KEY_RING: gl.constexpr, RING: gl.constexpr):
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Rings(
         keys=allocate_ring(dtype, KEY_RING, DIM),
-        values=allocate_ring(dtype, KEY_RING, DIM),
+        values=allocate_ring(dtype, RING, DIM),
         queries=allocate_ring(dtype, RING, DIM),
         inverses=allocate_ring(dtype, RING, CHUNK),
         updates=allocate_ring(dtype, RING, DIM),

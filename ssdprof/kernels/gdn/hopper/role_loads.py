@@ -36,7 +36,8 @@ def load_chunk(rings, segment, j, n, m, descs, AHEAD: gl.constexpr, HEADS: gl.co
         mbarrier.expect(rings.inverses.full_at(n), 2 * CHUNK * CHUNK)
         row = ((segment.sequence.slot + chunk) * HEADS + segment.head) * CHUNK
         async_load(A_desc, [row, 0], rings.inverses.full_at(n), rings.inverses.tile(n))
-        load_tile(rings.values, n, v_desc, segment.value_head, segment, chunk)
+    if j >= AHEAD:
+        load_tile(rings.values, n - AHEAD, v_desc, segment.value_head, segment, chunk - AHEAD)
     if j - AHEAD >= segment.back:
         load_tile(rings.queries, m - AHEAD, q_desc, segment.head // GROUP, segment, chunk - AHEAD)
 

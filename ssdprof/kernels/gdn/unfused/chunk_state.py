@@ -28,7 +28,7 @@ import triton.language as tl
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.chunks import Chunks
-from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig
+from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig, whole_block_of_k
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.precision import Precision
 
@@ -160,7 +160,7 @@ def chunk_state(
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs_dtype, precision),
         STATE=TL_DTYPE[precision.state_dtype],
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=config.block_v,
+        BLOCK_K=whole_block_of_k(key_dim, operand), BLOCK_V=config.block_v,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return prev_states, v_new, final_states

@@ -20,6 +20,15 @@ def _block(dim: int, most: int) -> int:
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
 
+def whole_block_of_k(key_dim: int, operand: torch.dtype) -> int:
+    """K as a power of two of at least 16; with fp32 operands at least 32.
+
+    Triton 3.6 compiles products of fp32 with 16 of K for Hopper to wrong results, or to reads of memory that the kernel
+    does not own (seen on an H200).
+    """
+    return max(32 if operand == torch.float32 else 16, int(triton.next_power_of_2(key_dim)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateCumsumConfig:
     """block_h: heads per program.  g has heads innermost: 8 of them in fp32 fill a 32-byte sector."""
@@ -48,7 +57,7 @@ class ScaledDotKktConfig:
     @classmethod
     def choose(cls, *, key_dim: int, operand: torch.dtype) -> ScaledDotKktConfig:
         """All of K at once where possible: eight warps then have enough to load."""
-        block_k = _block(key_dim, 32 if operand == torch.float32 else 128)
+        block_k = min(whole_block_of_k(key_dim, operand), 32 if operand == torch.float32 else 128)
         return cls(block_k=block_k, num_warps=8 if block_k == 128 else 4)
 
 
@@ -70,7 +79,7 @@ class RecomputeWUConfig:
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> RecomputeWUConfig:
         """Three stages: the next two blocks are loaded during a product."""
         if operand == torch.float32:
-            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_stages=2)
+            return cls(block_k=32, block_v=_block(value_dim, 32), num_stages=2)
         return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 64))
 
 
@@ -111,5 +120,5 @@ class ChunkOutputConfig:
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkOutputConfig:
         """Up to 128 of V, so that q k^T is made once, with four warps: two programs on each multiprocessor."""
         if operand == torch.float32:
-            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_warps=8)
+            return cls(block_k=32, block_v=_block(value_dim, 32), num_warps=8)
         return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 128))

@@ -249,7 +249,7 @@ def packed_segment_of(
 
 @gluon.jit
 def share_of(program, seqlen, sequences, dt_strides, PAIRS: gl.constexpr, UNITS: gl.constexpr):
-    """Of the pairs of all sequences, units fastest, of which there are at least as many as programs.
+    """The share of a program in the pairs of all sequences, units fastest; programs are no more than pairs.
 
     With `extra` more pairs than whole ones for all, program p gives away its lead after a part of a sequence that is
     (p + 1) * extra / programs, without its integer part, and so all shares are equal.

@@ -44,7 +44,7 @@ def halves_of(v, layout: gl.constexpr):
 
 @gluon.jit
 def own_positions(x, half, layout: gl.constexpr):
-    """Of x^T (half p, q), 16-bit numbers, the positions that each half finishes.  Two at a time, or ptxas takes them
+    """The positions of x^T (half p, q), 16-bit numbers, that each half finishes.  Two at a time, or ptxas takes them
     apart."""
     code: gl.constexpr = """{
         .reg .pred second;

@@ -32,7 +32,7 @@ STAGES = {
 
 @gluon.constexpr_function
 def in_fours(part):
-    """Of a row of `part` numbers for each lane: four numbers a thread."""
+    """Layout of a row of `part` numbers for each lane, four numbers a thread."""
     registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
     threads = [[4 << k] for k in range(5)]
     return gl.DistributedLinearLayout(registers, threads, [[128], [256], [part]], [], [LANES * part])

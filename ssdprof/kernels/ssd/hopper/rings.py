@@ -141,7 +141,7 @@ def weight_places(ring, turn):
 
 @gluon.constexpr_function
 def word_places(ring, turn):
-    """Of words on whether the first pass goes on: two more than turns, so that all have read what is overwritten."""
+    """Places for the flags that continue the first pass: two more than turns, so that no flag is overwritten unread."""
     return ring // turn + 2
 
 

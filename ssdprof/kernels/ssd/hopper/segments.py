@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 # In units of a chunk of the second pass (1.8 us on an H200), fitted to the times in
-# benchmarks/results/hopper-segments-h200.json.  How well: docs/ssd-performance.md.
+# benchmarks/results/hopper-segments-h200.json.  How well: benchmarks/log/ssd.md#row-53.
 # A chunk of the first pass, by halves of N: where all programs begin with one, and where only those that recompute do.
 FIRST_PASS = {1: 0.45, 2: 0.34}
 RECOMPUTED = {1: 0.384, 2: 0.34}
@@ -45,7 +45,7 @@ class Segments:
     shares: int = 0
 
     def lengths(self, nchunks: int) -> list[int]:
-        """Of the segments of a sequence of `nchunks` chunks, of which there is one at least."""
+        """Chunks of each segment of a sequence of `nchunks` >= 1 chunks."""
         lengths: list[int] = []
         left = nchunks
         while left > 0:
@@ -61,7 +61,7 @@ class Segments:
 def packed_segment(pairs: int) -> int:
     """Chunks of a segment of packed sequences, whose lengths are on the device: as many as there are pairs of units.
 
-    Fewer pairs leave more of the GPU to segments.  Of fewer than 8 chunks, long sequences would have too many to sum.
+    Fewer pairs leave more of the GPU to segments.  With fewer than 8 chunks, long sequences would have too many to sum.
     """
     return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
@@ -99,8 +99,8 @@ def rounded_twice(lengths: list[int]) -> int:
 
 
 def squared_error(lengths: list[int], memory: float) -> float:
-    """Of outputs of a head whose decay is e^(-1 / memory) a chunk.  In units of that of one rounding: their own, one of
-    each term, and a second one of terms from before a segment.  docs/measuring.md."""
+    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk.  In units of one rounding: the
+    output's own, one per term, and a second one for terms from before a segment.  docs/measuring.md."""
     kept = math.exp(-2 / memory)
 
     def energy(nchunks: int) -> float:  # that one chunk has of so many, up to its own
@@ -163,7 +163,7 @@ def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm
 
 
 def _parts(before: list[int], reach: int) -> int:
-    """Of the segments before one, how many it reads: until it has gone so far back that nothing is left."""
+    """How many of the segments before it a segment reads: until the remaining decay is zero."""
     parts = 0
     for length in reversed(before):
         parts += 1

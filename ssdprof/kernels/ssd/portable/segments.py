@@ -13,7 +13,7 @@ STAGES = {"take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "
 
 @triton.jit
 def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
-    """Lower tickets belong to programs that run or have ended.  Where nobody waits, the program's number will do."""
+    """Lower tickets belong to programs that run or have ended.  Without a hand-over the program's number is enough."""
     if HANDOVER:
         return tl.atomic_add(sync_ptr, 1, sem="relaxed")
     else:

@@ -27,7 +27,7 @@ def axes(config: Config) -> tuple[Axis, ...]:
     """In the order in which they are searched; each begins with the best of the one before.
 
     Not varied are the registers of the Hopper kernel's roles: on an H200 no other division was faster, and most were
-    slower, by up to 11 % (docs/ssd-performance.md).
+    slower, by up to 11 % (benchmarks/log/ssd.md).
     """
     if isinstance(config, HopperConfig):
         return tuple(map(_on_hopper, (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings)))
@@ -52,7 +52,7 @@ def _on_portable(axis: Callable[[PortableConfig, SSDInputs], Iterable[PortableCo
 
 def _addresses_last(config: PortableConfig, inputs: SSDInputs) -> bool:
     """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are wrong, or fault
-    (docs/ssd-performance.md, row 57)."""
+    (benchmarks/log/ssd.md#row-57)."""
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
 
 

@@ -1,9 +1,9 @@
-"""A prompt on its way through a model whose operators are watched."""
+"""One run of a prompt through a model with a handler in the place of its operators, and what is told if it fails."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from ssdprof.schema import CallRef, Serving
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptRun:
     """Token ids and the model that they go through.
 
-    ids: (b, l); packed sequences behind each other, (1, l).  head: the scores of the next token, for decode steps.
+    ids: (b, l); packed sequences behind each other, (1, l).  head: logits of hidden states, for decode steps.
     """
 
     model: Any
@@ -27,7 +27,7 @@ class Prompt:
     segment_length: int
     sites: tuple[Site, ...]
     model_type: str
-    serving: Serving
+    serving: Serving = field(default_factory=Serving)
     head: Head | None = None
 
     @property
@@ -125,3 +125,16 @@ class Prompt:
                 f"{self.serving.decode} generated tokens make {steps}: it decodes in another way.",
                 "Leave out --decode.",
             )
+
+
+def check_ids(model: Any, ids: torch.Tensor) -> None:
+    """BadInputError unless ids are (batch, tokens) of int64 within the model's vocabulary."""
+    if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
+        raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise BadInputError(
+            f"The prompt has token id {high if high >= vocabulary else low}; the model's vocabulary has {vocabulary}.",
+            "The tokenizer is not this model's: name the right one with --tokenizer.",
+        )

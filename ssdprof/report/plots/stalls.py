@@ -1,28 +1,37 @@
-"""Pictures of a stall report, as SVG: the same bytes for the same report.
-
-Every number in them is in the tables too.
-"""
+"""Where warps stall: stages as bars, kernels under their roofline."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ssdprof.report.plots.canvas import COLORS, GREY, draw, plain
+from ssdprof.report.stall_groups import Design, Share, designs
 from ssdprof.schema.stalls import KernelStalls, StallReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# dark enough on white, light enough on black, and apart from each other without colour vision as far as nine can be
-_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
-_MOST_REASONS = len(_COLORS) - 1
-_SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "ssdprof",
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9,
-}
+_MOST_REASONS = len(COLORS) - 1
+
+
+def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
+    """Name -> (title, SVG): a picture of each design that was sampled, and the roofline."""
+    found: dict[str, tuple[str, str]] = {}
+    sampled = [design for design in designs(report) if design.is_sampled]
+    every = Share()
+    for design in sampled:
+        every.add(design.all())
+    for design in sampled:
+        title = f"{design.name}: stages and stall reasons"
+        bars = {_stage(design, name): share.reasons for name, share in design.stages.items()}
+        found[design.name.lstrip("_")] = (title, stages(bars, title, [reason for reason, _ in every.most]))
+    roof = roofline(report)
+    return found if roof is None else found | {"roofline": ("Roofline", roof)}
+
+
+def _stage(design: Design, name: str) -> str:
+    return f"{name.split('.')[0]}: {design.part(name)}" if "." in name else name
 
 
 def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
@@ -33,11 +42,11 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
     """
     shown, rest = reasons[:_MOST_REASONS], reasons[_MOST_REASONS:]
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def paint(figure: Figure) -> None:
+        axes = plain(figure)
         names = list(bars)[::-1]
         left = [0.0] * len(names)
-        for reason, color in zip([*shown, *(["other"] if rest else [])], _COLORS, strict=False):
+        for reason, color in zip([*shown, *(["other"] if rest else [])], COLORS, strict=False):
             among = rest if reason == "other" and rest else [reason]
             widths = [sum(bars[name].get(one, 0.0) for one in among) for name in names]
             axes.barh(names, widths, left=left, color=color, label=reason, height=0.75)
@@ -47,10 +56,9 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
         axes.set_xlim(0, max(left) * 1.12)
         axes.set_xlabel("percent of the busy warp time")
         axes.set_title(title, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right upper", fontsize=8, frameon=False)
 
-    return _svg(draw, (10.0, 1.2 + 0.32 * len(bars)))
+    return draw(paint, (10.0, 1.2 + 0.32 * len(bars)))
 
 
 def roofline(report: StallReport) -> str | None:
@@ -66,8 +74,8 @@ def roofline(report: StallReport) -> str | None:
     bandwidth = busiest.throughput.dram_peak_gb_per_s
     peak = busiest.throughput.tensor_peak_tflops
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
+    def paint(figure: Figure) -> None:
+        axes = plain(figure)
         axes.set_xscale("log")
         axes.set_yscale("log")
         low = min(point[0] for _, point in points) / 4
@@ -76,23 +84,22 @@ def roofline(report: StallReport) -> str | None:
             ridge = peak * 1e3 / bandwidth
             low, high = min(low, ridge / 4), max(high, ridge * 4)
             roof = [low, ridge, high]
-            axes.plot(roof, [min(peak, at * bandwidth / 1e3) for at in roof], color="#777777", linewidth=1.5)
-            axes.text(ridge, peak * 1.1, f"tensor cores {peak:,.0f} TFLOP/s", fontsize=8, color="#777777")
+            axes.plot(roof, [min(peak, at * bandwidth / 1e3) for at in roof], color=GREY, linewidth=1.5)
+            axes.text(ridge, peak * 1.1, f"tensor cores {peak:,.0f} TFLOP/s", fontsize=8, color=GREY)
             middle = (low * ridge) ** 0.5
             axes.text(  # below the rising line, which leaves its right to it
                 middle * 1.2, middle * bandwidth / 1e3, f"DRAM {bandwidth:,.0f} GB/s",
-                fontsize=8, color="#777777", va="top",
+                fontsize=8, color=GREY, va="top",
             )  # fmt: skip
-        for (kernel, (intensity, tflops)), color in zip(points, _COLORS * len(points), strict=False):
+        for (kernel, (intensity, tflops)), color in zip(points, COLORS * len(points), strict=False):
             axes.plot([intensity], [tflops], "o", color=color, label=_label(kernel, tflops))
         axes.set_xlim(low, high)
         axes.set_xlabel("floating-point operations per byte of DRAM")
         axes.set_ylabel("TFLOP/s")
         axes.set_title("Roofline", loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower right", fontsize=8, frameon=False)
 
-    return _svg(draw, (9.0, 4.5))
+    return draw(paint, (9.0, 4.5))
 
 
 def _label(kernel: KernelStalls, tflops: float) -> str:
@@ -110,18 +117,3 @@ def _point(kernel: KernelStalls) -> tuple[float, float] | None:
     if not flops or not moved:
         return None
     return flops / moved, flops / speed.duration_us / 1e6
-
-
-def _svg(draw: Any, size: tuple[float, float]) -> str:
-    """A figure without a window, a date or a random identifier."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_SETTINGS):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
-        out = io.StringIO()
-        canvas: Any = FigureCanvasSVG(figure)
-        canvas.print_svg(out, metadata={"Date": None, "Creator": "ssdprof"})
-    return out.getvalue()

@@ -1,0 +1,134 @@
+"""Run flash-linear-attention's own tests of the gated delta rule on the functions of `kernels/gdn/compat.py`.
+
+    python benchmarks/fla_cases.py path/to/tests/ops/test_gdn.py RESULT.json
+
+fla must be installed: its recurrence is what the tests compare with.  Shapes and tolerances are those of the test file.
+Outputs and final states are compared; gradients are not, for our kernels have none.  A case whose options ours refuses
+by name counts as refused.  Writes RESULT.json and a table beside it; exit code 1 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # read when fla is imported: its Triton path alone
+
+import pytest
+import torch
+
+from ssdprof import environment
+from ssdprof.environment.present import require_gpu
+from ssdprof.kernels.gdn import compat
+from ssdprof.kernels.registry import UnsupportedError
+
+FUNCTIONS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+SELECTED = "(test_chunk or test_fused_recurrent) and not blackwell"
+
+
+def client_of(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`; what it refuses by name skips the test."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except UnsupportedError as error:
+            pytest.skip(f"refused: {error}")
+
+    return call
+
+
+def compared(assert_close: Callable[..., None]) -> Callable[..., None]:
+    """Theirs for the output and the final state alone."""
+
+    def compare(prefix: str, *args: Any, **kwargs: Any) -> None:
+        if prefix.partition("@")[0] in ("o", "ht"):
+            assert_close(prefix, *args, **kwargs)
+
+    return compare
+
+
+class Outcomes:
+    """A pytest plugin that notes what became of each case."""
+
+    def __init__(self) -> None:
+        self.of_case: dict[str, tuple[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[2]
+        if report.skipped:
+            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+            outcome = "refused" if reason.startswith("refused: ") else "skipped by the test"
+            self.of_case[name] = (outcome, reason.removeprefix("refused: "))
+        elif report.failed:
+            self.of_case[name] = ("failed", str(report.longrepr).strip().splitlines()[-1])
+        elif report.when == "call":
+            self.of_case[name] = ("passed", "")
+
+
+def table(result: Mapping[str, Any]) -> str:
+    machine = result["environment"]
+    gpu, packages = machine["gpu"], machine["packages"]
+    counts = Counter(case["outcome"] for case in result["cases"])
+    lines = [
+        "# flash-linear-attention's tests of the gated delta rule, on ssdprof's kernels",
+        "",
+        ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        + ".  Shapes and tolerances are those of the test file; gradients are not compared.",
+        "",
+        "| case | outcome | why |",
+        "|:--|:--|:--|",
+        *(f"| `{case['name']}` | {case['outcome']} | {case['why']} |" for case in result["cases"]),
+        "",
+        f"{gpu['name']}, driver {gpu['driver']}, torch {packages['torch']}, Triton {packages['triton']}, fla-core "
+        f"{result['fla']}; {result['created']}; test file sha256 {result['tests_sha256'][:16]}; `{result['command']}`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tests", type=Path)
+    parser.add_argument("result", type=Path)
+    options = parser.parse_args()
+    require_gpu("The kernels under test need", "Run this on a machine with a CUDA build of torch.")
+    import fla.ops.gated_delta_rule as library
+    import fla.utils
+
+    for name in FUNCTIONS:
+        setattr(library, name, client_of(getattr(compat, name)))
+    torch.set_grad_enabled(False)
+    # the tests ask for gradients, which are not compared
+    torch.Tensor.backward = lambda *_, **__: None
+    torch.Tensor.grad = property(torch.zeros_like, lambda *_: None)
+    fla.utils.assert_close = compared(fla.utils.assert_close)
+    outcomes = Outcomes()
+    arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", SELECTED, "--tb=line"]
+    pytest.main([str(options.tests), f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
+    result = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python benchmarks/fla_cases.py tests/ops/test_gdn.py {options.result.name}",
+        "fla": version("fla-core"),
+        "tests_sha256": hashlib.sha256(options.tests.read_bytes()).hexdigest(),
+        "environment": environment.collect().model_dump(mode="json"),
+        "cases": [{"name": name, "outcome": outcome, "why": why} for name, (outcome, why) in outcomes.of_case.items()],
+    }
+    options.result.write_text(json.dumps(result, indent=1) + "\n")
+    text = table(result)
+    options.result.with_suffix(".md").write_text(text)
+    print(text)
+    passed = [case for case in result["cases"] if case["outcome"] == "passed"]
+    return int(not passed or any(case["outcome"] == "failed" for case in result["cases"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The cases of a bench as rows: see `schema.rows`."""
+
+from __future__ import annotations
+
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
+from ssdprof.schema.rows import Errors, Row
+
+JUDGED = "fused"  # the implementation that gates are about
+
+
+def of_bench(report: BenchReport) -> tuple[Row, ...]:
+    return tuple(_row(report, cell, case) for cell in report.cells for case in cell.cases)
+
+
+def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
+    error = case.error
+    return Row(
+        where=where(cell),
+        tokens=cell.tokens,
+        # the chunk size is not part of it: each implementation takes the one that it is fastest with
+        shape=f"{report.operator}, {cell.dims.words}, {cell.dims.dtype}, {cell.layout}",
+        implementation=case.implementation,
+        variant=case.variant,
+        precision=case.precision,
+        status=case.status,
+        reason=case.reason or case.sloppy,
+        gated=case.implementation == JUDGED,
+        timing=case.timing,
+        speedup=case.over(report.baseline),
+        roofline=case.roofline,
+        memory=case.memory,
+        launches=tuple(kernel.launch for kernel in case.kernels),
+        out=Errors(rms_ratio=error.out, floor_rms_ratio=error.out_floor) if error else None,
+        final_states=Errors(rms_ratio=error.final_states, floor_rms_ratio=error.final_states_floor) if error else None,
+    )
+
+
+def where(cell: BenchCell) -> str:
+    """ "mamba2-2.7b, bf16"; views and other draws are named, because they take other times."""
+    views = ("views",) if cell.layout == "views" else ()
+    return ", ".join((cell.shape, cell.dims.dtype, *views, *cell.drawn))

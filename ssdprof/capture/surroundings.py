@@ -1,0 +1,140 @@
+"""The convolution before and the gated norm behind a mixer's operator, computed by the bundled kernels.
+
+Without the package causal_conv1d, transformers convolves by torch's depthwise convolution, which turns the layout
+around, and its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced where the mixer calls them:
+the convolution as a global of the modeling file, as the operator is, the norm as the forward of its module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssdprof.capture.sites import Site
+from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
+from ssdprof.kernels.mixer.gated_rms_norm import gated_rms_norm
+from ssdprof.kernels.registry import UnsupportedError
+
+CONVOLUTION = "causal_conv1d_fn"  # the global of a modeling file that a mixer calls for a prompt
+_SILU = ("silu", "swish")
+_PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
+_PROBED = (3, 2**-5)  # rows of a probe, and how far a norm may be from the bundled one, by RMS: 16 bit rounds to 2^-9
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """Which gated norm a module computes: see `gated_rms_norm`."""
+
+    group_size: int
+    norm_first: bool
+    eps: float
+
+
+def gated_norms(site: Site) -> list[nn.Module]:
+    """Modules of the mixer whose forward takes a gate."""
+    return [module for module in site.mixer.children() if "gate" in inspect.signature(module.forward).parameters]
+
+
+def norm_form(module: nn.Module) -> NormForm | None:
+    """The form that gives what `module` gives on a probe, by the bundled kernel; None if none does."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps is None:
+        return None
+    rows, tolerance = _PROBED
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (torch.randn(rows, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(2))
+    with torch.no_grad():
+        expected = module(x, gate).float()
+        for group_size in _group_sizes(module, len(weight)):
+            for norm_first in (False, True):
+                found = gated_rms_norm(x, gate, weight, eps=eps, group_size=group_size, norm_first=norm_first).float()
+                if float((found - expected).norm()) <= tolerance * float(expected.norm()):
+                    return NormForm(group_size, norm_first, eps)
+    return None
+
+
+class BundledSurroundings:
+    """The bundled kernels in the place of a model's convolutions and gated norms.
+
+    left_to_model: what they do not replace, in words.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._namespaces = {id(site.namespace): site.namespace for site in sites}.values()
+        forms: dict[Any, NormForm | None] = {}
+        self._norms: list[tuple[nn.Module, NormForm]] = []
+        left = []
+        for site in sites:
+            for module in gated_norms(site):
+                kind = (type(module), *sorted((key, value) for key, value in vars(module).items() if _is_plain(value)))
+                if kind not in forms:
+                    forms[kind] = norm_form(module)
+                form = forms[kind]
+                if form is None:
+                    left.append(module)
+                else:
+                    self._norms.append((module, form))
+        without = [namespace for namespace in self._namespaces if CONVOLUTION not in namespace]
+        self.left_to_model = (
+            *(["the convolution"] if without else []),
+            *([f"{len(left)} gated norms of a form that the kernel does not have"] if left else []),
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The model is as before when the context closes.
+
+        While it is open, the model's forward raises UnsupportedError for a convolution that the kernel does not do.
+        """
+        with ExitStack() as restore:
+            for namespace in self._namespaces:
+                if CONVOLUTION in namespace:
+                    restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
+                    namespace[CONVOLUTION] = _convolve
+            for module, form in self._norms:
+                module.forward = _norm(module, form)
+                restore.callback(delattr, module, "forward")
+            yield
+
+
+def _convolve(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's kernels read it."""
+    if activation not in (None, *_SILU):
+        raise UnsupportedError(f"the bundled convolution has no {activation}, only silu")
+    for name in _PACKED:
+        if others.get(name) is not None:
+            raise UnsupportedError(f"the bundled convolution does not take {name}")
+    out, _ = causal_conv1d(hidden_states.transpose(1, 2), weight, bias, silu=activation is not None)
+    return out.transpose(1, 2)
+
+
+def _norm(module: nn.Module, form: NormForm) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        weight: Any = module.weight
+        return gated_rms_norm(
+            hidden_states, gate, weight, eps=form.eps, group_size=form.group_size, norm_first=form.norm_first
+        )
+
+    return forward
+
+
+def _group_sizes(module: nn.Module, width: int) -> list[int]:
+    """What the module's attributes suggest, and the whole width."""
+    groups = getattr(module, "n_groups", 1)
+    return list(dict.fromkeys((getattr(module, "group_size", width), width // groups, width)))
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (int, float, str, bool))

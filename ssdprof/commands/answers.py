@@ -1,0 +1,110 @@
+"""`ssdprof answers`: what implementations do to a model's answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ssdprof.commands import options, terminal
+
+
+def answers(
+    model: options.Model,
+    seq: options.Seq = None,
+    layers: options.Layers = "all",
+    prompt: options.PromptText = "default",
+    prompt_file: options.PromptFile = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    segment: options.Segment = None,
+    dtypes: options.Dtypes = "all",
+    states: options.States = "all",
+    implementations: Annotated[
+        str, typer.Option(metavar="I[,I...]", help="Implementations to put in the operator's place.")
+    ] = "unfused,fused",
+    reference: Annotated[
+        Literal["auto", "oracle", "unfused"],
+        typer.Option(
+            help="What answers are compared with: the operator in fp64, or unfused exact.",
+            show_default="oracle, unless it takes too long",
+        ),
+    ] = "auto",
+    weights: Annotated[
+        Literal["auto", "own", "fp32"],
+        typer.Option(
+            help="The dtype of the model outside its operators: the checkpoint's own, or fp32, where only the "
+            "operators' error is left.",
+            show_default="own on a GPU, fp32 without",
+        ),
+    ] = "auto",
+    per_layer: Annotated[
+        bool, typer.Option("--per-layer", help="Also one layer at a time: which one is to blame.")
+    ] = False,
+    generate: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Compare N greedy tokens after the prompt, too.", show_default="none"),
+    ] = 0,
+    max_kl: Annotated[
+        float | None, typer.Option(metavar="X", help="Fail above this mean divergence, in nats.", show_default=False)
+    ] = None,
+    min_top1: Annotated[
+        str | None,
+        typer.Option(metavar="P%", help="Fail if fewer positions keep their most likely token.", show_default=False),
+    ] = None,
+    max_perplexity_increase: Annotated[
+        str | None,
+        typer.Option(metavar="P%", help="Fail if the prompt's perplexity rises by more.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
+    ] = None,
+    no_tuned: options.NoTuned = False,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+) -> None:
+    """Run a whole model with each implementation in the place of its operators, and compare its answers.
+
+    A user's own prompt (--prompt-file) says most.  Exit code 0 says that every case was compared and within the limits
+    of --max-kl, --min-top1 and --max-perplexity-increase, where given.  Exit code 1 says that one was not.
+    """
+    from ssdprof.pipeline.answers_request import AnswersRequest, parse_gate
+    from ssdprof.pipeline.request import Keep, parse_implementations, parse_states
+    from ssdprof.pipeline.subject import find, refuse_large
+    from ssdprof.report import terminal as tables
+    from ssdprof.runs import document
+    from ssdprof.schema import precisions_for
+
+    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    wanted = AnswersRequest(
+        precisions=precisions_for("bf16", dtypes, parse_states(states)),
+        implementations=parse_implementations(implementations),
+        reference=reference,
+        weights=weights,
+        per_layer=per_layer,
+        generate=generate,
+        gate=parse_gate(max_kl, min_top1, max_perplexity_increase),
+    )
+    subject = find(request, whole=True)
+    refuse_large(subject)
+    from ssdprof.pipeline.answers import answers as compare  # torch comes with it: after all that can be wrong without
+    from ssdprof.pipeline.answers import check
+
+    if dry_run:
+        from ssdprof.pipeline.dry_run import plan
+
+        terminal.show_plan(plan(subject), as_json)
+        check(subject, wanted)
+        return
+    options.use_tuned(no_tuned)
+    folder, report = compare(
+        request, wanted, Keep(out=out, command=terminal.command_line()), terminal.TerminalWatcher(), subject
+    )
+    if as_json:
+        print(document.dump(report))
+    else:
+        terminal.out().print(tables.render(report))
+        terminal.err().print(f"Kept in {folder}.")
+    terminal.exit_by(report)

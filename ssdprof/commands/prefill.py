@@ -1,0 +1,141 @@
+"""`ssdprof prefill`: how much sooner the first token is there, with each implementation in the operators' place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ssdprof.commands import options, terminal
+from ssdprof.errors import ExitCode
+
+if TYPE_CHECKING:
+    from ssdprof.operators.drawing import Peer
+    from ssdprof.pipeline.subject import Subject
+    from ssdprof.schema.prefill import PrefillReport
+
+Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Rows of the prompt, all alike.")]
+SurroundingsOption = Annotated[
+    Literal["both", "model", "bundled"],
+    typer.Option(help="Convolution and gated norm: the model's own, the bundled kernels, or both in turns."),
+]
+
+
+def prefill(
+    model: options.Model,
+    seq: options.Seq = None,
+    batch: Batch = 1,
+    layers: options.Layers = "all",
+    prompt: options.PromptText = "default",
+    prompt_file: options.PromptFile = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    segment: options.Segment = None,
+    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
+    states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
+    against: Annotated[
+        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm; fla, flash_qla, flashinfer.")
+    ] = "",
+    surroundings: SurroundingsOption = "both",
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each length.")] = 20,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=1, help="Begin no length after this time.", show_default="no limit"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every length.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", parser=options.path, help="Write Markdown to FILE.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
+    smallest_difference: options.SmallestDifference = "1%",
+    no_tuned: options.NoTuned = False,
+    as_json: options.Json = False,
+) -> None:
+    """Time the model's own forward on a prompt, first token included, with each implementation of its operators.
+
+    Shows the share of each part of the model, and what Amdahl's law predicts from the operator's own times.  Needs an
+    NVIDIA GPU.  Exit code 1 says that an implementation failed.
+    """
+    from ssdprof import files
+    from ssdprof.pipeline.request import parse_percent
+
+    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    smallest = parse_percent("--smallest-difference", smallest_difference)
+    for file in (out, markdown):
+        if file is not None:
+            files.check_target(file, replace=force)
+
+    # these import torch: after all words that can be checked without
+    from ssdprof.environment.present import require_gpu
+    from ssdprof.pipeline.prefill import NEEDS_GPU, PrefillRequest, find, time_prefills
+    from ssdprof.schema import PrecisionRecord
+
+    require_gpu(*NEEDS_GPU)
+    subject = find(request)
+    options.use_tuned(no_tuned)
+    kept: list[PrefillReport] = []
+
+    def keep(report: PrefillReport) -> None:
+        kept[:] = [report]
+        if out is not None:
+            files.write_text(out, _dump(report))
+
+    wanted = PrefillRequest(
+        model=request,
+        batch=batch,
+        precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
+        surroundings=("model", "bundled") if surroundings == "both" else (surroundings,),
+        peers=_peers(subject, against),
+        seconds=seconds,
+        budget=budget,
+        smallest_difference=smallest,
+        command=terminal.command_line(),
+    )
+    try:
+        report = time_prefills(wanted, subject, terminal.TerminalWatcher(), keep)
+    except KeyboardInterrupt:
+        if not kept:
+            raise KeyboardInterrupt("No length had been timed, and nothing is kept.") from None
+        _show(kept[0], markdown, as_json)
+        where = f", and in {out}" if out is not None else ""
+        raise KeyboardInterrupt(f"What was timed is printed{where}, marked as partial.") from None
+    _show(report, markdown, as_json)
+    if report.prefill.failed:
+        raise typer.Exit(ExitCode.GATE_FAILED)
+
+
+def _peers(subject: Subject, against: str) -> tuple[Peer, ...]:
+    """Other libraries of the model's operators.  BadInputError for one of another operator."""
+    from ssdprof import operators
+    from ssdprof.bench.contenders import load_peers, peer_names
+    from ssdprof.errors import BadInputError
+
+    names = dict.fromkeys(layer.operator for layer in subject.layers)
+    if against and len(names) > 1:
+        raise BadInputError(
+            f"{subject.ref.repo_id} has several operators, and a library has one.", "Leave --against out."
+        )
+    operator = operators.get(next(iter(names)))
+    return load_peers(operator, peer_names(operator, against, None), None)
+
+
+def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:
+    from ssdprof import files
+    from ssdprof.report import markdown as as_markdown
+    from ssdprof.report import prefill_document
+    from ssdprof.report import terminal as tables
+
+    document = prefill_document.compose(report)
+    if markdown is not None:
+        files.write_text(markdown, as_markdown.render_document(document))
+    if as_json:
+        print(_dump(report), end="")
+    else:
+        terminal.out().print(tables.render_document(document, good=prefill_document.GOOD))
+
+
+def _dump(report: PrefillReport) -> str:
+    return report.model_dump_json(indent=1) + "\n"

@@ -1,0 +1,35 @@
+"""`ssdprof runs`: the runs that are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssdprof.commands import options, terminal
+
+
+def runs(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", parser=options.path, help="A folder of runs.", show_default="runs"),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the runs that are kept, the newest first: when, which model, how many tokens, which GPU, and the verdict."""
+    from ssdprof.errors import BadInputError
+    from ssdprof.report.tables import listing as tables
+    from ssdprof.report.terminal import SplitTable
+    from ssdprof.runs import RUNS
+    from ssdprof.runs.listing import listed
+
+    if folder is not None and not folder.is_dir():
+        raise BadInputError(f"{folder} is no folder.", "Name a folder that holds runs, or none for runs/.")
+    found = listed(folder or RUNS)
+    if as_json:
+        terminal.print_json([run.model_dump(mode="json") for run in found])
+    elif found:
+        terminal.out().print(SplitTable(tables.runs(found)))
+    else:
+        terminal.err().print(f"There is no run under {folder or RUNS}.  Make one with 'ssdprof run MODEL'.")

@@ -1,0 +1,63 @@
+"""The schema of every command's --json.  `python -m ssdprof.commands.schemas` publishes them anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ssdprof.schema import published
+
+
+@dataclass(frozen=True)
+class Published:
+    """printed_by: the commands whose --json keeps to it.  kind: the type that they print."""
+
+    title: str
+    printed_by: tuple[str, ...]
+    kind: Any
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return published.json_schema(self.kind, self.title)
+
+
+def documents() -> dict[str, Published]:
+    """File name -> schema.  A version in a name is that of the document, which holds it too."""
+    from ssdprof.bench.schema import BenchReport
+    from ssdprof.checkpoint.families import FamilyRow
+    from ssdprof.environment.checks import Check
+    from ssdprof.schema import RunReport
+    from ssdprof.schema.capture import StoredCapture
+    from ssdprof.schema.comparison import Comparison
+    from ssdprof.schema.listing import ListedRun
+    from ssdprof.schema.plan import DryRun
+    from ssdprof.schema.prefill import PrefillReport
+    from ssdprof.schema.stalls import StallReport
+    from ssdprof.tuning.records import PlannedSearch, TuneReport
+
+    return {
+        "report-v2.json": Published("ssdprof report", ("run", "accuracy", "answers", "export"), RunReport),
+        "dry-run.json": Published(
+            "ssdprof dry run", ("run --dry-run", "capture --dry-run", "answers --dry-run"), DryRun
+        ),
+        "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
+        "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
+        "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
+        "prefill-v1.json": Published("ssdprof prefill", ("prefill",), PrefillReport),
+        "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
+        "bench-v2.json": Published("ssdprof bench", ("bench",), BenchReport),
+        "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),
+        "tune-dry-run.json": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
+        "models.json": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),
+        "doctor.json": Published("ssdprof doctor", ("doctor",), tuple[Check, ...]),
+    }
+
+
+def publish() -> None:
+    """Write every file anew."""
+    for name, document in documents().items():
+        (published.FOLDER / name).write_text(published.as_text(document.schema), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    publish()

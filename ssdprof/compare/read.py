@@ -1,0 +1,85 @@
+"""A run or a bench as something to compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ssdprof import runs
+from ssdprof.errors import BadInputError
+from ssdprof.schema import RunReport
+from ssdprof.schema.comparison import Side
+from ssdprof.schema.outcome import outcome
+from ssdprof.schema.rows import Row, of_answers, of_run, tokens
+from ssdprof.schema.stalls import StallReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty for a bench, which has a fixed seed."""
+
+    side: Side
+    rows: tuple[Row, ...]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    stalls: StallReport | None = None
+
+
+def read(where: str) -> Subject:
+    """A run's folder or name, its report as JSON, or a result of `ssdprof bench --out`.  Raises BadInputError."""
+    file = Path(where)
+    if file.is_file() and _is_bench(file):
+        return _bench(file)
+    folder, report = runs.read(where)
+    from ssdprof.pipeline import stall_files
+
+    return _run(where, report, stall_files.of_run(folder) if not file.is_file() else None)
+
+
+def _is_bench(file: Path) -> bool:
+    """Anything that is not JSON is left for the reader of runs to refuse."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(document, dict) and "cells" in document
+
+
+def _bench(file: Path) -> Subject:
+    from ssdprof.bench import schema  # torch comes with it
+    from ssdprof.bench.rows import of_bench
+
+    try:
+        report = schema.load(file.read_text(encoding="utf-8"))
+    except BadInputError as error:
+        raise BadInputError(f"{file}: {error.message}", error.hint) from error
+    side = Side(
+        name=str(file),
+        kind="bench",
+        created=report.created,
+        ssdprof_version=report.ssdprof_version,
+        subject=f"{report.operator} on drawn inputs",
+        environment=report.environment,
+        unfinished="" if report.state == "complete" else "this bench did not reach its end",
+    )
+    return Subject(side=side, rows=of_bench(report))
+
+
+def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
+    checkpoint, found = report.checkpoint, outcome(report)
+    model = f"{checkpoint.repo_id}{f'@{checkpoint.revision[:12]}' if checkpoint.revision else ''}"
+    missing = f"{found.missing} of the cases that were asked for are missing" if found.missing else ""
+    side = Side(
+        name=where,
+        kind="run",
+        created=report.created,
+        ssdprof_version=report.ssdprof_version,
+        subject=model,
+        environment=report.environment,
+        unfinished=found.broken_off or missing,
+    )
+    inputs = {
+        tokens(prompt.seqlen, prompt.batch): f"{model}, prompt {prompt.token_sha256[:16]}" for prompt in report.prompts
+    }
+    return Subject(side=side, rows=(*of_run(report), *of_answers(report)), inputs=inputs, stalls=stalls)

@@ -1,0 +1,146 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The causal depthwise convolution before an operator.
+
+    y[t, d]   = bias[d] + sum_{k < w} weight[d, k] * x[t - (w - 1) + k, d]
+    out[t, d] = y[t, d] * sigmoid(y[t, d])   with silu, else y[t, d]
+
+Positions before the sequence are the initial state, or zeros.
+
+In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None | initial_state (b, d, w - 1) or None, oldest first
+Out:  out (b, l, d), contiguous, in x's dtype | final_state (b, d, w - 1) in x's dtype: the last w - 1 positions
+Grid: (b * l-blocks * d-blocks).  One program owns a block of positions of a block of channels.
+Sums are in fp32 and rounded once.  Oracle: `convolved` in tests/kernels/test_causal_conv1d.py.
+Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import launch
+from ssdprof.kernels._strides import strides_of
+from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
+from ssdprof.kernels.registry import UnsupportedError
+
+MAX_WIDTH = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConv1dConfig:
+    """block_d: channels; 128 in 16 bit are two cache lines.  block_l: positions."""
+
+    block_l: int = 32
+    block_d: int = 128
+    num_warps: int = 4
+
+    @classmethod
+    def choose(cls, *, stateful: bool) -> CausalConv1dConfig:
+        """Addresses of an initial state need registers too: a quarter of the elements per thread."""
+        return cls(block_l=16, num_warps=8) if stateful else cls()
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    x, weight = args["x_ptr"], args["weight_ptr"]
+    return {
+        "name": f"{kernel.name} {tuple(x.shape)}",
+        "flops": 2 * weight.shape[1] * x.numel(),
+        "bytes": 2 * x.numel() * x.element_size(),
+    }
+
+
+@triton.jit
+def _load_positions(x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr):
+    """x[i_b, o_s, o_d] as it is, [positions, channels]; before the sequence the initial state, or 0."""
+    m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
+    b_x = tl.load(x_ptr + ptr_offset((i_b, o_s[:, None], o_d[None, :]), x_strides), mask=m_x, other=0.0)
+    if initial_ptr is not None:
+        offset = ptr_offset((i_b, o_d[None, :], (o_s + WIDTH - 1)[:, None]), initial_strides)
+        b_x += tl.load(initial_ptr + offset, mask=m & (o_s < 0)[:, None], other=0.0).to(b_x.dtype)
+    return b_x
+
+
+@triton.jit(launch_metadata=_metadata)
+def _causal_conv1d_kernel(
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, out_ptr, final_ptr,
+    x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides, length, channels,
+    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # --- which positions and channels are mine; neighbouring programs have neighbouring channels
+    d_blocks, l_blocks = tl.cdiv(channels, BLOCK_D), tl.cdiv(length, BLOCK_L)
+    i_l, i_b = (tl.program_id(0) // d_blocks) % l_blocks, tl.program_id(0) // d_blocks // l_blocks
+    o_d = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
+    m_d = o_d < channels
+
+    # --- the sum
+    b_y = tl.zeros((BLOCK_L, BLOCK_D), tl.float32)
+    if bias_ptr is not None:
+        b_y += tl.load(bias_ptr + ptr_offset((o_d,), bias_strides), mask=m_d, other=0.0).to(tl.float32)[None, :]
+    for k in tl.static_range(WIDTH):
+        b_x = _load_positions(
+            x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_l + (k - WIDTH + 1), o_d, m_d[None, :], length, WIDTH
+        )  # fmt: skip
+        b_weight = tl.load(weight_ptr + ptr_offset((o_d, k), weight_strides), mask=m_d, other=0.0).to(tl.float32)
+        b_y += b_x.to(tl.float32) * b_weight[None, :]
+    if SILU:
+        b_y = b_y * tl.sigmoid(b_y)
+    out_offset = ptr_offset((i_b, o_l[:, None], o_d[None, :]), out_strides)
+    tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=(o_l < length)[:, None] & m_d[None, :])
+
+    # --- the last positions, for what follows the sequence
+    if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
+        if i_l == l_blocks - 1:
+            o_w = tl.arange(0, BLOCK_W)
+            m_w = (o_w < WIDTH - 1)[:, None] & m_d[None, :]
+            b_last = _load_positions(
+                x_ptr, initial_ptr, x_strides, initial_strides, i_b, length - (WIDTH - 1) + o_w, o_d, m_w, length, WIDTH
+            )  # fmt: skip
+            final_offset = ptr_offset((i_b, o_d[None, :], o_w[:, None]), final_strides)
+            tl.store(final_ptr + final_offset, b_last, mask=m_w)
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    silu: bool = True,
+    initial_state: torch.Tensor | None = None,
+    wants_final_state: bool = False,
+    config: CausalConv1dConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, final_state); final_state is None unless it is wanted.  Shapes are in the module docstring.
+
+    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths that it does not take.
+    """
+    config = config or CausalConv1dConfig.choose(stateful=initial_state is not None)
+    batch, length, channels = x.shape
+    width = weight.shape[-1]
+    if x.dtype not in TL_DTYPE:
+        raise UnsupportedError(f"causal_conv1d: x is fp32, fp16 or bf16, not {x.dtype}")
+    if not 2 <= width <= MAX_WIDTH:
+        raise UnsupportedError(f"causal_conv1d: 2 to {MAX_WIDTH} positions, not {width}")
+    _check("weight", weight, (channels, width))
+    _check("bias", bias, (channels,))
+    _check("initial_state", initial_state, (batch, channels, width - 1))
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    final = torch.empty((batch, channels, width - 1), device=x.device, dtype=x.dtype) if wants_final_state else None
+    launch(
+        _causal_conv1d_kernel,
+        batch * triton.cdiv(length, config.block_l) * triton.cdiv(channels, config.block_d),
+        (x, weight, bias, initial_state, out, final),
+        (*map(strides_of, (x, weight, bias, initial_state, out, final)), length, channels),
+        SILU=silu, WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_L=config.block_l,
+        BLOCK_D=config.block_d, num_warps=config.num_warps,
+    )  # fmt: skip
+    return out, final
+
+
+def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")

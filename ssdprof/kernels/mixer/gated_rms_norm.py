@@ -1,0 +1,119 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The gated RMS norm behind an operator, over groups of neighbouring channels.
+
+    gate first:  y = x * silu(gate),  out = y / sqrt(mean(y^2) + eps) * weight        Mamba-2
+    norm first:  out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)                gated delta rule
+
+In:   x, gate (l, d) or (b, l, d), any strides | weight (d)
+Out:  out, as x, contiguous
+Grid: (blocks of b * l * groups rows).  One program owns whole groups: rows of group_size channels.
+Everything between is in fp32 and rounded once.  Oracle: `normed` in tests/kernels/test_gated_rms_norm.py.
+Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv:2412.06464), section 3.4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels._launch import launch
+from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
+from ssdprof.kernels.registry import UnsupportedError
+
+MAX_GROUP_SIZE = 32768
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedRMSNormConfig:
+    block_rows: int
+    num_warps: int
+
+    @classmethod
+    def choose(cls, group_size: int) -> GatedRMSNormConfig:
+        """About 4,096 channels per program, 32 per thread; a larger group is one program's, with more threads."""
+        block = triton.next_power_of_2(group_size)
+        return cls(block_rows=max(1, 4096 // block), num_warps=min(16, max(4, block // 1024)))
+
+
+def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    x = args["x_ptr"]
+    return {
+        "name": f"{kernel.name} {tuple(x.shape)}",
+        "flops": 8 * x.numel(),
+        "bytes": x.numel() * (2 * x.element_size() + args["gate_ptr"].element_size()),
+    }
+
+
+@triton.jit(launch_metadata=_metadata)
+def _gated_rms_norm_kernel(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, x_strides, gate_strides, weight_strides, out_strides,
+    length, groups, rows, eps,
+    NORM_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    o_r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    o_c = tl.arange(0, BLOCK_G)
+    m = (o_r < rows)[:, None] & (o_c < GROUP_SIZE)[None, :]
+    i_g, i_bl = o_r % groups, o_r // groups
+    channel = i_g[:, None] * GROUP_SIZE + o_c[None, :]
+    index = ((i_bl // length)[:, None], (i_bl % length)[:, None], channel)
+
+    b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_G]
+    b_gate = tl.load(gate_ptr + ptr_offset(index, gate_strides), mask=m, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight_ptr + ptr_offset((channel,), weight_strides), mask=m, other=0.0).to(tl.float32)
+    b_gate = b_gate * tl.sigmoid(b_gate)
+    if not NORM_FIRST:
+        b_x *= b_gate
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / GROUP_SIZE + eps)[:, None] * b_weight
+    if NORM_FIRST:
+        b_x *= b_gate
+    tl.store(out_ptr + ptr_offset(index, out_strides), b_x.to(out_ptr.dtype.element_ty), mask=m)
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    group_size: int,
+    norm_first: bool,
+    config: GatedRMSNormConfig | None = None,
+) -> torch.Tensor:
+    """Launch the kernel.  Shapes are in the module docstring.
+
+    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes that it does not take.
+    """
+    config = config or GatedRMSNormConfig.choose(group_size)
+    width = x.shape[-1]
+    if x.dtype not in TL_DTYPE or gate.dtype not in TL_DTYPE:
+        raise UnsupportedError(f"gated_rms_norm: x and gate are fp32, fp16 or bf16, not {x.dtype} and {gate.dtype}")
+    if group_size > MAX_GROUP_SIZE:
+        raise UnsupportedError(f"gated_rms_norm: groups of at most {MAX_GROUP_SIZE} channels, not {group_size}")
+    if x.ndim not in (2, 3) or gate.shape != x.shape or weight.shape != (width,) or width % group_size:
+        raise ValueError(
+            f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and groups of {group_size} "
+            "do not fit together"
+        )
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    rows = x.numel() // group_size
+    launch(
+        _gated_rms_norm_kernel,
+        triton.cdiv(rows, config.block_rows),
+        (x, gate, weight, out),
+        (
+            *(_three(tensor) for tensor in (x, gate)), weight.stride(), _three(out), x.shape[-2], width // group_size,
+            rows, float(eps),
+        ),
+        NORM_FIRST=norm_first, GROUP_SIZE=group_size, BLOCK_ROWS=config.block_rows,
+        BLOCK_G=triton.next_power_of_2(group_size), num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def _three(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of (b, l, d); without a batch, of a single one."""
+    return tensor.stride() if tensor.ndim == 3 else (0, *tensor.stride())

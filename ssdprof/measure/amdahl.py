@@ -1,0 +1,17 @@
+"""What a faster operator does to the whole, by Amdahl's law."""
+
+from __future__ import annotations
+
+
+def predicted_speedup(whole_us: float, part_us: float, faster_us: float) -> float | None:
+    """The whole's speedup if `part_us` of its `whole_us` microseconds become `faster_us` and the rest stays.
+
+    With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).  None if nothing would be left.
+    """
+    left = whole_us - part_us + faster_us
+    return whole_us / left if left > 0 else None
+
+
+def agrees(predicted: float, measured: float, tolerance: float = 0.1) -> bool:
+    """Whether two speedups differ by at most `tolerance`, relative to the measured one."""
+    return abs(predicted - measured) <= tolerance * measured

@@ -1,0 +1,140 @@
+"""How far one model's next-token distributions are from another's, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ssdprof.measure.bootstrap import mean_interval
+from ssdprof.schema import Interval
+from ssdprof.schema.answers import AnswerBand, Flip
+
+BANDS = (0, 1024, 16384)  # where bands of positions begin: errors of a state grow with length
+_WORKING_BYTES = 2**30  # of a block of positions
+_FP64_COPIES = 6  # of a block's logits, held at the same time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """For each position (n,) on the CPU.  kl, margin and the losses in fp64 and nats, tokens in int64.
+
+    kl: KL(reference || candidate).  reference_token, token: the most likely ones; of equals, the first.
+    margin: log-probability, by the reference, of its own token less that of the candidate's.
+    reference_loss, loss: minus the log-probability of the prompt's next token; NaN at the last position.
+    """
+
+    kl: torch.Tensor
+    reference_token: torch.Tensor
+    token: torch.Tensor
+    margin: torch.Tensor
+    reference_loss: torch.Tensor
+    loss: torch.Tensor
+
+
+def rows_that_fit(vocabulary: int) -> int:
+    """Positions whose logits are compared at once."""
+    return max(1, _WORKING_BYTES // (8 * _FP64_COPIES * vocabulary))
+
+
+def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> Comparison:
+    """A block of positions.  reference, candidate: logits (n, vocabulary).
+
+    targets: ids (m) of the next tokens, m = n, or n - 1 for the last block of a prompt.
+    Computed in fp64, so that a divergence far below a logit's rounding is still a number.
+    """
+    high, low = (logits.double().log_softmax(-1) for logits in (reference, candidate))
+    kl = torch.nn.functional.kl_div(low, high, log_target=True, reduction="none").sum(-1)
+    tops, others = high.argmax(-1), low.argmax(-1)
+    margin = _at(high, tops) - _at(high, others)
+
+    def loss(log_probabilities: torch.Tensor) -> torch.Tensor:
+        found = torch.full_like(kl, torch.nan)
+        found[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
+        return found
+
+    parts = (kl, tops, others, margin, loss(high), loss(low))
+    return Comparison(**{field.name: part.cpu() for field, part in zip(fields(Comparison), parts, strict=True)})
+
+
+def joined(blocks: Sequence[Comparison]) -> Comparison:
+    """The blocks of a prompt as one."""
+    return Comparison(
+        **{field.name: torch.cat([getattr(block, field.name) for block in blocks]) for field in fields(Comparison)}
+    )
+
+
+def first_nonfinite(comparison: Comparison) -> int | None:
+    """The first position whose divergence is no finite number; None if there is none."""
+    bad = ~comparison.kl.isfinite()
+    return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else None
+
+
+def bands(comparison: Comparison) -> tuple[AnswerBand, ...]:
+    """Bands of all positions, then of each part that the prompt reaches, if it reaches more than the first."""
+    count = len(comparison.kl)
+    parts = [(start, min(stop, count)) for start, stop in _edges(count)]
+    return tuple(_band(comparison, start, stop) for start, stop in ((0, count), *(parts if len(parts) > 1 else ())))
+
+
+def _edges(count: int) -> Iterator[tuple[int, int]]:
+    for start, stop in zip(BANDS, (*BANDS[1:], count), strict=True):
+        if start < count:
+            yield start, stop
+
+
+def _band(comparison: Comparison, start: int, stop: int) -> AnswerBand:
+    cut = Comparison(**{field.name: getattr(comparison, field.name)[start:stop] for field in fields(Comparison)})
+    kl = cut.kl.numpy()
+    flipped = (cut.token != cut.reference_token).nonzero()[:, 0]
+    worst = int(flipped[cut.margin[flipped].argmax()]) if len(flipped) else None
+    known = cut.loss.isfinite() & cut.reference_loss.isfinite()
+    return AnswerBand(
+        start=start,
+        stop=stop,
+        kl_mean=float(kl.mean()),
+        kl_p99=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        kl_max_position=start + int(kl.argmax()),
+        top1_pct=100.0 * (1 - len(flipped) / len(kl)),
+        flips=len(flipped),
+        flip_margin_median=float(cut.margin[flipped].quantile(0.5)) if len(flipped) else None,
+        worst_flip=None
+        if worst is None
+        else Flip(
+            position=start + worst,
+            margin=float(cut.margin[worst]),
+            reference_token=int(cut.reference_token[worst]),
+            token=int(cut.token[worst]),
+        ),
+        **_perplexities(cut.reference_loss[known].numpy(), cut.loss[known].numpy()),
+    )
+
+
+def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
+    """The fields of a band, from the losses at the same positions (n,)."""
+    if not len(reference):
+        return dict.fromkeys(
+            ("reference_perplexity", "perplexity", "perplexity_increase_pct", "perplexity_interval_pct")
+        )
+    interval = mean_interval(other - reference)
+    return {
+        "reference_perplexity": float(np.exp(reference.mean())),
+        "perplexity": float(np.exp(other.mean())),
+        "perplexity_increase_pct": _increase_pct(float((other - reference).mean())),
+        "perplexity_interval_pct": Interval(low=_increase_pct(interval.low), high=_increase_pct(interval.high)),
+    }
+
+
+def _increase_pct(difference: float) -> float:
+    """Change of the perplexity in percent, from the difference of two mean losses."""
+    return float(100 * np.expm1(difference))
+
+
+def _at(log_probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """(n, vocabulary) and (n) -> (n)"""
+    return log_probabilities.gather(-1, tokens[:, None])[:, 0]

@@ -1,0 +1,50 @@
+"""Forms of ours that a bench times only when they are named: a kernel that `fused` does not choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ssdprof.kernels._launch import LaunchCache
+from ssdprof.kernels.gdn import tuned
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
+from ssdprof.kernels.gdn.variants import PORTABLE, Call, Launch, Variant
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+
+
+class _Forced:
+    """`fused` with one kernel, whatever others there are."""
+
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+        self._name = f"fused_{variant.name}"
+        self._launches: LaunchCache[Launch] = LaunchCache()
+        tuned.when_changed(self._launches.forget)
+
+    @property
+    def implementation(self) -> Implementation:
+        return Implementation(operator="gdn", name=self._name, run=self.run, plan=self.plan)
+
+    def run(self, inputs: GDNInputs, precision: Precision) -> GDNOutput:
+        refuse_gradient(self._name, (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
+        signature = (inputs.signature, precision.intermediates, precision.state_dtype)
+        return self._launches.get(signature, lambda: self._prepare(inputs, precision))(inputs)
+
+    def plan(self, inputs: GDNInputs, precision: Precision) -> Plan:
+        self._refuse_unsupported(inputs)
+        found = self._variant.plan(Call(inputs=inputs, precision=precision))
+        return replace(found, reason=f"asked for; {found.reason}")
+
+    def _prepare(self, inputs: GDNInputs, precision: Precision) -> Launch:
+        inputs.check()
+        self._refuse_unsupported(inputs)
+        return self._variant.prepare(Call(inputs=inputs, precision=precision))
+
+    def _refuse_unsupported(self, inputs: GDNInputs) -> None:
+        refuse_unsupported(self._name, inputs)
+        if why := self._variant.unsupported(inputs):
+            raise UnsupportedError(f"{self._name}: {why}")
+
+
+ALTERNATIVES = {one.name: one for one in (_Forced(PORTABLE).implementation,)}

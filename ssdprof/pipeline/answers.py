@@ -1,0 +1,64 @@
+"""`ssdprof answers`: from a model to how its answers change with each implementation.
+
+locate -> fetch -> build prompts -> load all of the model -> compare its answers -> record
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ssdprof import runs
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.answers_request import AnswersRequest
+from ssdprof.pipeline.compare_answers import compare_answers
+from ssdprof.pipeline.model import load
+from ssdprof.pipeline.replay import refuse_unknown
+from ssdprof.pipeline.request import CaptureRequest, Keep
+from ssdprof.pipeline.subject import Subject
+from ssdprof.progress import Watcher
+from ssdprof.runs.record import draft, recorded
+from ssdprof.schema import Asked, RunReport
+
+
+def answers(
+    request: CaptureRequest, wanted: AnswersRequest, keep: Keep, watcher: Watcher, subject: Subject
+) -> tuple[Path, RunReport]:
+    """Compare the answers of a whole model on each prompt.
+
+    subject: what `find` gave for the request, as a whole model.  Returns the run's folder and its report.
+    """
+    wanted = replace(wanted, weights=_weights(wanted))
+    dtype: torch.dtype | Literal["auto"] = torch.float32 if wanted.weights == "fp32" else "auto"
+    with runs.opened(keep.out, request.model.model) as folder:
+        check(subject, wanted)
+        loaded = load(request, subject, watcher, dtype=dtype)
+        report = draft(
+            folder,
+            keep.command,
+            subject.ref,
+            loaded.prompts,
+            max(loaded.segment_lengths),
+            asked=Asked(implementations=(), precisions=(), layers=()),
+        )
+        with recorded(folder, report, watcher) as recorder:
+            compare_answers(loaded, subject, wanted, watcher, recorder.answered)
+    return folder.path, recorder.report
+
+
+def check(subject: Subject, wanted: AnswersRequest) -> None:
+    """Raise what keeps this machine from it.  Loads nothing; `--dry-run` asks the same."""
+    for operator in {layer.operator for layer in subject.layers}:
+        refuse_unknown(wanted.implementations, operator)
+    limits.check_replay(subject.seqlens)
+    limits.check_weights(subject.located, subject.layers, whole=True)
+
+
+def _weights(wanted: AnswersRequest) -> Literal["own", "fp32"]:
+    """A machine without a GPU serves no model in 16 bit: there, fp32 leaves the operators' own error to be seen."""
+    if wanted.weights == "auto":
+        return "own" if limits.device().type == "cuda" else "fp32"
+    return wanted.weights

@@ -1,0 +1,48 @@
+"""What a user asked of `ssdprof answers`, as plain values.  Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ssdprof.errors import BadInputError
+from ssdprof.pipeline.request import IMPLEMENTATIONS, parse_percent
+from ssdprof.schema import PrecisionRecord
+from ssdprof.schema.answers import AnswerGate
+
+Reference = Literal["auto", "oracle", "unfused"]
+Weights = Literal["auto", "own", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersRequest:
+    """Which implementations take the place of a model's operators, and what they are compared with.
+
+    reference: "auto" is the fp64 oracle unless it takes too long, then unfused exact.
+    weights: the dtype that the model runs in; "auto" is its own on a GPU and fp32 without one.
+    per_layer: each layer alone, too.  generate: greedy tokens after the prompt.
+    """
+
+    precisions: tuple[PrecisionRecord, ...]
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    reference: Reference = "auto"
+    weights: Weights = "auto"
+    per_layer: bool = False
+    generate: int = 0
+    gate: AnswerGate = field(default_factory=AnswerGate)
+
+
+def parse_gate(max_kl: float | None, min_top1: str | None, max_perplexity_increase: str | None) -> AnswerGate:
+    """The limits of the command line.  BadInputError for one that no case could be judged by."""
+    if max_kl is not None and not 0 <= max_kl < math.inf:
+        raise BadInputError(f"--max-kl is no divergence: {max_kl}.", "Give a number of nats from 0: 0.001.")
+    top1 = None if min_top1 is None else 100 * parse_percent("--min-top1", min_top1, whole=True)
+    increase = max_perplexity_increase
+    return AnswerGate(
+        max_kl=max_kl,
+        min_top1_pct=top1,
+        max_perplexity_increase_pct=(
+            None if increase is None else 100 * parse_percent("--max-perplexity-increase", increase)
+        ),
+    )

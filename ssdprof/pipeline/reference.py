@@ -1,0 +1,114 @@
+"""What the operators of a model compute where an implementation is judged by the model's answers, and what is no
+difference: the same model with its operators' inputs moved by one bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ssdprof import operators
+from ssdprof.capture.head import hidden_states
+from ssdprof.capture.intercept import OperatorCall, Result
+from ssdprof.capture.prompt_run import PromptRun
+from ssdprof.capture.sites import Site
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.operators import tensors
+from ssdprof.pipeline.answers_request import Reference as Wanted
+from ssdprof.pipeline.substitute import Compute, implemented
+from ssdprof.schema import PrecisionRecord
+
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+LONGEST_S = 300.0  # that the oracle may take for all of a prompt's runs, by its time on a piece
+PIECE = 2048  # tokens from which the estimate is made
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """name: for the report.  remark: why it is this one, in a sentence; empty if it is the oracle."""
+
+    compute: Compute
+    name: str
+    remark: str = ""
+
+
+def oracle(call: OperatorCall) -> Result:
+    """The fp64 oracle, rounded once to the dtypes of the operator's output."""
+    return oracle_output(call.inputs)
+
+
+def baseline(sites: Sequence[Site]) -> Compute:
+    """The operator's baseline implementation, exact, with fp32 states."""
+    return implemented(baseline_name(sites), EXACT, sites)
+
+
+def baseline_name(sites: Sequence[Site]) -> str:
+    """Its name: a model has one kind of operator."""
+    return operators.get(sites[0].operator).baseline
+
+
+def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
+    """The oracle, or the baseline where that is asked for, or where the oracle would take longer than `LONGEST_S`.
+
+    runs: how many runs of the model on the reference the comparison takes; a run with it in some layers is a fraction.
+    """
+    if wanted == "unfused":
+        return _baseline(prompt, "It was asked for.")
+    if wanted == "auto" and prompt.ids.shape[1] > 2 * PIECE:
+        seconds = runs * _oracle_seconds(prompt)
+        if seconds > LONGEST_S:
+            return _baseline(
+                prompt,
+                f"The fp64 oracle would take about {seconds / 60:.0f} min, by its time on {PIECE:,} tokens; "
+                "--reference oracle takes it all the same.",
+            )
+    return Reference(compute=oracle, name="fp64 oracle")
+
+
+def _baseline(prompt: PromptRun, remark: str) -> Reference:
+    return Reference(compute=baseline(prompt.sites), name=f"{baseline_name(prompt.sites)} {EXACT}", remark=remark)
+
+
+def _oracle_seconds(prompt: PromptRun) -> float:
+    """Seconds of a run of the model on the oracle, from a piece of the prompt.  The first run is a warm-up."""
+    piece = replace(prompt, ids=prompt.ids[:, :PIECE], segment_length=PIECE)
+    for _ in range(2):
+        began = time.monotonic()
+        hidden_states(piece, oracle).cpu()  # waits for the device
+        seconds = time.monotonic() - began
+    return seconds * prompt.ids.shape[1] / PIECE
+
+
+def with_moved_bits(compute: Compute) -> Compute:
+    """`compute`, on inputs of which the last bit of each element is the other one.
+
+    Of the tensors that a model writes side by side (x, B and C of SSD, q, k and v of GDN), up for half of all numbers
+    and down for the others: a change of half to one unit in the last place, as another rounding before the operator
+    makes it.  Zeros stay: their last bit would be a number of another order.
+    """
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        bits = tensor.view(_INTEGERS[tensor.element_size()])
+        return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
+
+    def run(call: OperatorCall) -> Result:
+        views = operators.get(call.site.operator).door.views
+        changed = {name: moved(tensor) for name, tensor in tensors.tensors(call.inputs).items() if name in views}
+        return compute(replace(call, inputs=replace(call.inputs, **changed)))
+
+    return run
+
+
+def in_other_chunks(compute: Compute) -> Compute:
+    """`compute` in chunks of half the length, where the operator's inputs name one that can be halved."""
+
+    def run(call: OperatorCall) -> Result:
+        chunk = getattr(call.inputs, "chunk_size", 0)
+        if chunk < 32:
+            return compute(call)
+        return compute(replace(call, inputs=replace(call.inputs, chunk_size=chunk // 2)))
+
+    return run

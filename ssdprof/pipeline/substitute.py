@@ -1,0 +1,69 @@
+"""An implementation in the place of a model's operators, while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from ssdprof import kernels
+from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
+from ssdprof.capture.sites import Site
+from ssdprof.kernels.precision import Precision
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.pipeline.replay import refuse_unknown
+from ssdprof.schema import PrecisionRecord
+
+Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32 or None where the call wants none
+
+
+def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) -> Compute:
+    """The registered implementation `name` at `precision`, for the operators that `sites` call.
+
+    Raises BadInputError if an operator has none of that name.  The result raises UnsupportedError for what the
+    implementation does not do.
+    """
+    wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
+    runs = {}
+    for operator in {site.operator for site in sites}:
+        refuse_unknown((name,), operator)
+        runs[operator] = kernels.get(operator, name).run
+
+    def compute(call: OperatorCall) -> Result:
+        result: Result = runs[call.site.operator](call.inputs, wanted)
+        return result
+
+    return compute
+
+
+@contextmanager
+def substituted(
+    sites: Sequence[Site],
+    compute: Compute,
+    *,
+    layers: Collection[int] | None = None,
+    elsewhere: Compute = OperatorCall.run_original,
+) -> Iterator[CallCount]:
+    """While the context is open, the handler of `by_layer` computes the operators of a model.
+
+    sites: all that the model has, from `find_sites`.
+    The model is as before when the context closes.  What `compute` raises passes through the model's forward.
+    """
+    with intercept(sites, by_layer(sites, compute, layers=layers, elsewhere=elsewhere)) as count:
+        yield count
+
+
+def by_layer(
+    sites: Sequence[Site],
+    compute: Compute,
+    *,
+    layers: Collection[int] | None = None,
+    elsewhere: Compute = OperatorCall.run_original,
+) -> Compute:
+    """`compute` in the place of the operator in `layers`, and `elsewhere` in the others.
+
+    layers: indices of decoder layers; None is every one.  elsewhere: by default what the model would have computed.
+    """
+    chosen = {
+        site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere for site in sites
+    }
+    return lambda call: chosen[call.site.layer_index](call)

@@ -1,0 +1,70 @@
+"""The report on one screen: what ran, a table of speed, one of accuracy, caveats, where more is, then the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ssdprof.report import format as fmt
+from ssdprof.report import summary, terminal
+from ssdprof.report.document import heading
+from ssdprof.report.groups import groups
+from ssdprof.report.origin import MEANINGS, origin
+from ssdprof.report.tables import answers, brief, prefill
+from ssdprof.schema import RunReport
+from ssdprof.schema.outcome import outcome
+
+_MOST_CAVEATS = 3
+_MOST_REASONS = 2
+_LONGEST = 170  # characters of a sentence
+_MORE = "All layers, plots, what ran: ssdprof export --format html -o report.html"
+
+
+def render(report: RunReport) -> RenderableType:
+    """At most about forty lines of eighty columns."""
+    return Group(*_parts(report))
+
+
+def _parts(report: RunReport) -> Iterator[RenderableType]:
+    found = groups(report)
+    yield Text(heading(report), style="bold")
+    yield terminal.origin(origin(report))
+    if untimed := summary.nothing_timed(report):
+        yield from ("", Text(f"No speed: {untimed}"))
+    for table in (brief.speed(found), brief.accuracy(found)):
+        if table:
+            yield from ("", terminal.SplitTable(table))
+    for one in report.answers:
+        if table := answers.total(one):
+            yield from ("", terminal.SplitTable(table))
+    if report.prefill and (table := prefill.times(report.prefill)):
+        yield from ("", terminal.SplitTable(table))
+    if found:
+        yield ""
+    for word, meaning in MEANINGS if found else ():
+        yield Text(f"{word}: {meaning}", style="dim")
+    caveats = summary.caveats(report)
+    if caveats:
+        yield Text("Caveats:", style="yellow")
+        yield from (terminal.bullet(_short(line)) for line in caveats[:_MOST_CAVEATS])
+        if len(caveats) > _MOST_CAVEATS:
+            yield Text(f"  {fmt.plural(len(caveats) - _MOST_CAVEATS, 'more caveat')} with --full.")
+    yield from (terminal.bullet(reason) for reason in _reasons(report))
+    yield Text(_MORE, style="dim")
+    for line in summary.verdict(report):
+        yield terminal.verdict(_short(line), good=line.startswith(summary.GOOD))
+
+
+def _reasons(report: RunReport) -> list[str]:
+    """Why the first cases failed, each reason once."""
+    found = {case.reason: case for case in reversed(outcome(report).failed) if case.reason}
+    return [
+        _short(f"layer {case.layer.index}, {case.implementation} ({case.precision}): {reason}")
+        for reason, case in reversed(found.items())
+    ][:_MOST_REASONS]
+
+
+def _short(sentence: str) -> str:
+    return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 4]} ..."

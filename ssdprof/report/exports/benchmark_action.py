@@ -1,0 +1,61 @@
+"""The JSON that github-action-benchmark reads: https://github.com/benchmark-action/github-action-benchmark.
+
+`smaller` is for its tool customSmallerIsBetter, `bigger` for customBiggerIsBetter.  Cases that did not pass are left
+out: they have no number that may stand in a series.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+from ssdprof.schema import RunReport
+from ssdprof.schema.rows import Row, of_run
+from ssdprof.schema.speed import Interval
+
+Entry = dict[str, str | float]
+
+
+def smaller(report: RunReport) -> str:
+    """Device and call times, extra memory, and the RMS error of the output."""
+    return _render(report, _smaller)
+
+
+def bigger(report: RunReport) -> str:
+    """Speedups over the baseline, and how much of the output matches the baseline's."""
+    return _render(report, _bigger)
+
+
+def _render(report: RunReport, entries: Callable[[Row], Iterator[Entry]]) -> str:
+    gpu = report.environment.gpu
+    extra: Entry = {"extra": f"run {report.run_id}, {gpu.name if gpu else 'no GPU'}"}
+    rows = (row for row in of_run(report) if row.status == "passed")
+    found = [entry | extra for row in rows for entry in entries(row)]
+    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _smaller(row: Row) -> Iterator[Entry]:
+    if row.timing:
+        timing = row.timing
+        yield _entry(row, "device time", timing.device_median_us, "µs", timing.device_interval_us)
+        yield _entry(row, "call time", timing.call_median_us, "µs", timing.call_interval_us)
+    if row.memory:
+        yield _entry(row, "extra memory", row.memory.workspace_bytes, "bytes")
+    if row.out:
+        yield _entry(row, "rms error", row.out.rms_ratio, "relative")
+
+
+def _bigger(row: Row) -> Iterator[Entry]:
+    if row.speedup:
+        speedup = row.speedup
+        yield _entry(row, "speedup, device", speedup.device_ratio, "x", speedup.device_interval)
+        yield _entry(row, "speedup, call", speedup.call_ratio, "x", speedup.call_interval)
+    if row.out and (match := row.out.match_pct(1e-3)) is not None:
+        yield _entry(row, "match @ 1e-3", match, "%")
+
+
+def _entry(row: Row, name: str, value: float, unit: str, interval: Interval | None = None) -> Entry:
+    entry: Entry = {"name": f"{row.name}: {name}", "unit": unit, "value": value}
+    if interval is not None:
+        entry["range"] = f"± {(interval.high - interval.low) / 2:.3g}"
+    return entry

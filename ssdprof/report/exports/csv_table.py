@@ -1,0 +1,89 @@
+"""A row per case, for a spreadsheet or a data frame.  Columns are named as in the report's tables, with units."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator
+
+from ssdprof.report import format as fmt
+from ssdprof.schema import TOLERANCES, Interval, Match, RunReport
+from ssdprof.schema.rows import Errors, Row, of_run
+
+Column = Callable[[Row], object]
+_PLACE = ("run", "model", "GPU", "layer", "tokens", "batch", "dimensions")
+
+
+def render(report: RunReport) -> str:
+    """What there is no value for is empty; floats are as exact as they were stored."""
+    gpu = report.environment.gpu
+    columns = dict(_columns())
+    rows = []
+    for case, row in zip(report.cases, of_run(report), strict=True):
+        place = {
+            "run": report.run_id,
+            "model": report.checkpoint.repo_id,
+            "GPU": gpu.name if gpu else "none",
+            "layer": case.layer.index,
+            "tokens": case.dims.seqlen,
+            "batch": case.dims.batch,
+            "dimensions": str(case.dims),
+        }
+        rows.append(place | {name: column(row) for name, column in columns.items()})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*_PLACE, *columns], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _columns() -> Iterator[tuple[str, Column]]:
+    yield "implementation", lambda row: row.implementation
+    yield "kernel", lambda row: row.variant
+    yield "intermediates", lambda row: row.precision.intermediates
+    yield "states", lambda row: row.precision.state_dtype
+    yield "status", lambda row: row.status
+    yield "reason", lambda row: row.reason
+    yield from _speed()
+    yield "extra memory [bytes]", lambda row: row.memory and row.memory.workspace_bytes
+    yield "kernels launched", lambda row: len(row.launches) or None
+    yield from _accuracy("output", lambda row: row.out)
+    yield from _accuracy("final states", lambda row: row.final_states)
+
+
+def _speed() -> Iterator[tuple[str, Column]]:
+    yield "baseline", lambda row: row.speedup and row.speedup.baseline
+    yield "speedup, device [x]", lambda row: row.speedup and row.speedup.device_ratio
+    yield from _bounds("speedup, device", "x", lambda row: row.speedup.device_interval if row.speedup else None)
+    yield "verdict, device", lambda row: row.speedup and row.speedup.verdict
+    yield "speedup, call [x]", lambda row: row.speedup and row.speedup.call_ratio
+    yield from _bounds("speedup, call", "x", lambda row: row.speedup.call_interval if row.speedup else None)
+    yield "verdict, call", lambda row: row.speedup and row.speedup.call_verdict
+    yield "device time [µs]", lambda row: row.timing and row.timing.device_median_us
+    yield from _bounds("device time", "µs", lambda row: row.timing.device_interval_us if row.timing else None)
+    yield "call time [µs]", lambda row: row.timing and row.timing.call_median_us
+    yield from _bounds("call time", "µs", lambda row: row.timing.call_interval_us if row.timing else None)
+    yield "of floor [%]", lambda row: row.roofline and row.roofline.floor_pct
+
+
+def _bounds(name: str, unit: str, of: Callable[[Row], Interval | None]) -> Iterator[tuple[str, Column]]:
+    """The ends of a 95 % interval."""
+    yield f"{name}, low [{unit}]", lambda row: found.low if (found := of(row)) else None
+    yield f"{name}, high [{unit}]", lambda row: found.high if (found := of(row)) else None
+
+
+def _accuracy(tensor: str, of: Callable[[Row], Errors | None]) -> Iterator[tuple[str, Column]]:
+    yield from _matches(f"{tensor}, match against baseline", lambda row: e.against_baseline if (e := of(row)) else ())
+    yield from _matches(f"{tensor}, match against fp64", lambda row: e.against_oracle if (e := of(row)) else ())
+    yield f"{tensor}, rms error [relative]", lambda row: e.rms_ratio if (e := of(row)) else None
+    yield f"{tensor}, rms error of floor [relative]", lambda row: e.floor_rms_ratio if (e := of(row)) else None
+    yield f"{tensor}, largest error", lambda row: e.max_abs if (e := of(row)) else None
+
+
+def _matches(name: str, of: Callable[[Row], tuple[Match, ...]]) -> Iterator[tuple[str, Column]]:
+    for tolerance in TOLERANCES:
+
+        def cell(row: Row, tolerance: float = tolerance) -> float | None:
+            return next((one.match_pct for one in of(row) if one.tolerance == tolerance), None)
+
+        yield f"{name} @ {fmt.tolerance(tolerance)} [%]", cell

@@ -1,0 +1,44 @@
+"""What stands at the top of every report: whose weights, which GPU, when; and what its words mean."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from ssdprof.schema import CheckpointRef, RunReport
+
+MEANINGS = (
+    ("unfused", "one kernel launch per stage; the baseline, at exact intermediates"),
+    ("fused", "all stages in one kernel launch, or in as few as possible"),
+    ("exact", "decays and their products in fp32, as in the unfused original"),
+    ("relaxed", "these few in 16 bits: the inputs' dtype, or bf16 for fp32 inputs"),
+)
+
+
+def origin(report: RunReport) -> tuple[tuple[str, str], ...]:
+    """(label, value) of what a reader must know before any number."""
+    gpu = report.environment.gpu
+    return (
+        ("weights", weights(report.checkpoint)),
+        ("GPU", gpu.name if gpu else "none"),
+        ("when", when(report.created)),
+        ("run", report.run_id),
+    )
+
+
+def weights(ref: CheckpointRef) -> str:
+    """ "random", "from the hub, revision 0123456789ab", "from a local folder, quantised (fp8)"."""
+    if ref.random_weights:
+        return "random"
+    revision = f", revision {ref.revision[:12]}" if ref.revision else ""
+    quantised = f", quantised ({ref.quantization})" if ref.quantization else ""
+    where = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}[ref.source]
+    return f"{where}{revision}{quantised}"
+
+
+def when(created: str) -> str:
+    """ISO 8601 -> "2026-01-02 03:04 UTC"; a text that is none stays as it is."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return created
+    return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".rstrip()

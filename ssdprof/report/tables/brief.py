@@ -1,0 +1,107 @@
+"""The two tables of a screen: a row for each length, implementation and precision that is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ssdprof.report import format as fmt
+from ssdprof.report.groups import Group, Pooled, Series, pool, total_speed
+from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
+from ssdprof.report.tables.table import Table, columns
+
+_MOST_ROWS = 6
+
+Cells = tuple[str, ...]
+
+
+def speed(found: Sequence[Group]) -> Table | None:
+    """None if nothing was timed."""
+    rows = list(_rows(found, _speed))
+    if not rows:
+        return None
+    headers = (
+        "speedup,\ndevice",
+        "verdict",
+        "speedup,\ncall",
+        "device\ntime",
+        f"{found[0].baseline},\ndevice",
+        "of\nfloor",
+    )
+    return _table("Speed", found, headers, rows)
+
+
+def accuracy(found: Sequence[Group]) -> Table | None:
+    """Accuracy of the outputs; None if nothing was compared."""
+    rows = list(_rows(found, _accuracy))
+    if not rows:
+        return None
+    headers = (
+        "within\nbudget", f"equal to\n{found[0].baseline}", "within\n1e-3", "rms error\nvs fp64", "floor",
+        "largest\nerror", "largest\nvalue",
+    )  # fmt: skip
+    return _table("Accuracy of the output", found, headers, rows)
+
+
+def _table(title: str, found: Sequence[Group], headers: Cells, rows: list[tuple[Cells, Cells]]) -> Table:
+    """What is the same in every row is in the title.  A second column of names takes the room of the last number."""
+    names = ("tokens", "implementation", "precision")
+    layers = {len(group.layers) for group in found}
+    where = [fmt.plural(layers.pop(), "layer")] if len(layers) == 1 else []
+    kept = [i for i, _ in enumerate(names) if len({keys[i] for keys, _ in rows}) > 1 or i == len(names) - 1]
+    same = [rows[0][0][i] for i in range(len(names)) if i not in kept]
+    if 0 not in kept:
+        same[0] = found[0].tokens
+    headers = headers if len(kept) == 1 else headers[:-1]
+    hidden = len(rows) - _MOST_ROWS
+    return Table(
+        title=", ".join([title, *same, *where]),
+        headers=(*(names[i] for i in kept), *headers),
+        rows=tuple((*(keys[i] for i in kept), *cells[: len(headers)]) for keys, cells in rows[:_MOST_ROWS]),
+        align=columns(len(kept), len(headers)),
+        note=f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else "",
+        keys=len(kept),
+    )
+
+
+def _rows(found: Sequence[Group], cells: Callable[[Group, Series], Cells | None]) -> Iterator[tuple[Cells, Cells]]:
+    for group in found:
+        for name in group.compared:
+            for series in group.series(name):
+                if shown := cells(group, series):
+                    precision = f"{series.precision.intermediates}, {series.precision.state_dtype}"
+                    yield (group.tokens.removesuffix(" tokens"), series.name, precision), shown
+
+
+def _speed(group: Group, series: Series) -> Cells | None:
+    found = total_speed(series)
+    if found is None:
+        return None
+    original = group.baseline_of(series.precision)
+    theirs = total_speed(original) if original else None
+    return (
+        fmt.speedup(found.device_ratio, found.device_interval),
+        found.device_verdict or fmt.MISSING,
+        fmt.ratio(found.call_ratio),
+        fmt.duration(found.device_us),
+        fmt.duration(theirs.device_us if theirs and theirs.layers == found.layers else None),
+        fmt.percent(found.floor_pct, 1),
+    )
+
+
+def _accuracy(_group: Group, series: Series) -> Cells | None:
+    ours = pool(series.cases, "out", vs_oracle)
+    if ours is None:
+        return None
+    against, limit = pool(series.cases, "out", vs_baseline), pool(series.cases, "out", floor)
+    return (
+        "yes" if all(accuracy.passed for case in series.cases for accuracy in case.accuracy) else "NO",
+        *(fmt.percent(_match(against, tolerance)) for tolerance in (0.0, 1e-3)),
+        fmt.small(ours.rms_ratio),
+        fmt.small(limit.rms_ratio if limit else None),
+        fmt.small(ours.max_abs),
+        fmt.small(ours.scale_max_abs),
+    )
+
+
+def _match(pooled: Pooled | None, tolerance: float) -> float | None:
+    return pooled.match_pct(tolerance) if pooled else None

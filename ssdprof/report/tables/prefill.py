@@ -1,0 +1,203 @@
+"""Prefill times of the whole model, and the parts of a model that they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ssdprof.report import format as fmt
+from ssdprof.report.tables.table import Note, Table, columns
+from ssdprof.schema.prefill import Prefill, PrefillCase, PrefillLength
+
+READING = Note(
+    "Call: from an idle GPU to the first token, through Python.  Speedup: over {baseline} with the same surroundings.  "
+    "Predicted: by Amdahl's law, from the operator's device time in one layer alone.  Surroundings: the convolution "
+    "and the gated norm around the operator, the model's own or the bundled kernels.  Logits: rms of the difference of "
+    "the first token's logits to {baseline}'s, over rms of those.  GPU idle: the rest of the call, in which the GPU "
+    "waited for the host."
+)
+_IDLE = "GPU idle"
+_AGREE = 0.1  # how far a prediction may be from what was measured, relative, without a word on it
+_WORTH = 0.02  # of the difference to a prediction: what a part is named for
+_NAME = 60  # characters of a kernel's name
+
+
+def reading(prefill: Prefill) -> Note:
+    return Note(READING.text.format(baseline=prefill.baseline))
+
+
+def times(prefill: Prefill) -> Table | None:
+    """One row for each length, surroundings and implementation."""
+    rows = []
+    for length in prefill.lengths:
+        for case in length.cases:
+            speedup = case.speedup
+            rows.append(
+                (
+                    fmt.tokens(length.seqlen, length.batch),
+                    case.surroundings,
+                    name(case),
+                    fmt.duration(case.call.median_us) if case.call else case.status,
+                    _interval(case),
+                    fmt.speedup(speedup.ratio, speedup.interval) if speedup else fmt.MISSING,
+                    speedup.verdict if speedup else fmt.MISSING,
+                    fmt.ratio(speedup.predicted) if speedup else fmt.MISSING,
+                    fmt.share(operator_share(length, case), 1),
+                    fmt.duration(case.alone_us),
+                    fmt.size(case.peak_bytes),
+                    fmt.small(case.logits_rms),
+                )
+            )
+    if not rows:
+        return None
+    return Table(
+        title=f"Prefill time, {_layers(prefill)}",
+        headers=(
+            "tokens",
+            "surroundings",
+            "implementation",
+            "call",
+            "95 % interval",
+            "speedup",
+            "verdict",
+            "predicted",
+            "operator's\nshare",
+            "operator,\none layer",
+            "peak\nmemory",
+            "logits",
+        ),
+        rows=tuple(rows),
+        align=columns(3, 9),
+        keys=3,
+    )
+
+
+def parts(prefill: Prefill, length: PrefillLength) -> Table | None:
+    """Where each prefill's time goes; a column adds up to its call time."""
+    cases = [case for case in length.cases if case.parts and case.call]
+    if not cases:
+        return None
+    names = dict.fromkeys(part.name for case in cases for part in case.parts)
+    rows = [(one, *(_cell(case, case.part_us(one)) for case in cases)) for one in names]
+    rows.append((_IDLE, *(_cell(case, case.idle_us or 0.0) for case in cases)))
+    rows.append(("call", *(_cell(case, case.call.median_us if case.call else 0.0) for case in cases)))
+    return Table(
+        title=f"Where the time goes at {fmt.tokens(length.seqlen, length.batch)}, {_layers(prefill)}",
+        headers=("part", *(f"{name(case)},\n{case.surroundings}" for case in cases)),
+        rows=tuple(rows),
+        align=columns(1, len(cases)),
+    )
+
+
+def ran(prefill: Prefill) -> Table | None:
+    """Which kernels computed each part: those that took longest, with each surroundings of the baseline."""
+    rows = []
+    for length in prefill.lengths[-1:]:
+        for case in length.cases:
+            if case.implementation == prefill.baseline:
+                for part in case.parts:
+                    rows += [
+                        (
+                            case.surroundings,
+                            part.name,
+                            _short(kernel.name),
+                            fmt.duration(kernel.gpu_us),
+                            str(kernel.launches),
+                        )
+                        for kernel in part.kernels
+                    ]
+    if not rows:
+        return None
+    return Table(
+        title=f"Kernels with {prefill.baseline} at {fmt.tokens(length.seqlen, length.batch)}",
+        headers=("surroundings", "part", "kernel", "GPU time", "launches"),
+        rows=tuple(rows),
+        align=columns(3, 2),
+        keys=2,
+        wraps=2,
+        note=f"The model's own convolution: {prefill.convolution}.  Its attention: {prefill.attention or 'none'}.",
+    )
+
+
+def failures(prefill: Prefill) -> Iterator[str]:
+    """What was not timed, and why."""
+    for length in prefill.lengths:
+        for case in length.cases:
+            at = fmt.tokens(length.seqlen, length.batch)
+            if case.status != "passed":
+                yield f"{name(case)} with {case.surroundings} surroundings at {at}: {case.status}: {case.reason}."
+            for left in case.left_to_model:
+                yield f"{name(case)} at {at}: the model itself computed {left}."
+    for left_out in prefill.left_out:
+        yield f"{fmt.tokens(left_out.seqlen)} was not timed: {left_out.reason}."
+
+
+def differences(prefill: Prefill) -> Iterator[str]:
+    """Where a prediction and what was measured are further apart than 10 %: the parts that the difference lies in."""
+    for length in prefill.lengths:
+        for case in length.cases:
+            base = length.baseline_of(case, prefill.baseline)
+            if case.speedup is None or case.speedup.predicted is None or base is None or not case.call or not base.call:
+                continue
+            predicted, measured = case.speedup.predicted, case.speedup.ratio
+            if abs(predicted - measured) <= _AGREE * measured:
+                continue
+            where = _where(length, case, base)
+            yield (
+                f"{name(case)} with {case.surroundings} surroundings at {fmt.tokens(length.seqlen, length.batch)}: "
+                f"Amdahl's law predicts {fmt.ratio(predicted)}, measured is {fmt.ratio(measured)}"
+                f"{f'.  The difference: {where}' if where else ', and no profile says why'}."
+            )
+
+
+def _where(length: PrefillLength, case: PrefillCase, base: PrefillCase) -> str:
+    """What each part gained beyond the prediction.  The gains of all parts and of the idle GPU are that of the call."""
+    if not case.parts or not base.parts or case.alone_us is None or base.alone_us is None:
+        return ""
+    expected = length.operator_calls * (base.alone_us - case.alone_us)
+    found = {"the operator in the model": base.part_us("operator") - case.part_us("operator") - expected}
+    for one in dict.fromkeys(part.name for part in (*base.parts, *case.parts) if part.name != "operator"):
+        found[f"the {one}"] = base.part_us(one) - case.part_us(one)
+    found["the idle GPU"] = (base.idle_us or 0.0) - (case.idle_us or 0.0)
+    total = sum(abs(us) for us in found.values())
+    said = [
+        f"{fmt.duration(abs(us))} {'less' if us > 0 else 'more'} in {one}"
+        for one, us in sorted(found.items(), key=lambda item: -abs(item[1]))
+        if total and abs(us) > _WORTH * total
+    ]
+    return fmt.words(said) if said else ""
+
+
+def operator_share(length: PrefillLength, case: PrefillCase) -> float | None:
+    """Percent of the call that the operators take, by the device time of one layer's alone."""
+    if case.alone_us is None or case.call is None:
+        return None
+    return 100 * length.operator_calls * case.alone_us / case.call.median_us
+
+
+def name(case: PrefillCase) -> str:
+    """ "fused hopper"; the variant only where it says more than the implementation."""
+    plain = case.variant in ("", case.implementation)
+    shown = case.implementation if plain or case.version else f"{case.implementation} {case.variant}"
+    return f"{shown} {case.version}".rstrip()
+
+
+def _cell(case: PrefillCase, us: float) -> str:
+    assert case.call is not None
+    shown = fmt.duration(us) if us >= 0 else f"-{fmt.duration(-us)}"
+    return f"{shown} ({100 * us / case.call.median_us:.1f}%)"
+
+
+def _interval(case: PrefillCase) -> str:
+    if case.call is None:
+        return fmt.MISSING
+    return f"{fmt.duration(case.call.interval_us.low)} to {fmt.duration(case.call.interval_us.high)}"
+
+
+def _layers(prefill: Prefill) -> str:
+    if prefill.layers == prefill.layer_count:
+        return f"all {fmt.plural(prefill.layers, 'layer')}"
+    return f"only {prefill.layers} of {fmt.plural(prefill.layer_count, 'layer')}"
+
+
+def _short(kernel: str) -> str:
+    return kernel if len(kernel) <= _NAME else f"{kernel[: _NAME - 3]}..."

@@ -1,0 +1,145 @@
+"""What implementations do to a model's answers: its next-token distributions, beside those of a reference.
+
+The divergence is that of the candidate from the reference, KL(reference || candidate), in nats.  Position t is that of
+the distribution of token t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from ssdprof.schema.base import DType, PrecisionRecord, Record
+from ssdprof.schema.speed import Interval
+
+
+class Flip(Record):
+    """A position at which the two have different most likely tokens.
+
+    margin: by how much more the reference likes its own token than the other one, in nats of log-probability.
+    """
+
+    position: int
+    margin: float
+    reference_token: int
+    token: int
+
+
+class AnswerBand(Record):
+    """Positions start..stop of the prompt.
+
+    perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the differences at each position,
+    resampled in blocks.  The perplexities are None where no next token is known.
+    """
+
+    start: int
+    stop: int
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    kl_max_position: int
+    top1_pct: float  # positions at which both have the same most likely token
+    flips: int
+    flip_margin_median: float | None
+    worst_flip: Flip | None  # the one with the largest margin
+    reference_perplexity: float | None
+    perplexity: float | None
+    perplexity_increase_pct: float | None
+    perplexity_interval_pct: Interval | None
+
+
+class Generated(Record):
+    """Greedy tokens after the prompt.  first_difference: the first that is another than the reference's; None: none."""
+
+    tokens: int
+    first_difference: int | None
+
+
+AnswerStatus = Literal["compared", "nonfinite", "refused", "out of memory", "failed"]
+
+
+class AnswerCase(Record):
+    """The model with one implementation at one precision in the place of its operators.
+
+    change: of a case that shows how much does not come from implementations: what was changed, in words.
+    layer: the decoder layer that the implementation computed, all others as in the reference; None: in all asked for.
+    bands: of all positions, then of parts of a long prompt.  Empty unless compared.
+    """
+
+    implementation: str
+    precision: PrecisionRecord
+    change: str = ""
+    layer: int | None = None
+    status: AnswerStatus
+    reason: str = ""
+    bands: tuple[AnswerBand, ...] = ()
+    generated: Generated | None = None
+
+    @property
+    def label(self) -> str:
+        """ "fused (relaxed, bf16 states)"."""
+        what = f"{self.implementation} ({self.precision})"
+        where = "" if self.layer is None else f" in layer {self.layer} alone"
+        return f"{what}{where}, {self.change}" if self.change else f"{what}{where}"
+
+    @property
+    def judged(self) -> bool:
+        """Whether gates apply: to implementations in every layer asked for."""
+        return not self.change and self.layer is None
+
+
+class AnswerGate(Record):
+    """Limits of a case, over all positions: of the mean divergence, the agreement, and the perplexity's increase."""
+
+    max_kl: float | None = None
+    min_top1_pct: float | None = None
+    max_perplexity_increase_pct: float | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self == AnswerGate()
+
+    def objections(self, case: AnswerCase) -> Iterator[str]:
+        """Which limits the case breaks, in words; what is no number breaks every limit."""
+        whole = case.bands[0]
+        if self.max_kl is not None and not whole.kl_mean <= self.max_kl:
+            yield f"mean KL {whole.kl_mean:.3g} is above {self.max_kl:g}"
+        if self.min_top1_pct is not None and not whole.top1_pct >= self.min_top1_pct:
+            yield f"the same top token at {whole.top1_pct:.4g}% of positions, below {self.min_top1_pct:g}%"
+        increase, limit = whole.perplexity_increase_pct, self.max_perplexity_increase_pct
+        if limit is not None and increase is not None and not increase <= limit:
+            yield f"perplexity rises by {increase:.3g}%, more than {limit:g}%"
+
+
+class Answers(Record):
+    """The cases of one prompt.
+
+    reference: what computed the operators in the model that all are compared with.  remark: why it is that one.
+    weights: the dtype in which the model ran, outside its operators; own_weights: it is the checkpoint's.
+    layers: decoder layers in which implementations computed; elsewhere the reference did.
+    seconds: wall-clock time of all of it.
+    """
+
+    seqlen: int
+    reference: str
+    remark: str = ""
+    weights: DType
+    own_weights: bool = True
+    layers: tuple[int, ...]
+    segment_length: int
+    gate: AnswerGate
+    cases: tuple[AnswerCase, ...] = ()
+    peak_bytes: int | None = None  # GPU memory, of model, reference and cases
+    seconds: float = 0.0
+
+    def failures(self) -> tuple[str, ...]:
+        """A sentence for each judged case that was not compared or breaks a limit."""
+        found = []
+        for case in self.cases:
+            if not case.judged:
+                continue
+            if case.status != "compared":
+                found.append(f"{case.label} at {self.seqlen:,} tokens: {case.status}: {case.reason}")
+            elif why := "; ".join(self.gate.objections(case)):
+                found.append(f"{case.label} at {self.seqlen:,} tokens: {why}")
+        return tuple(found)

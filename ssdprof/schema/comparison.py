@@ -1,0 +1,137 @@
+"""What `ssdprof compare` finds: two runs or two benches, case by case.
+
+Ratios are BASE's time over NEW's, so that a ratio above 1 says that NEW is faster.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ssdprof.schema.base import PrecisionRecord, Record
+from ssdprof.schema.gating import Broken
+from ssdprof.schema.machine import Environment
+from ssdprof.schema.rows import Row
+from ssdprof.schema.speed import Interval, Verdict
+
+COMPARISON_VERSION = 1
+TotalBy = Literal["device time", "speedup"]
+
+
+class Side(Record):
+    """One of the two.  name: as the user gave it.  subject: a model, or the operator of a bench.
+    unfinished: why it is not whole, in a sentence; empty if it is.
+    """
+
+    name: str
+    kind: Literal["run", "bench"]
+    created: str
+    ssdprof_version: str
+    subject: str
+    environment: Environment
+    unfinished: str = ""
+
+
+class Difference(Record):
+    """What differs between the machines, so that absolute times do not compare."""
+
+    what: str  # "GPU", "driver", "Triton"
+    base: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"other {self.what}: {self.base}, now {self.new}"
+
+
+class Change(Record):
+    """interval: 95 %, of the spread within each of the two; what differs from run to run is not in it."""
+
+    ratio: float
+    interval: Interval
+    verdict: Verdict
+
+
+class Pair(Record):
+    """A case of both, or of one of them.
+
+    time, call: of device and call times; None if the times do not compare or there are none.
+    over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
+    incomparable: why absolute times do not compare.
+    other_inputs: why errors do not compare; empty if both had the same inputs.
+    """
+
+    base: Row | None
+    new: Row | None
+    time: Change | None = None
+    call: Change | None = None
+    over_baseline: Change | None = None
+    incomparable: tuple[str, ...] = ()
+    other_inputs: str = ""
+
+    @property
+    def row(self) -> Row:
+        found = self.new or self.base
+        assert found is not None
+        return found
+
+    @property
+    def judged_by(self) -> Change | None:
+        """Device times where they compare, else the ratio of the speedups."""
+        return self.time or self.over_baseline
+
+    @property
+    def verdict(self) -> str:
+        """ "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE", "only in NEW"."""
+        if self.base is None or self.new is None:
+            return "only in NEW" if self.base is None else "only in BASE"
+        if self.judged_by is not None:
+            return self.judged_by.verdict
+        timed = self.base.timing is not None and self.new.timing is not None
+        return "not comparable" if timed else "not timed"
+
+
+class Total(Record):
+    """Cases of one implementation and precision together: the geometric mean of their ratios.
+
+    Its interval takes every case at its own bound, as if all erred the same way.
+    """
+
+    where: str  # "131,072 tokens"; of a bench a shape and a dtype
+    implementation: str
+    precision: PrecisionRecord
+    cases: int
+    by: TotalBy
+    change: Change
+
+
+class StageChange(Record):
+    """A stage's part of an implementation's busy time, by ncu.  None: not in that one."""
+
+    implementation: str
+    stage: str
+    base_pct: float | None
+    new_pct: float | None
+    base_us: float | None = None
+    new_us: float | None = None
+
+
+class Condition(Record):
+    """A --fail-if: as given, and the rows that offend against it."""
+
+    text: str
+    offenders: tuple[Broken, ...]
+
+
+class Comparison(Record):
+    comparison_version: int = COMPARISON_VERSION
+    base: Side
+    new: Side
+    smallest_difference: float
+    machine: tuple[Difference, ...]
+    pairs: tuple[Pair, ...]
+    totals: tuple[Total, ...]
+    stalls: tuple[StageChange, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not any(condition.offenders for condition in self.conditions)

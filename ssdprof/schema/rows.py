@@ -1,0 +1,130 @@
+"""A case of a run or of a bench as one flat row: what gates, exports and comparisons read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from ssdprof.schema.accuracy import Match, TensorAccuracy
+from ssdprof.schema.answers import AnswerBand, AnswerCase, Answers
+from ssdprof.schema.base import PrecisionRecord, Record, Status
+from ssdprof.schema.run import CaseResult, RunReport
+from ssdprof.schema.speed import Launch, Memory, Roofline, Speedup, Timing
+
+
+class Errors(Record):
+    """How exact a tensor is.  Matches are empty where they were not recorded: a bench records RMS errors only."""
+
+    rms_ratio: float  # rms(out - oracle) / rms(oracle)
+    floor_rms_ratio: float  # the same of the oracle, rounded to the output's dtype
+    max_abs: float | None = None  # largest difference from the oracle
+    against_baseline: tuple[Match, ...] = ()
+    against_oracle: tuple[Match, ...] = ()
+
+    @property
+    def over_floor(self) -> float | None:
+        """None where the floor is 0: the oracle is exact in the output's dtype."""
+        return self.rms_ratio / self.floor_rms_ratio if self.floor_rms_ratio else None
+
+    def match_pct(self, tolerance: float) -> float | None:
+        """Share of elements that match the baseline, in percent."""
+        return next((match.match_pct for match in self.against_baseline if match.tolerance == tolerance), None)
+
+
+class Row(Record):
+    """where: "layer 3"; of a bench a shape and a dtype.  tokens: "131,072 tokens", "8 x 4,096".
+    shape: the sizes of the call, in words.  gated: whether gates judge it: those of the baseline they do not.
+    """
+
+    where: str
+    tokens: str
+    shape: str
+    implementation: str
+    variant: str
+    precision: PrecisionRecord
+    status: Status
+    reason: str = ""
+    gated: bool
+    timing: Timing | None = None
+    speedup: Speedup | None = None
+    roofline: Roofline | None = None
+    memory: Memory | None = None
+    launches: tuple[Launch, ...] = ()
+    out: Errors | None = None
+    final_states: Errors | None = None
+    answers: AnswerBand | None = None  # over all positions of the prompt, in a row of the whole model
+
+    @property
+    def place(self) -> str:
+        """ "layer 3, 131,072 tokens"."""
+        return f"{self.where}, {self.tokens}"
+
+    @property
+    def name(self) -> str:
+        """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in every run."""
+        return f"{self.place}, {self.implementation}, {self.precision}"
+
+
+def tokens(seqlen: int, batch: int = 1) -> str:
+    """ "131,072 tokens", "32 x 1,024 tokens", as in the tables of a report."""
+    noun = "token" if seqlen == 1 else "tokens"
+    return f"{seqlen:,} {noun}" if batch == 1 else f"{batch} x {seqlen:,} {noun}"
+
+
+def of_run(report: RunReport) -> tuple[Row, ...]:
+    return tuple(_row(case, gated=case.implementation != report.baseline) for case in report.cases)
+
+
+def of_answers(report: RunReport) -> tuple[Row, ...]:
+    """The answers of the whole model: a row per prompt, implementation and precision."""
+    return tuple(_answers(one, case) for one in report.answers for case in one.cases if case.judged)
+
+
+def _answers(answers: Answers, case: AnswerCase) -> Row:
+    layers = ", ".join(map(str, answers.layers))
+    return Row(
+        where="answers",
+        tokens=tokens(answers.seqlen),
+        shape=f"{answers.weights} weights, reference {answers.reference}, layers {layers}",
+        implementation=case.implementation,
+        variant="",
+        precision=case.precision,
+        status="passed" if case.status == "compared" else case.status,
+        reason=case.reason,
+        gated=False,
+        answers=case.bands[0] if case.bands else None,
+    )
+
+
+def _row(case: CaseResult, *, gated: bool) -> Row:
+    return Row(
+        where=f"layer {case.layer.index}",
+        tokens=tokens(case.dims.seqlen, case.dims.batch),
+        shape=f"{case.dims.operator}, {case.dims}",
+        implementation=case.implementation,
+        variant=case.variant,
+        precision=case.precision,
+        status=case.status,
+        reason=case.reason,
+        gated=gated,
+        timing=case.timing,
+        speedup=case.speedup,
+        roofline=case.roofline,
+        memory=case.memory,
+        launches=case.launches,
+        out=_errors(case.accuracy, "out"),
+        final_states=_errors(case.accuracy, "final_states"),
+    )
+
+
+def _errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:
+    found = next((one for one in accuracy if one.tensor == tensor), None)
+    if found is None:
+        return None
+    return Errors(
+        rms_ratio=found.vs_oracle.rms_ratio,
+        floor_rms_ratio=found.floor.rms_ratio,
+        max_abs=found.vs_oracle.max_abs,
+        against_baseline=found.vs_baseline.matches if found.vs_baseline else (),
+        against_oracle=found.vs_oracle.matches,
+    )

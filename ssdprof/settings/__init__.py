@@ -1,0 +1,1 @@
+"""What a project sets for every command: `[tool.ssdprof]` of pyproject.toml, or ssdprof.toml."""

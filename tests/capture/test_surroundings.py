@@ -1,0 +1,119 @@
+"""The bundled convolution and gated norm in a model's place: the same answers, and the model is restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from ssdprof.capture.prefill import prefill
+from ssdprof.capture.sites import find_sites
+from ssdprof.capture.surroundings import CONVOLUTION, BundledSurroundings, NormForm, gated_norms, norm_form
+from ssdprof.kernels import UnsupportedError
+
+FAMILIES = [
+    "mamba2", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "falcon_h1_rms", "zamba2", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
+]  # fmt: skip
+
+
+def logits(model: Any, segment: int = 40) -> torch.Tensor:
+    return prefill(model, tiny_models.prompt(40), segment, keeps_cache=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("segment", [40, 16])
+def test_every_family_answers_alike(name: str, segment: int) -> None:
+    model = tiny_models.shared(name)
+    bundled = BundledSurroundings(find_sites(model))
+    assert bundled.left_to_model == ()
+    before = logits(model, segment)
+    with bundled.installed():
+        ours = logits(model, segment)
+    assert not torch.equal(ours, before)  # another order of sums: it was ours that ran
+    assert float((ours - before).abs().max() / before.abs().max()) < 1e-4
+    assert torch.equal(logits(model, segment), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("mamba2", (64, False)),  # two groups of 64
+        ("granitemoehybrid", (128, False)),
+        ("qwen3_5_text", (16, True)),
+    ],
+)
+def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]) -> None:
+    (norm,) = gated_norms(find_sites(tiny_models.shared(name))[0])
+    found = norm_form(norm)
+    assert found is not None
+    assert (found.group_size, found.norm_first) == form
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
+def test_the_probe_tells_the_forms_apart_in_bf16(name: str) -> None:
+    norm = gated_norms(find_sites(tiny_models.build(name, torch.bfloat16))[0])[0]
+    assert norm_form(norm) == norm_form(gated_norms(find_sites(tiny_models.shared(name))[0])[0])
+
+
+class Sigmoid(nn.Module):
+    """A gate that the kernel does not have."""
+
+    variance_epsilon = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(128))
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(hidden_states, (128,)) * torch.sigmoid(gate)
+
+
+def test_another_norm_is_left_to_the_model_and_named() -> None:
+    model = tiny_models.build("granitemoehybrid")
+    sites = find_sites(model)
+    sites[0].mixer.norm = Sigmoid()
+    assert norm_form(sites[0].mixer.norm) is None
+    bundled = BundledSurroundings(sites)
+    assert bundled.left_to_model == ("1 gated norms of a form that the kernel does not have",)
+    with bundled.installed():
+        assert "forward" not in vars(sites[0].mixer.norm)
+        assert "forward" in vars(sites[1].mixer.norm)
+        logits(model)
+    assert "forward" not in vars(sites[1].mixer.norm)
+
+
+def test_the_model_is_restored_whatever_ends_the_context() -> None:
+    model = tiny_models.shared("mamba2")
+    sites = find_sites(model)
+    own = sites[0].namespace[CONVOLUTION]
+    installed = BundledSurroundings(sites).installed()
+    installed.__enter__()
+    assert sites[0].namespace[CONVOLUTION] is not own
+    error = KeyboardInterrupt()
+    assert not installed.__exit__(KeyboardInterrupt, error, None)
+    assert sites[0].namespace[CONVOLUTION] is own
+    assert "forward" not in vars(sites[0].mixer.norm)
+
+
+def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
+    sites = find_sites(tiny_models.shared("mamba2"))
+    x, weight = torch.zeros(1, 8, 4), torch.zeros(8, 4)
+    with BundledSurroundings(sites).installed():
+        convolve = sites[0].namespace[CONVOLUTION]
+        with pytest.raises(UnsupportedError, match="no gelu"):
+            convolve(x, weight, None, activation="gelu")
+        with pytest.raises(UnsupportedError, match="does not take seq_idx"):
+            convolve(x, weight, None, activation="silu", seq_idx=torch.zeros(1, 4))
+        assert convolve(x, weight, None, activation="silu", seq_idx=None).shape == x.shape
+
+
+def test_a_form_is_no_guess() -> None:
+    """A norm with the right name and another width of groups is probed, not believed."""
+    (norm,) = gated_norms(find_sites(tiny_models.build("mamba2"))[0])
+    norm.group_size = 32  # what the module computes, too
+    found = norm_form(norm)
+    assert found == NormForm(32, norm_first=False, eps=norm.variance_epsilon)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Plays a job of the workflow of docs/ci.md from end to end: on the main branch, on a pull request that changes nothing,
+# and on one whose fused kernel got worse.  The first two must pass; the third must fail and name the row.
+#
+# workflow.sh JOB FAULT METRIC: gpu slower "slower:3%"; cpu inexact "rms:5%"
+# PLAY_OPTIONS replaces the options of the run.  Without a GPU, FAKE_TIMES=1 makes times up.  Works in the current folder.
+set -euo pipefail
+job=$1 fault=$2 metric=$3
+here=$(cd "$(dirname "$0")" && pwd)
+row="layer 1, .* tokens, fused, exact, fp32 states"
+
+export PATH="$here/bin:$PATH" STORE="$PWD/store" PLANTED=""
+mkdir -p "$STORE"
+
+play() {
+  echo "#### $1"
+  rm -rf baseline reports "$STORE/artifacts" "$STORE/summary.md"
+  python "$here/play.py" "$here/../../docs/ci.md" "$job" ${PLAY_OPTIONS:+--options "$PLAY_OPTIONS"} > log 2>&1 && status=0 || status=$?
+  cat log
+}
+must() { "$@" || { echo "does not hold: $*" >&2; exit 1; }; }
+
+play "on main"
+must [ "$status" -eq 0 ]
+must grep -q "^::notice title=ssdprof::There is no run in baseline/run" log
+must [ -f "$STORE/artifacts/ssdprof-$job/run/report.json" ]
+for report in report.md junit.xml report.csv benchmark-action.json; do
+  must [ -s "$STORE/artifacts/ssdprof-$job/$report" ]
+done
+must grep -q "^## ssdprof: demo" "$STORE/summary.md"
+mv "$STORE/artifacts" "$STORE/main"
+
+play "a pull request that changes nothing"
+must [ "$status" -eq 0 ]
+must grep -q "PASSED: no case offends against .*$metric" reports/compare.md
+
+PLANTED=$fault play "a pull request with a regression: $fault"
+must [ "$status" -eq 1 ]
+must grep -q "^FAILED: $metric: $row: " log
+must grep -q "^::error title=ssdprof compare::${metric//%/%25}: $row: " log
+must grep -q "^The run is worse than the baseline" log
+must grep -q "FAILED: $metric: $row" "$STORE/summary.md"
+must [ -s "$STORE/artifacts/ssdprof-$job/compare.md" ]  # attached although the job failed
+if grep -q "^The run did not pass" log; then echo "the fault was to be seen in the comparison alone" >&2; exit 1; fi
+echo "#### as it should be"

@@ -1,0 +1,103 @@
+"""`ssdprof compare` as a user and a CI job meet it: files in, a report and an exit code out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from compare.changed import FUSED, fused, other_machine, run, slowed
+from typer.testing import CliRunner
+
+from ssdprof.cli import app
+from ssdprof.compare.compare import SCHEMA_FILE
+from ssdprof.runs import document
+from ssdprof.schema.comparison import Comparison
+
+
+class Answer:
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, ["compare", *words], prog_name="ssdprof", catch_exceptions=False)
+        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def runs_in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reports = {"base": run(), "same": run(), "slow": run(change=slowed(1.05, fused))}
+    reports["elsewhere"] = run(environment=other_machine(name="NVIDIA H100"))
+    for name, report in reports.items():
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "report.json").write_text(document.dump(report.model_copy(update={"run_id": name})))
+
+
+def test_exit_code_and_rows() -> None:
+    assert Answer("base", "slow").code == 0  # nothing was asked of it
+    held = Answer("base", "same", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
+    assert (held.code, held.err) == (0, "")
+    assert "PASSED: no case offends against slower:3% or match:-0.1." in held.out
+    broken = Answer("base", "slow", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
+    assert broken.code == 1
+    assert f"FAILED: slower:3%: {FUSED}: 1.05 times BASE's time [1.043, 1.057]" in broken.err
+    assert "match" not in broken.err
+    assert f"FAILED: slower:3%: {FUSED}: 1.05 times" in " ".join(broken.out.split())
+    assert "unfused, exact" not in broken.err
+
+
+def test_every_way_to_name_a_run(tmp_path: Path) -> None:
+    base = tmp_path / "runs" / "base"
+    for name in ("base", str(base), "runs/base", str(base / "report.json")):
+        assert Answer(name, "slow", "--fail-if", "slower:3%").code == 1
+
+
+def test_another_machine_is_said_to_be_one() -> None:
+    answer = Answer("base", "elsewhere", "--fail-if", "slower:3%")
+    assert answer.code == 0
+    said = " ".join(answer.out.split())
+    assert "The machines differ (other GPU: NVIDIA H200, now NVIDIA H100), so absolute times are not compared." in said
+    assert "by the speedup over the baseline" in said
+
+
+def test_json_and_markdown() -> None:
+    told = json.loads(Answer("base", "slow", "--json").out)
+    jsonschema.validate(told, json.loads(SCHEMA_FILE.read_text()))
+    assert len(Comparison.model_validate(told).pairs) == 8
+    failed = Answer("base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "slower:3%")
+    assert (failed.code, failed.out) == (1, "")
+    text = Path("compare.md").read_text()
+    assert text.startswith("## ssdprof compare: BASE base, NEW slow\n\n**FAILED: slower:3%: layer 0")
+    assert "| layer 9, 131,072 tokens | fused" in text
+    again = Answer("base", "slow", "--format", "markdown", "-o", "compare.md")
+    assert (again.code, "--force" in again.err) == (2, True)
+    assert Answer("base", "slow", "--format", "markdown", "-o", "compare.md", "--force").code == 0
+    assert Answer("base", "slow", "--format", "json", "-o", "compare.json").code == 0
+    assert Answer("base", "slow", "--json", "--format", "markdown").code == 2
+
+
+def test_settings_hold_the_conditions() -> None:
+    Path("ssdprof.toml").write_text('[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n')
+    answer = Answer("base", "slow")
+    assert answer.code == 1
+    assert "8 no difference (no difference: within 10.0%)" in " ".join(answer.out.split())
+    assert Answer("base", "slow", "--fail-if", "slower:20%").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("base", "nothing"), "nothing is not a run"),
+        (("base", "same", "--fail-if", "slowr:3%"), "Did you mean slower?"),
+        (("base", "same", "--smallest-difference", "much"), "not a percentage"),
+        (("base", "same", "-o", "no/where.md"), "There is no folder"),
+        (("base", "ssdprof.txt"), "not JSON"),
+        (("base", "cells.json"), "cells.json: The file is not a result of ssdprof bench"),
+    ],
+)
+def test_what_is_refused(words: tuple[str, ...], complaint: str) -> None:
+    Path("ssdprof.txt").write_text("no report")
+    Path("cells.json").write_text('{"cells": []}')
+    answer = Answer(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert complaint in answer.err

@@ -1,0 +1,104 @@
+"""Whose work a kernel is: that of the innermost mark at its launch; nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof.measure.gpu_trace import Trace, Work, marked, traced, work
+
+
+def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:
+    name = f"ssdprof:{part}"
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": begin, "dur": end - begin, "tid": tid}
+
+
+def kernel(
+    number: int, launched: float, us: float, *, name: str = "k", tid: int = 1, driver: bool = False
+) -> list[dict[str, Any]]:
+    launch = {
+        "ph": "X", "cat": "cuda_driver" if driver else "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched,
+        "dur": 1.0, "tid": tid, "args": {"correlation": number},
+    }  # fmt: skip
+    ran = {
+        "ph": "X", "cat": "kernel", "name": name, "ts": launched + 500, "dur": us, "tid": 7,
+        "args": {"correlation": number},
+    }  # fmt: skip
+    return [launch, ran]
+
+
+def parts(trace: Trace) -> dict[str | None, float]:
+    found: dict[str | None, float] = {}
+    for one in work(trace):
+        found[one.part] = found.get(one.part, 0.0) + one.us
+    return found
+
+
+def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
+    trace = [
+        *kernel(1, 5, 1.0),  # before all marks
+        mark("mixer", 10, 100),
+        *kernel(2, 20, 2.0),
+        mark("operator", 30, 50),
+        *kernel(3, 31, 4.0, driver=True),  # as Triton launches, and it runs long after the mark
+        *kernel(4, 51, 8.0),  # the mixer again
+        mark("MLP", 100, 120),  # begins where the other ends
+        *kernel(5, 100, 16.0),
+        *kernel(6, 120, 32.0),  # behind all marks
+    ]
+    assert parts(trace) == {None: 33.0, "mixer": 10.0, "operator": 4.0, "MLP": 16.0}
+
+
+def test_the_order_of_events_means_nothing() -> None:
+    trace = [mark("mixer", 0, 100), mark("operator", 10, 20), *kernel(1, 15, 1.0), *kernel(2, 25, 2.0)]
+    assert parts(trace[::-1]) == parts(trace) == {"operator": 1.0, "mixer": 2.0}
+
+
+def test_a_mark_of_the_same_begin_is_inside_if_it_ends_sooner() -> None:
+    trace = [mark("operator", 10, 20), mark("mixer", 10, 100), *kernel(1, 12, 1.0), *kernel(2, 30, 2.0)]
+    assert parts(trace) == {"operator": 1.0, "mixer": 2.0}
+
+
+def test_marks_of_another_thread_and_of_others_count_for_nothing() -> None:
+    others = mark("x", 0, 100) | {"name": "Optimizer.step"}
+    trace = [others, mark("mixer", 0, 100, tid=2), *kernel(1, 15, 1.0), *kernel(2, 15, 2.0, tid=2)]
+    assert parts(trace) == {None: 1.0, "mixer": 2.0}
+
+
+def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
+    memory = [
+        {"ph": "X", "cat": cat, "name": cat, "ts": 5.0, "dur": 1.0, "tid": 7, "args": {"correlation": 99}}
+        for cat in ("gpu_memcpy", "gpu_memset")
+    ]
+    bare = {"ph": "X", "cat": "kernel", "name": "bare", "ts": 5.0, "dur": 4.0, "tid": 7}
+    found = work([mark("mixer", 0, 100), *memory, bare])
+    assert found == [Work(None, "gpu_memcpy", 1.0), Work(None, "gpu_memset", 1.0), Work(None, "bare", 4.0)]
+
+
+def test_without_a_gpus_work_there_is_none() -> None:
+    assert work([mark("mixer", 0, 100)]) == []
+
+
+@pytest.mark.gpu
+def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
+    from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
+
+    device = torch.device("cuda")
+    x, weight = torch.randn(1, 4096, 512, device=device), torch.randn(512, 4, device=device)
+
+    def run() -> None:
+        with marked("mixer"):
+            torch.mm(x[0], x[0].T)
+            with marked("convolution"):
+                causal_conv1d(x, weight)
+        x.sum()
+
+    run()
+    found = work(traced(run, device))
+    by_part = {part: [one.name for one in found if one.part == part] for part in ("mixer", "convolution", None)}
+    assert by_part["convolution"] == ["_causal_conv1d_kernel"]
+    assert len(by_part["mixer"]) >= 1
+    assert any("reduce" in name for name in by_part[None])
+    assert all(one.us > 0 for one in found)

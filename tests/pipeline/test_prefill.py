@@ -1,0 +1,123 @@
+"""From a request to a report of prefill times, with a stopwatch that needs no GPU: lengths, records, interruption."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prefill_fakes import FakeBench
+
+from ssdprof import kernels, runs
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.pipeline import prefill
+from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
+from ssdprof.pipeline.replay import Unwatched
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.runs.record import draft
+from ssdprof.schema import Asked, PrecisionRecord, Prompt
+from ssdprof.schema.prefill import PrefillReport
+
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+
+
+class Stopwatch(FakeBench):
+    """Ignores which implementation ran: all calls take as long."""
+
+    def __init__(self, _device: torch.device) -> None:
+        super().__init__({"unfused": 2.0, "fused": 1.0})
+
+    def call_us(self, run: Any) -> float:
+        run()
+        return 100.0
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = {name: kernels.get(name, "reference") for name in ("ssd", "gdn")}  # quicker than the interpreter
+    monkeypatch.setattr(kernels, "get", lambda operator, name: replace(reference[operator], name=name))
+    monkeypatch.setattr(prefill, "require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(prefill, "CudaBench", Stopwatch)
+    monkeypatch.setattr(prefill, "traced", lambda run, device: (run(), [])[1])  # noqa: ARG005
+
+
+def asked(*seqlens: int, layers: str = "all", model: str = "demo") -> CaptureRequest:
+    return CaptureRequest(model=ModelRequest(model=model), prompt=PromptRequest(seqlens=seqlens), layers=layers)
+
+
+def wanted(*seqlens: int, layers: str = "all", **changes: Any) -> PrefillRequest:
+    settings: dict[str, Any] = {"surroundings": ("model",), "seconds": 0.01} | changes
+    return PrefillRequest(model=asked(*seqlens, layers=layers), precision=EXACT, **settings)
+
+
+def run(request: PrefillRequest, keep: Any = lambda _: None) -> PrefillReport:
+    return time_prefills(request, find(request.model), Unwatched(), keep)
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_every_length_is_kept_when_it_is_timed_the_shortest_first() -> None:
+    kept: list[tuple[str, list[int]]] = []
+    report = run(
+        wanted(12, 8, batch=2),
+        lambda partial: kept.append((partial.state, [one.seqlen for one in partial.prefill.lengths])),
+    )
+    assert kept == [("partial", [8]), ("partial", [8, 12]), ("complete", [8, 12])]
+    assert (report.prefill.layers, report.prefill.layer_count) == (report.checkpoint.layer_count,) * 2
+    for length in report.prefill.lengths:
+        assert length.batch == 2
+        assert [(case.implementation, case.status) for case in length.cases] == [
+            ("unfused", "passed"),
+            ("fused", "passed"),
+        ]
+        assert length.cases[1].logits_rms == 0
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_the_first_layers_alone_are_timed_and_counted() -> None:
+    report = run(wanted(8, layers="first:1"))
+    assert report.prefill.layers < report.prefill.layer_count
+    assert report.prefill.operator_layers == report.prefill.lengths[0].operator_calls == 1
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
+    report = run(wanted(8, budget=1e-9))
+    assert report.prefill.lengths == ()
+    assert [(left.seqlen, left.reason) for left in report.prefill.left_out] == [(8, "the budget of 1e-09 s was spent")]
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_an_interrupt_leaves_a_partial_report() -> None:
+    kept: list[PrefillReport] = []
+
+    def keep(report: PrefillReport) -> None:
+        kept.append(report)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted(8, 12), keep)
+    assert (kept[0].state, len(kept[0].prefill.lengths)) == ("partial", 1)
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_a_run_holds_the_prefill_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "SURROUNDINGS", ("model",))
+    request, folder = asked(8), runs.RunFolder(tmp_path)
+    subject = find(request)
+    prompt = Prompt(kind="random", source="random", tokenizer="none", seqlen=8, token_sha256="0" * 64)
+    of_run = Asked(implementations=("unfused",), precisions=(EXACT,), layers=subject.layers)
+    report = draft(folder, ("ssdprof", "run"), subject.ref, [prompt], 8, asked=of_run)
+    found = prefill_of_run(request, 0.01, tmp_path, report, Unwatched())
+    assert found.prefill is not None
+    assert [case.status for case in found.prefill.lengths[0].cases] == ["passed", "passed"]
+    assert runs.read(tmp_path)[1] == found
+    assert found.model_copy(update={"prefill": None}) == report
+
+
+def test_without_a_gpu_it_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(MissingCapabilityError, match=r"Prefill times need an NVIDIA GPU"):
+        run(wanted(8))

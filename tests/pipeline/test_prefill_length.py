@@ -1,0 +1,247 @@
+"""A length through all contenders, on the CPU: statuses, turns, Amdahl's law, parts, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from prefill_fakes import REST_US, FakeBench, cpu_trace
+
+from ssdprof import kernels
+from ssdprof.capture.sites import find_sites
+from ssdprof.errors import BadInputError
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.gpu_trace import Trace
+from ssdprof.pipeline.prefill_length import Contender, LengthTimer, Prompted, sampling_plan
+from ssdprof.schema import PrecisionRecord
+from ssdprof.schema.prefill import PrefillCase, PrefillLength, Surroundings
+
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
+LAYERS, LENGTH = 3, 12
+
+
+class Noted(Contender):
+    """Tells the bench that it ran."""
+
+    bench: FakeBench
+
+    def compute(self, call: Any) -> Any:
+        self.bench.ran.append(self.name)
+        return super().compute(call)
+
+
+def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model", run: Any = None) -> Contender:
+    """Computes as the reference does, which is quicker here than kernels in the interpreter."""
+    base = kernels.get("ssd", "reference")
+    implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
+    noted = Noted(name=name, implementations={"ssd": implementation}, precision=EXACT, surroundings=surroundings)
+    object.__setattr__(noted, "bench", bench)
+    return noted
+
+
+def unseen(run: Callable[[], object]) -> Trace:
+    """A profiler that sees nothing: rounds are few then."""
+    run()
+    return []
+
+
+def timer(
+    contenders: Callable[[FakeBench], list[Contender]],
+    *,
+    profile: Callable[[Callable[[], object]], Trace] = unseen,
+    segment: int = LENGTH,
+    **changes: Any,
+) -> tuple[LengthTimer, FakeBench]:
+    bench = FakeBench(US)
+    model = tiny_models.shared("mamba2")
+    prompted = Prompted(
+        model=model,
+        ids=tiny_models.prompt(LENGTH),
+        segment_length=segment,
+        sites=find_sites(model),
+        layer=tiny_models.layer_refs("mamba2")[1],
+    )
+    settings: dict[str, Any] = {"baseline": "unfused", "seconds": 0.01, "smallest_difference": 0.01} | changes
+    return LengthTimer(prompted=prompted, contenders=contenders(bench), bench=bench, profile=profile, **settings), bench
+
+
+def cases(length: PrefillLength) -> dict[tuple[str, str], PrefillCase]:
+    return {(case.implementation, case.surroundings): case for case in length.cases}
+
+
+def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs() -> None:
+    pairs: list[tuple[str, Surroundings]] = [(name, "model") for name in US]
+    pairs += [("unfused", "bundled"), ("fused", "bundled")]
+    one, _ = timer(lambda bench: [contender(bench, *pair) for pair in pairs])
+    length = one.run()
+    assert (length.seqlen, length.batch, length.operator_calls, length.layer.index) == (LENGTH, 1, LAYERS, 1)
+    found = cases(length)
+    assert list(found) == pairs
+    for (name, _surroundings), case in found.items():
+        assert case.status == "passed", case.reason
+        assert case.call is not None
+        assert case.call.median_us == pytest.approx(REST_US + LAYERS * US[name])
+        assert case.alone_us == pytest.approx(US[name])
+        if name == "unfused":
+            assert case.speedup is None
+            continue
+        assert case.speedup is not None
+        expected = (REST_US + LAYERS * US["unfused"]) / (REST_US + LAYERS * US[name])
+        assert case.speedup.ratio == pytest.approx(expected)
+        assert case.speedup.predicted == pytest.approx(expected)
+        assert case.speedup.verdict == "faster"
+        assert (case.logits_rms, case.same_token) == (0.0, True)
+
+
+def test_in_segments_the_operator_counts_once_for_each() -> None:
+    one, _ = timer(lambda bench: [contender(bench, name) for name in ("unfused", "fused")], segment=4)
+    length = one.run()
+    assert (length.segment_length, length.operator_calls) == (4, 3 * LAYERS)
+    speedup = cases(length)["fused", "model"].speedup
+    assert speedup is not None
+    assert speedup.predicted == pytest.approx((REST_US + 9 * 100) / (REST_US + 9 * 40))
+
+
+def test_a_column_adds_up_to_its_call() -> None:
+    one, _ = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace)
+    (case,) = one.run().cases
+    assert case.call is not None
+    assert case.idle_us is not None
+    assert {part.name for part in case.parts} >= {"mixer", "gated norm", "rest"}
+    assert sum(part.gpu_us for part in case.parts) + case.idle_us == pytest.approx(case.call.median_us)
+
+
+def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
+    one, bench = timer(lambda bench: [contender(bench, name) for name in US])
+    one.run()
+    first = bench.events.index("call fused")
+    calls = [event for event in bench.events if event.startswith("call ")]
+    assert "relocate" not in bench.events[min(first, *(bench.events.index(f"call {name}") for name in US)) :]
+    for number in range(0, len(calls), 3):
+        assert sorted(calls[number : number + 3]) == ["call fused", "call library", "call unfused"]
+
+
+def test_with_time_enough_every_recording_lies_elsewhere() -> None:
+    one, bench = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace, seconds=5.0)
+    (case,) = one.run().cases
+    sampled = [event for event in bench.events if event in ("relocate", "call unfused")][3:]  # three of the layer alone
+    assert case.call is not None
+    assert case.call.recordings == sampled.count("relocate") >= 5
+    assert sampled[0] == "relocate"
+
+
+def test_without_a_profile_there_are_times_and_no_parts() -> None:
+    one, _ = timer(lambda bench: [contender(bench, "unfused")])
+    (case,) = one.run().cases
+    assert (case.parts, case.idle_us) == ((), None)
+    assert case.call is not None
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def run(*_: Any) -> Any:
+        raise error
+
+    return run
+
+
+def nan(inputs: Any, precision: Any) -> Any:
+    out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
+    return out * math.nan, final_states
+
+
+def zeros(inputs: Any, precision: Any) -> Any:
+    out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
+    return torch.zeros_like(out), final_states
+
+
+def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
+    wrong = {
+        "refusing": raising(UnsupportedError("refusing: no bf16")),
+        "large": raising(torch.OutOfMemoryError("8 GiB more\nand a page of advice")),
+        "broken": raising(RuntimeError("misaligned address")),
+        "nan": nan,
+    }
+    one, bench = timer(
+        lambda bench: [contender(bench, "unfused"), *(contender(bench, name, run=run) for name, run in wrong.items())]
+    )
+    found = cases(one.run())
+    assert {name: found[name, "model"].status for name in wrong} == {
+        "refusing": "refused",
+        "large": "out of memory",
+        "broken": "failed",
+        "nan": "nonfinite",
+    }
+    assert found["large", "model"].reason == "8 GiB more"
+    assert found["broken", "model"].reason == "RuntimeError: misaligned address"
+    assert all(found[name, "model"].call is None for name in wrong)
+    assert {event for event in bench.events if event.startswith("call")} == {"call unfused"}
+
+
+def test_another_answer_shows() -> None:
+    one, _ = timer(lambda bench: [contender(bench, "unfused"), contender(bench, "fused", run=zeros)])
+    case = cases(one.run())["fused", "model"]
+    assert case.logits_rms is not None
+    assert case.logits_rms > 0.1
+
+
+def test_without_its_baseline_a_case_has_a_time_and_no_speedup() -> None:
+    one, _ = timer(
+        lambda bench: [contender(bench, "unfused", run=raising(RuntimeError("no"))), contender(bench, "fused")]
+    )
+    case = cases(one.run())["fused", "model"]
+    assert case.call is not None
+    assert case.speedup is None
+
+
+def test_nothing_passed_is_no_error() -> None:
+    one, _ = timer(lambda bench: [contender(bench, "unfused", run=raising(RuntimeError("no")))])
+    assert [case.status for case in one.run().cases] == ["failed"]
+
+
+def test_a_model_that_bypasses_its_operator_is_refused() -> None:
+    one, _ = timer(lambda bench: [contender(bench, "unfused")], segment=1)
+    with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
+        one.run()
+
+
+def test_an_interrupt_passes_and_the_model_is_restored() -> None:
+    class Interrupted(Noted):
+        def compute(self, call: Any) -> Any:  # noqa: ARG002
+            raise KeyboardInterrupt
+
+    def contenders(bench: FakeBench) -> list[Contender]:
+        one = contender(bench, "unfused", "bundled")
+        return [Interrupted(**{name: value for name, value in vars(one).items() if name != "bench"})]
+
+    one, _ = timer(contenders)
+    site = one.prompted.sites[0]
+    function = site.namespace[site.function]
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert site.namespace[site.function] is function
+    assert "forward" not in vars(site.mixer.norm)
+
+
+def test_every_step_is_announced() -> None:
+    one, _ = timer(lambda bench: [contender(bench, name) for name in US])
+    steps: list[int] = []
+    one.run(steps.append)
+    assert sum(steps) == one.steps
+
+
+@pytest.mark.parametrize(
+    ("round_s", "moves"), [(0.1, True), (1.3, True), (1.4, False), (10.0, False), (math.inf, False)]
+)
+def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s: float, moves: bool) -> None:
+    plan = sampling_plan(round_s, 20.0, 0.01)
+    assert (plan.warmup_rounds > 0) == moves
+    if moves:
+        assert plan.min_recordings * (plan.warmup_rounds + plan.min_rounds) * round_s <= 20
+    else:
+        assert (plan.min_recordings, plan.max_rounds) == (3, 1)

@@ -1,0 +1,160 @@
+"""What a report says of prefill times: ratios, parts that add up, where a prediction fails, and what was not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import make
+import pytest
+from rich.console import Console
+
+from ssdprof.report import markdown, prefill_document
+from ssdprof.report import terminal as tables
+from ssdprof.report.tables import prefill
+from ssdprof.schema import Interval, LayerRef, PrecisionRecord
+from ssdprof.schema.prefill import (
+    CallTime,
+    LeftOutLength,
+    PartTime,
+    Prefill,
+    PrefillCase,
+    PrefillLength,
+    PrefillReport,
+    PrefillSpeedup,
+)
+
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+
+
+def case(name: str, call_us: float, parts: dict[str, float], **fields: Any) -> PrefillCase:
+    return PrefillCase.model_validate(
+        {
+            "implementation": name,
+            "surroundings": "bundled",
+            "precision": EXACT,
+            "status": "passed",
+            "call": CallTime(
+                median_us=call_us,
+                interval_us=Interval(low=0.99 * call_us, high=1.01 * call_us),
+                recordings=3,
+                samples=3,
+            ),
+            "parts": tuple(PartTime(name=part, gpu_us=us, launches=1) for part, us in parts.items()),  # type: ignore[arg-type]
+        }
+        | fields
+    )
+
+
+def speedup(ratio: float, predicted: float | None) -> PrefillSpeedup:
+    return PrefillSpeedup(
+        ratio=ratio, interval=Interval(low=ratio - 0.01, high=ratio + 0.01), verdict="faster", predicted=predicted
+    )
+
+
+UNFUSED = case("unfused", 2000, {"operator": 600, "mixer": 1000}, alone_us=10.0)
+FUSED = case("fused", 1000, {"operator": 300, "mixer": 600}, alone_us=5.0, variant="hopper", speedup=speedup(2.0, 1.18))
+
+
+def length(*cases: PrefillCase) -> PrefillLength:
+    layer = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")
+    return PrefillLength(seqlen=1024, batch=1, segment_length=1024, operator_calls=60, layer=layer, cases=cases)
+
+
+def found(*cases: PrefillCase, **fields: Any) -> Prefill:
+    settings: dict[str, Any] = {"layers": 40, "layer_count": 40, "lengths": (length(*cases),)} | fields
+    return Prefill(
+        operator_layers=36, attention="sdpa", convolution="causal-conv1d 1.5", smallest_difference=0.01, **settings
+    )
+
+
+def report(state: str = "complete", **fields: Any) -> PrefillReport:
+    return PrefillReport(
+        ssdprof_version="0.1.0",
+        created="2026-01-02T03:04:05Z",
+        command=("ssdprof", "prefill", "granite"),
+        state=state,  # type: ignore[arg-type]
+        checkpoint=make.make_checkpoint(),
+        environment=make.make_environment(gpu=True),
+        prefill=found(UNFUSED, FUSED, **fields),
+    )
+
+
+def test_a_column_of_parts_adds_up_to_the_call() -> None:
+    table = prefill.parts(found(UNFUSED, FUSED), length(UNFUSED, FUSED))
+    assert table is not None
+    for column, whole in ((1, 2000), (2, 1000)):
+        *shares, total = (float(row[column].split("(")[1].rstrip("%)")) for row in table.rows)
+        assert total == 100
+        assert sum(shares) == pytest.approx(100, abs=0.3), whole
+    assert table.rows[-2][0] == "GPU idle"
+
+
+def test_where_a_prediction_fails_the_parts_account_for_the_whole_difference() -> None:
+    """Predicted is a gain of 60 x 5 = 300, measured one of 1000: 400 in the mixer, 300 in the idle GPU."""
+    (said,) = prefill.differences(found(UNFUSED, FUSED))
+    assert said == (
+        "fused hopper with bundled surroundings at 1,024 tokens: Amdahl's law predicts 1.18x, measured is 2.00x.  "
+        "The difference: 400 µs less in the mixer and 300 µs less in the idle GPU."
+    )
+
+
+@pytest.mark.parametrize(("predicted", "said"), [(1.81, 0), (1.79, 1), (2.19, 0), (2.21, 1), (None, 0)])
+def test_ten_percent_are_an_agreement(predicted: float | None, said: int) -> None:
+    own = FUSED.model_copy(update={"speedup": speedup(2.0, predicted)})
+    assert len(list(prefill.differences(found(UNFUSED, own)))) == said
+
+
+def test_without_a_profile_a_difference_is_told_all_the_same() -> None:
+    own = FUSED.model_copy(update={"parts": ()})
+    (said,) = prefill.differences(found(UNFUSED, own))
+    assert said.endswith("no profile says why.")
+
+
+def test_what_was_not_timed_is_said() -> None:
+    refused = UNFUSED.model_copy(
+        update={"implementation": "mamba_ssm", "status": "refused", "reason": "no", "call": None}
+    )
+    left = FUSED.model_copy(update={"left_to_model": ("the convolution",)})
+    lost = LeftOutLength(seqlen=131_072, reason="the budget of 60 s was spent")
+    assert list(prefill.failures(found(refused, left, left_out=(lost,)))) == [
+        "mamba_ssm with bundled surroundings at 1,024 tokens: refused: no.",
+        "fused hopper at 1,024 tokens: the model itself computed the convolution.",
+        "131,072 tokens was not timed: the budget of 60 s was spent.",
+    ]
+
+
+def test_fewer_layers_than_the_model_has_are_in_every_table() -> None:
+    some = found(UNFUSED, FUSED, layers=6)
+    times, parts = prefill.times(some), prefill.parts(some, some.lengths[0])
+    assert times is not None
+    assert parts is not None
+    assert "only 6 of 40 layers" in times.title
+    assert "only 6 of 40 layers" in parts.title
+
+
+def test_both_renderers_show_it_and_a_partial_report_says_so() -> None:
+    whole = markdown.render_document(prefill_document.compose(report()))
+    assert "2.00x [1.99, 2.01] (+100.0%) over unfused at 1,024 tokens, faster; Amdahl's law predicts 1.18x." in whole
+    assert "causal-conv1d 1.5" in whole
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(tables.render_document(prefill_document.compose(report("partial")), good=prefill_document.GOOD))
+    assert "Partial: not every length was timed." in console.export_text()
+    assert prefill_document.compose(report("partial")).failed
+    assert not prefill_document.compose(report()).failed
+
+
+def test_a_failed_case_holds_no_time_and_fails_the_report() -> None:
+    with pytest.raises(ValueError, match="a time belongs only to a case that passed"):
+        case("fused", 1000, {}, status="failed")
+    failed = case("fused", 1000, {}, status="nonfinite", call=None)
+    assert found(UNFUSED, failed).failed == (failed,)
+
+
+def test_a_runs_report_has_the_same_sections() -> None:
+    whole = markdown.render(make.make_report(prefill=found(UNFUSED, FUSED)))
+    assert "### Prefill time" in whole
+    assert "### Prefill time" not in markdown.render(make.make_report())
+
+
+def test_json_reads_back() -> None:
+    assert PrefillReport.model_validate_json(report().model_dump_json()) == report()

@@ -1,0 +1,187 @@
+"""`ssdprof answers` on the demo models: exact and relaxed are told apart, and a broken kernel fails the gate."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ssdprof import kernels, runs
+from ssdprof.cli import app
+from ssdprof.kernels import registry
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.runs.document import SCHEMA_FILE
+from ssdprof.schema import AnswerCase, RunReport
+
+ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+SEQ = ("--seq", "70")  # chunks of 64 in demo-gdn
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Adds an implementation for the length of a test; and makes a plain one of the baseline, which is slow here."""
+    kernels.get("ssd", "unfused")  # registers all that there are
+    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
+
+    def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
+        plan = registry.Plan(variant="torch", launches=0)
+        registry._implementations[operator, name] = registry.Implementation(
+            operator=operator, name=name, run=run, plan=lambda *_: plan
+        )
+
+    for operator in ("ssd", "gdn"):
+        add(operator, "unfused", lambda inputs, _precision: oracle_output(inputs))
+    return add
+
+
+def swapped_heads(inputs: Any, _precision: Any) -> Any:
+    out, states = oracle_output(inputs)
+    order = [1, 0, *range(2, out.shape[2])]
+    return out[:, :, order], states[:, order]
+
+
+def without_decay(inputs: Any, _precision: Any) -> Any:
+    """One chunk forgets nothing."""
+    if hasattr(inputs, "g"):
+        g = inputs.g.clone()
+        g[:, :32] = 0
+        return oracle_output(replace(inputs, g=g))
+    return oracle_output(replace(inputs, A=torch.zeros_like(inputs.A)))
+
+
+def cases(report: RunReport) -> dict[str, AnswerCase]:
+    return {str(case.precision): case for case in report.answers[0].cases if case.judged}
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-gdn"])
+def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
+    words = ("--implementations", "unfused", "--layers", "0", "--states", "fp32,bf16", "--max-kl", "1e-10")
+    code, shown, _ = call("answers", model, *SEQ, *words)
+    assert code == 1
+    assert "unfused (relaxed, bf16 states) at 70 tokens: mean KL" in " ".join(shown.split())
+    report = runs.read(None)[1]
+    found = cases(report)
+    exact, relaxed = found["exact, fp32 states"].bands[0], found["relaxed, bf16 states"].bands[0]
+    assert exact.kl_mean < 1e-11 < 1e-10 < relaxed.kl_mean
+    noise = [case for case in report.answers[0].cases if case.change]
+    assert len(noise) == 2
+    assert all(0 < case.bands[0].kl_mean < 1e-11 for case in noise)
+    assert (report.answers[0].reference, report.answers[0].weights) == ("fp64 oracle", "fp32")
+
+
+@pytest.mark.parametrize(("model", "operator"), [("demo", "ssd"), ("demo-gdn", "gdn")])
+@pytest.mark.parametrize("broken", [swapped_heads, without_decay])
+def test_a_broken_kernel_fails_the_gate(register: Register, model: str, operator: str, broken: Any) -> None:
+    register(operator, "broken", broken)
+    words = ("answers", model, *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--max-kl", "1e-4")
+    code, shown, _ = call(*words, "--generate", "2")
+    assert code == 1
+    text = " ".join(shown.split())
+    assert "FAILED: the answers of broken (exact, fp32 states) at 70 tokens: mean KL" in text
+    assert "FAILED: the answers of unfused" not in text
+    assert call("export")[0] == 1
+
+
+def test_the_layer_to_blame_comes_first(register: Register) -> None:
+    seen = []
+
+    def broken_in_one(inputs: Any, precision: Any) -> Any:
+        seen.append(1)
+        return swapped_heads(inputs, precision)
+
+    register("gdn", "broken", broken_in_one)
+    words = ("answers", "demo-gdn", *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--per-layer")
+    code, shown, _ = call(*words, "--layers", "0,1", "--json")
+    assert code == 0  # no limit was given
+    alone = [case for case in RunReport.model_validate_json(shown).answers[0].cases if case.layer is not None]
+    assert [(case.implementation, case.layer) for case in alone] == [
+        (name, layer) for layer in (0, 1) for name in ("unfused", "broken")
+    ]
+    assert all((case.bands[0].kl_mean > 1e-3) == (case.implementation == "broken") for case in alone)
+    assert len(seen) == 2 + 2  # both together, then each alone
+    jsonschema.validate(json.loads(shown), json.loads(SCHEMA_FILE.read_text()))
+    assert "Mean KL with one layer at a time" in call("export")[1]
+
+
+def test_what_an_implementation_raises_is_in_its_case(register: Register) -> None:
+    def refuse(_inputs: Any, _precision: Any) -> Any:
+        raise registry.UnsupportedError("not today")
+
+    def zeros_over_zeros(inputs: Any, _precision: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return out / 0 * 0, states
+
+    register("ssd", "shy", refuse)
+    register("ssd", "nan", zeros_over_zeros)
+    code, _, _ = call("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "shy,nan,unfused")
+    assert code == 1
+    judged = [case for case in runs.read(None)[1].answers[0].cases if case.judged]
+    assert [case.status for case in judged] == ["refused", "nonfinite", "compared"]
+    assert judged[0].reason == "not today"
+
+
+def test_an_interruption_keeps_what_there_is(register: Register) -> None:
+    def interrupted(_inputs: Any, _precision: Any) -> Any:
+        raise KeyboardInterrupt
+
+    register("ssd", "slow", interrupted)
+    code, _, told = call("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "unfused,slow")
+    assert code == 130
+    assert "marked as partial: 3 cases of answers" in told
+    report = runs.read(None)[1]
+    assert (report.state, len(report.answers[0].cases)) == ("partial", 3)
+
+
+def test_run_compares_answers_too(register: Register) -> None:
+    register("ssd", "fused", lambda inputs, _precision: oracle_output(inputs))
+    words = ("--layers", "1", *ONE_PRECISION, "--answers")
+    code, shown, _ = call("run", "demo", "--seq", "40", *words)
+    assert code == 0, shown
+    report = runs.read(None)[1]
+    assert len(report.cases) == 2
+    assert report.answers[0].layers == (1,)
+    assert report.answers[0].weights == "bf16"
+    assert "Answers at 40 tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max-kl", "-1"), "--max-kl is no divergence"),
+        (("--min-top1", "101%"), "--min-top1 is not a percentage"),
+        (("--max-perplexity-increase", "little"), "--max-perplexity-increase is not a percentage"),
+        (("--implementations", "fastest"), "There is no implementation 'fastest' of ssd"),
+        (("--layers", "2"), "2"),
+        (("--prompt-file", "missing.txt"), "missing.txt"),
+    ],
+)
+def test_bad_input(words: tuple[str, ...], message: str) -> None:
+    code, _, told = call("answers", "demo", *words)
+    assert code == 2
+    assert message in told
+
+
+def test_stored_captures_have_no_answers(tmp_path: Path) -> None:
+    assert call("capture", "demo", "--seq", "40", "--layers", "0", "--out", "stored")[0] == 0
+    code, _, told = call("run", str(tmp_path / "stored"), "--answers")
+    assert code == 2
+    assert "answers need the model" in told

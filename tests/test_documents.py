@@ -1,0 +1,95 @@
+"""Links and anchors of documents and of code lead somewhere, and the prose keeps to plain words."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted(
+    file
+    for folder in (".", "docs", "benchmarks", "ssdprof")
+    for file in (ROOT.glob("*.md") if folder == "." else (ROOT / folder).rglob("*.md"))
+)
+CODE = sorted(
+    {file for folder in ("ssdprof", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
+)
+
+
+def anchors(file: Path) -> set[str]:
+    """Those that a Markdown file has, as GitHub makes them of headings, and those that it writes itself."""
+    text = file.read_text(encoding="utf-8")
+    found = set(re.findall(r'<a id="([^"]+)">', text))
+    for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return found
+
+
+def broken(file: Path, target: str) -> bool:
+    """Whether `target`, a path relative to `file` with or without an anchor, does not exist."""
+    path, _, anchor = target.partition("#")
+    there = (file.parent / path).resolve() if path else file
+    return not there.exists() or bool(anchor and there.suffix == ".md" and anchor not in anchors(there))
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_of_documents_lead_somewhere(file: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", file.read_text(encoding="utf-8"), flags=re.S)
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [target for target in targets if broken(file, target)] == []
+
+
+def test_documents_that_code_cites_exist() -> None:
+    """By their path from the root of the repository, with an anchor or without."""
+    lost = [
+        f"{file.relative_to(ROOT)}: {cited}"
+        for file in CODE
+        for cited in re.findall(r"\b(?:docs|benchmarks)/[\w./-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8"))
+        if broken(ROOT / "README.md", cited)
+    ]
+    assert lost == []
+
+
+def test_a_broken_anchor_is_found() -> None:
+    log = ROOT / "benchmarks" / "log" / "ssd.md"
+    assert not broken(log, "#row-57")
+    assert broken(log, "#row-999")
+    assert not broken(ROOT / "README.md", "docs/measuring.md#cold-cache")
+    assert broken(ROOT / "README.md", "docs/measuring.md#warm-cache")
+    assert broken(ROOT / "README.md", "docs/nothing.md")
+
+
+# Phrases of the dialect that this project once had; CONTRIBUTING.md, "Plain words", says what to write instead.
+BANNED = re.compile(
+    r"""(?:^|[.!?]\ \ ?|\"\"\")Of\ (?!course|floor:)[a-z`]      # a sentence that begins with "Of"
+    | \bgoes\ on\ where\b
+    | \bnobody\ (?:looks|knows|asks|waits)\b
+    | \bis\ missing\ for\ everyone\b
+    | \b[Aa]\ mistake\ of\ ssdprof\b
+    | \bwhat\ is\ waited\ for\b
+    | \bWhat\ Triton\ \S+\ made\ of\b
+    | \bpretends?\ to\ be\b
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def test_the_prose_keeps_to_plain_words() -> None:
+    exempt = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}  # the examples of what not to write; what was released
+    prose = [file for file in DOCUMENTS if file not in exempt and "log" not in file.parts and "text" not in file.parts]
+    code = [file for file in CODE if "tests" not in file.parts]
+    found = [
+        f"{file.relative_to(ROOT)}: {match[0]!r}"
+        for file in (*prose, *code)
+        for match in BANNED.finditer(file.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text", ["Of these, two fail.", "It ends.  Of the rest", '"""Of a row', "it goes on where it was"]
+)
+def test_a_banned_phrase_is_found(text: str) -> None:
+    assert BANNED.search(text)
+    assert not BANNED.search("Each of these fails. The rest of it goes on.  Of course it does.")
