@@ -16,7 +16,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabu
 
 
 class Feed:
-    """Where tokens go into a model.  cached: each call goes on where the one before it ended.
+    """Where tokens go into a model.  cached: each call continues the one before it.
 
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
     passed: an all-ones mask costs a synchronisation and says nothing.

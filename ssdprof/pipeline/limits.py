@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -14,6 +15,7 @@ from ssdprof.schema import LayerRef
 
 DEFAULT_SEQLEN_GPU = 16384
 DEFAULT_SEQLEN_CPU = 512
+_WHOLE = "Take a smaller model.  Without --decode and --answers, a run loads no layer after the deepest wanted one."
 LONGEST_INTERPRETED = 2048  # tokens; Triton's interpreter runs one program after the other, in NumPy
 
 
@@ -64,7 +66,7 @@ def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool =
     raise MissingCapabilityError(
         f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
         f"{_gib(free)} are free.",
-        " ".join(advice) or ("Take a smaller model." if whole else "Not one layer of it fits: take a smaller model."),
+        " ".join(advice) or (_WHOLE if whole else "Not one layer of it fits: take a smaller model."),
     )
 
 

@@ -74,7 +74,7 @@ class Stored:
 
     @property
     def seqlens(self) -> tuple[int, ...]:
-        """Of prompts."""
+        """The lengths of the prompts in tokens, each once."""
         found = (capture.call.prompt_seqlen if capture.call else capture.seqlen for capture in self.chosen)
         return tuple(dict.fromkeys(found))
 
