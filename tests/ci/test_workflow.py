@@ -30,6 +30,7 @@ def play(job: str, folder: Path, **environment: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", FAULTS)
 def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path: Path) -> None:
     fake = {"FAKE_TIMES": "1"} if job == "gpu" else {}

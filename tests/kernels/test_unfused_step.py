@@ -83,6 +83,7 @@ def test_refuses_by_name_what_is_no_step(operator: str) -> None:
         step.run(wanting, EXACT)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("label", LAUNCHES)
 def test_compiles_without_spilling(label: str, capability: int) -> None:

@@ -156,6 +156,7 @@ def test_benchmark_action() -> None:
 # --- GitHub
 
 
+@pytest.mark.slow
 def test_a_step_summary_keeps_to_the_limit() -> None:
     report = small()
     whole = markdown.render(report)
