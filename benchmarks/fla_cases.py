@@ -2,9 +2,10 @@
 
     python benchmarks/fla_cases.py path/to/tests/ops/test_gdn.py RESULT.json
 
-fla must be installed: its recurrence is what the tests compare with.  Shapes and tolerances are those of the test file.
-Outputs and final states are compared; gradients are not, for our kernels have none.  A case whose options ours refuses
-by name counts as refused.  Writes RESULT.json and a table beside it; exit code 1 if a case failed.
+The cases of `olmo_gdn_cases.py` run after them.  fla must be installed: its recurrence is the reference of all.  Shapes
+and tolerances are those of the test file.  Outputs and final states are compared; gradients are not, for our kernels
+have none.  A case whose options ours refuses by name counts as refused.  Writes RESULT.json and a table beside it; exit
+code 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def table(result: Mapping[str, Any]) -> str:
         "# flash-linear-attention's tests of the gated delta rule, on ssdprof's kernels",
         "",
         ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-        + ".  Shapes and tolerances are those of the test file; gradients are not compared.",
+        + ".  Shapes and tolerances are those of the test file, or of `olmo_gdn_cases.py`; "
+        "gradients are not compared.",
         "",
         "| case | outcome | why |",
         "|:--|:--|:--|",
@@ -113,7 +115,8 @@ def main() -> int:
     fla.utils.assert_close = compared(fla.utils.assert_close)
     outcomes = Outcomes()
     arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", SELECTED, "--tb=line"]
-    pytest.main([str(options.tests), f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
+    files = [str(options.tests), str(Path(__file__).with_name("olmo_gdn_cases.py"))]
+    pytest.main([*files, f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
     result = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python benchmarks/fla_cases.py tests/ops/test_gdn.py {options.result.name}",
