@@ -1,11 +1,11 @@
 """Run flash-linear-attention's own tests of the gated delta rule on the functions of `kernels/gdn/compat.py`.
 
     python benchmarks/fla_cases.py path/to/tests/ops/test_gdn.py RESULT.json
+    python benchmarks/fla_cases.py benchmarks/olmo_gdn_cases.py RESULT.json
 
-The cases of `olmo_gdn_cases.py` run after them.  fla must be installed: its recurrence is the reference of all.  Shapes
-and tolerances are those of the test file.  Outputs and final states are compared; gradients are not, for our kernels
-have none.  A case whose options ours refuses by name counts as refused.  Writes RESULT.json and a table beside it; exit
-code 1 if a case failed.
+fla must be installed: its recurrence is what the tests compare with.  Shapes and tolerances are those of the test file.
+Outputs and final states are compared; gradients are not, for our kernels have none.  A case whose options ours refuses
+by name counts as refused.  Writes RESULT.json and a table beside it; exit code 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ def table(result: Mapping[str, Any]) -> str:
     gpu, packages = machine["gpu"], machine["packages"]
     counts = Counter(case["outcome"] for case in result["cases"])
     lines = [
-        "# flash-linear-attention's tests of the gated delta rule, on ssdprof's kernels",
+        f"# Tests of the gated delta rule in {Path(result['command'].split()[2]).name}, on ssdprof's kernels",
         "",
         ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-        + ".  Shapes and tolerances are those of the test file, or of `olmo_gdn_cases.py`; "
-        "gradients are not compared.",
+        + ".  Shapes and tolerances are those of the test file; gradients are not compared.",
         "",
         "| case | outcome | why |",
         "|:--|:--|:--|",
@@ -115,11 +114,10 @@ def main() -> int:
     fla.utils.assert_close = compared(fla.utils.assert_close)
     outcomes = Outcomes()
     arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", SELECTED, "--tb=line"]
-    files = [str(options.tests), str(Path(__file__).with_name("olmo_gdn_cases.py"))]
-    pytest.main([*files, f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
+    pytest.main([str(options.tests), f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
     result = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python benchmarks/fla_cases.py tests/ops/test_gdn.py {options.result.name}",
+        "command": f"python benchmarks/fla_cases.py {options.tests.name} {options.result.name}",
         "fla": version("fla-core"),
         "tests_sha256": hashlib.sha256(options.tests.read_bytes()).hexdigest(),
         "environment": environment.collect().model_dump(mode="json"),

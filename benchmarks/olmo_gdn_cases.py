@@ -1,7 +1,7 @@
 """Cases in the form of fla's tests of the gated delta rule, with the sizes of olmo-hybrid-7b: K 96, V 192, beta to 2.
 
-`fla_cases.py` runs them beside fla's own, on the functions of `kernels/gdn/compat.py`: fla's recurrence is the
-reference, and the ratios are those of its tests.
+`fla_cases.py` runs them on the functions of `kernels/gdn/compat.py`.  fla's recurrence is the reference, and the ratios
+are those of its tests.
 """
 
 from __future__ import annotations
