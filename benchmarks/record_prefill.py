@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 TO_START_S = 12  # until a run has imported what it needs; its own budget begins then
 TO_STOP_S = 20  # that a run has after its end until it is broken off, and again until it is killed
 LEAST_S = 30  # with less, a run is not begun
+BASELINE = "unfused"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +112,18 @@ def write_markdown(name: str, file: Path) -> None:
     """Beside the JSON of a run, whole or partial."""
     report = PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
     text = markdown.render_document(prefill_document.compose(report))
-    claims = beside_claims(report, CLAIMS[name]) if name in CLAIMS else ""
+    claims = beside_claims(report.prefill.lengths, CLAIMS[name]) if name in CLAIMS else ""
     file.with_suffix(".md").write_text(text + claims, encoding="utf-8")
 
 
-def beside_claims(report: PrefillReport, claims: tuple[Claim, ...]) -> str:
+def beside_claims(lengths: Sequence[PrefillLength], claims: tuple[Claim, ...]) -> str:
     """A Markdown table: what is published, and what was measured."""
     rows = [
-        f"| {claim.seqlen:,} | {claim.words} | {case.surroundings} | {baseline.implementation} {baseline.version} "
-        f"| {100 * (baseline.call.median_us / case.call.median_us - 1):+.1f}% |"
+        f"| {claim.seqlen:,} | {claim.words} | {case.surroundings} "
+        f"| {f'{baseline.implementation} {baseline.version}'.rstrip()} "
+        f"| {100 * (baseline.call.median_us / case.call.median_us - 1):+.1f}% | {_interval(case, baseline)} |"
         for claim in claims
-        for length in report.prefill.lengths
+        for length in lengths
         if length.seqlen == claim.seqlen
         for case, baseline in _pairs(length)
         if case.call and baseline.call
@@ -130,8 +132,8 @@ def beside_claims(report: PrefillReport, claims: tuple[Claim, ...]) -> str:
         [
             "\n### Beside what is published\n",
             "The authors of the fused SSD kernel state, for Mamba-2 2.7B at batch 1 on A100 and H100 GPUs:\n",
-            "| tokens | published | surroundings | fused here, over | end to end |",
-            "|---:|:---|:---|:---|---:|",
+            "| tokens | published | surroundings | fused here, over | end to end | 95 % interval |",
+            "|---:|:---|:---|:---|---:|---:|",
             *rows,
             "",
         ]
@@ -147,6 +149,14 @@ def _pairs(length: PrefillLength) -> list[tuple[PrefillCase, PrefillCase]]:
         for other in length.cases
         if other.surroundings == fused.surroundings and other is not fused
     ]
+
+
+def _interval(case: PrefillCase, baseline: PrefillCase) -> str:
+    """Of the speedup over the report's baseline; over another library the record has none."""
+    if case.speedup is None or baseline.implementation != BASELINE:
+        return ""
+    low, high = case.speedup.interval.low, case.speedup.interval.high
+    return f"{100 * (low - 1):+.1f}% to {100 * (high - 1):+.1f}%"
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ operators alone (prefill_layer.py) -> a profiled prefill of each -> all of them 
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,16 +111,14 @@ class LengthTimer:
         passed = self._passed()
         if not passed:
             return
-        left = self.clock.left()
-        busy = [self._found[contender].busy_us for contender in passed]
-        round_s = 1e-6 * sum(busy) if all(busy) else math.inf
-        plan = sampling_plan(round_s, min(self.seconds, left), self.smallest_difference)
-        least_s = plan.min_recordings * round_s if all(busy) else 0.0
-        if left <= least_s:
+        round_s = self._round_s(passed)
+        seconds = min(self.seconds, self.clock.left())
+        plan = sampling_plan(round_s, seconds, self.smallest_difference)
+        needed, left = plan.min_recordings * round_s, self.clock.left()
+        if left < needed:
+            reason = f"the turns need {needed:.0f} s, and {left:.0f} s of the budget were left"
             for contender in passed:
-                self._found[
-                    contender
-                ].reason = f"the turns need {least_s:.0f} s, and {left:.0f} s of the budget were left"
+                self._found[contender].reason = reason
             return
 
         def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
@@ -134,6 +131,19 @@ class LengthTimer:
             samples = sample_in_turns(set_up, plan)
         for number, contender in enumerate(passed):
             self._found[contender].samples = samples["call", str(number)]
+
+    def _round_s(self, contenders: Sequence[Contender]) -> float:
+        """Seconds that one turn of each takes: the GPU's work, or the host's where a first turn shows that it is more.
+
+        That turn is left out where the GPU's work alone is too long to be repeated often.
+        """
+        busy_s = 1e-6 * sum(self._found[contender].busy_us for contender in contenders)
+        if sampling_plan(busy_s, self.seconds, self.smallest_difference).warmup_rounds == 0:
+            return busy_s
+        began = self.clock.now()
+        for contender in contenders:
+            self._call_us(contender)
+        return max(busy_s, self.clock.now() - began)
 
     def _call_us(self, contender: Contender) -> float:
         run = self.prompted.first_token

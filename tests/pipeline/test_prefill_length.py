@@ -54,6 +54,20 @@ def unseen(run: Callable[[], object]) -> Trace:
     return []
 
 
+class Ticking:
+    """A clock on which every prefill and every profile takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def profile(self, run: Callable[[], object]) -> Trace:
+        self.seconds += 1
+        return cpu_trace(run)
+
+
 def timer(
     contenders: Callable[[FakeBench], list[Contender]],
     *,
@@ -138,9 +152,11 @@ def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
 
 
 def test_with_time_enough_every_recording_lies_elsewhere() -> None:
-    one, bench = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace, seconds=5.0)
+    clock = StepClock(now=Ticking().now)
+    one, bench = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace, seconds=5.0, clock=clock)
     (case,) = timed(one).cases
-    sampled = [event for event in bench.events if event in ("relocate", "call unfused")][3:]  # three of the layer alone
+    events = [event for event in bench.events if event in ("relocate", "call unfused")]
+    sampled = events[4:]  # three of the layer alone, and the first turn
     assert case.call is not None
     assert case.call.recordings == sampled.count("relocate") >= 5
     assert sampled[0] == "relocate"
@@ -238,20 +254,6 @@ def test_an_interrupt_passes_and_the_model_is_restored() -> None:
     assert "forward" not in vars(site.mixer.norm)
 
 
-class Ticking:
-    """A clock on which every prefill and every profile takes a second."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def profile(self, run: Callable[[], object]) -> Trace:
-        self.seconds += 1
-        return cpu_trace(run)
-
-
 def test_every_step_is_told_with_its_seconds() -> None:
     steps: list[StepTime] = []
     ticking = Ticking()
@@ -296,6 +298,32 @@ def test_turns_that_do_not_fit_are_not_begun() -> None:
     assert case.call is None
     assert "s of the budget were left" in case.reason
     assert not [event for event in bench.events if event.startswith("call")]
+
+
+def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
+    """The profile says 1 ms for a round, and the clock a second for each call: five recordings do not fit."""
+    ticking = Ticking()
+
+    def moved(seconds: float) -> bool:
+        one, bench = timer(
+            lambda bench: [contender(bench, "unfused")],
+            clock=StepClock(now=ticking.now),
+            profile=cpu_trace,
+            seconds=seconds,
+        )
+        call_us = bench.call_us
+
+        def slow(run: Callable[[], Any]) -> float:
+            ticking.seconds += 1
+            return call_us(run)
+
+        bench.call_us = slow  # type: ignore[method-assign]
+        (case,) = timed(one).cases
+        assert case.call is not None
+        return "relocate" in bench.events[bench.events.index("call unfused") :]
+
+    assert not moved(14.0)
+    assert moved(15.0)
 
 
 def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None:
