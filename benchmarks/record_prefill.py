@@ -152,7 +152,7 @@ def _pairs(length: PrefillLength) -> list[tuple[PrefillCase, PrefillCase]]:
 
 
 def _interval(case: PrefillCase, baseline: PrefillCase) -> str:
-    """Of the speedup over the report's baseline; over another library the record has none."""
+    """The interval of the speedup over the report's baseline; the record has none over another library."""
     if case.speedup is None or baseline.implementation != BASELINE:
         return ""
     low, high = case.speedup.interval.low, case.speedup.interval.high
