@@ -195,7 +195,7 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
         raise ValueError("in_place needs initial_states to write to")
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in _tensors(inputs)):
         raise UnsupportedError("recurrent: forward only; call it under torch.no_grad() or detach the inputs")
-    return _launches.get((inputs.signature, in_place), lambda: _prepare(inputs, in_place))(inputs)
+    return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
 def _prepare(inputs: SSDInputs, in_place: bool) -> RecurrentLaunch:
