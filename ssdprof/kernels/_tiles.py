@@ -41,7 +41,8 @@ class _Descriptor:
     def of(self, tensor: torch.Tensor | Part) -> TensorDescriptor:
         """Without another check of shape and strides."""
         copy = object.__new__(TensorDescriptor)
-        copy.__dict__.update(self._descriptor.__dict__, base=_Base(tensor, self._ahead))
+        base = _Base(tensor, self._ahead) if self._ahead else tensor
+        copy.__dict__.update(self._descriptor.__dict__, base=base)
         return copy
 
 

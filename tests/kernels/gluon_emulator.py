@@ -275,8 +275,10 @@ class Descriptor:
 
     def __init__(self, host: Any) -> None:
         self.shape, self.strides = host.shape, host.strides
-        self.block, self.dtype, self.layout = tuple(host.block_shape), host.base.dtype, None
-        self.start = Pointer.to(host.base.tensor) - host.base.ahead // host.base.dtype.itemsize
+        base = host.base
+        self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
+        ahead = getattr(base, "ahead", 0) // base.dtype.itemsize
+        self.start = Pointer.to(getattr(base, "tensor", base) if ahead else base) - ahead
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
         """Where a tile's elements are, and which of them the copy engine reads or writes."""
