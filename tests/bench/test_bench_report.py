@@ -224,7 +224,7 @@ def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> N
     )
     late = done.model_copy(update={"left_out": (LeftOut(cell="a cell", reason="the budget was spent"),)})
     assert gate.failed(gated(late, min_speedup=1.0)) == (
-        "GATE FAILED: min-speedup: a cell: left out: the budget was spent",
+        "GATE FAILED: min-speedup 1: a cell: left out: the budget was spent",
     )
     assert gate.failed(late) == ()
     (line,) = gate.failed(gated(report(), min_speedup=1.0))
