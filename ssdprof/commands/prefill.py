@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ssdprof.pipeline.subject import Subject
     from ssdprof.schema.prefill import PrefillReport
 
-Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Rows of the prompt, all alike.")]
+Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt, side by side.")]
 SurroundingsOption = Annotated[
     Literal["both", "model", "bundled"],
     typer.Option(help="Convolution and gated norm: the model's own, the bundled kernels, or both in turns."),
@@ -41,7 +41,7 @@ def prefill(
     seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each length.")] = 20,
     budget: Annotated[
         float | None,
-        typer.Option(metavar="S", min=1, help="Begin no length after this time.", show_default="no limit"),
+        typer.Option(metavar="S", min=1, help="Start no further length after this time.", show_default="no limit"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every length.")
