@@ -37,7 +37,7 @@ def bench(
         typer.Option(metavar="BxN-M[,...]", help="Packed sequences of random lengths: 64x1k-4k."),
     ] = "",
     max_tokens: Annotated[
-        str, typer.Option(metavar="N", help="Leave out pairs of --batch and --seq with more.")
+        str, typer.Option(metavar="N", help="Leave out pairs of --batch and --seq with more tokens.")
     ] = MAX_TOKENS,
     dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16",
     dtypes: options.Dtypes = "exact",
@@ -47,7 +47,7 @@ def bench(
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
     ] = "contiguous",
     draw: Annotated[
-        str, typer.Option(metavar="W[,W...]", help="Draw inputs otherwise: normalised, quarter-ungated (GDN).")
+        str, typer.Option(metavar="W[,W...]", help="Draw the inputs in another way: normalised, quarter-ungated (GDN).")
     ] = "",
     against: Annotated[
         str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
@@ -78,9 +78,10 @@ def bench(
         float | None, typer.Option(metavar="SECONDS", min=1, help="Wall-clock time in all.", show_default="no limit")
     ] = None,
     first_call: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Longest first call, which compiles.")
+        float, typer.Option(metavar="SECONDS", min=1, help="Stop a first call, which compiles, after this time.")
     ] = FIRST_CALL,
     min_speedup: options.MinSpeedup = None,
+    min_match: options.MinMatch = None,
     max_rms_ratio: options.MaxRmsRatio = None,
     config: options.Config = None,
     out: Annotated[
@@ -109,7 +110,7 @@ def bench(
     shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
-    limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
+    limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
@@ -144,7 +145,7 @@ def bench(
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
-        gates=limits.model_copy(update={"min_match": {}}),  # a bench records no match
+        gates=limits,
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()
