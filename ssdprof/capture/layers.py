@@ -88,7 +88,7 @@ def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer
     def handler(call: OperatorCall) -> Result:
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
-            on_layer(_taken(call, layer, next(upcoming[layer.index], None)))
+            on_layer(_taken(prompt, call, layer, next(upcoming[layer.index], None)))
         return call.stand_in()
 
     return prompt.run(handler, _on_step(prompt, wanted, on_layer))
@@ -142,16 +142,16 @@ def _on_step(
     def observe(call: OperatorCall) -> None:
         layer = wanted.get(call.site.layer_index)
         if layer is not None and (which := next(upcoming[layer.index], None)):
-            on_layer(_taken(call, layer, which))
+            on_layer(_taken(prompt, call, layer, which))
 
     return observe
 
 
-def _taken(call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
-    """A copy: what the model does next may overwrite it."""
+def _taken(prompt: PromptRun, call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
+    """A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU."""
     return CapturedLayer(
         layer=layer,
-        inputs=token_major(call.inputs),
+        inputs=token_major(call.inputs, prompt.ids.device),
         model_strides=strides(call.inputs),
         remark=call.remark,
         call=which,

@@ -24,12 +24,12 @@ def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
     return {name: tensor.stride() for name, tensor in tensors(inputs).items()}
 
 
-def token_major(inputs: Any) -> Any:
-    """A copy of `inputs` in token-major layout, on its own device."""
+def token_major(inputs: Any, to: torch.device | None = None) -> Any:
+    """A copy of `inputs` in token-major layout, on its own device or on another."""
     tensor = next(iter(tensors(inputs).values()))
     buffer = PromptBuffer(inputs, tensor.shape[1], tensor.device)
     buffer.write(inputs, 0)
-    return buffer.inputs(tensor.device)
+    return buffer.inputs(to or tensor.device)
 
 
 class PromptBuffer:

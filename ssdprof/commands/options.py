@@ -9,6 +9,7 @@ import typer
 
 from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
+from ssdprof.schema.placement import PlacementKind
 
 if TYPE_CHECKING:
     from ssdprof.pipeline.request import CaptureRequest, ServingRequest
@@ -103,6 +104,14 @@ TensorParallel = Annotated[
     int,
     typer.Option(
         metavar="N", min=1, help="Replay what one of N GPUs computes that share each layer's heads.", show_default=True
+    ),
+]
+PlacementOption = Annotated[
+    PlacementKind | None,
+    typer.Option(
+        "--placement",
+        help="Weights on one GPU, on all visible ones, or what those do not hold in main memory or on the disk.",
+        show_default="the fastest that fits",
     ),
 ]
 Dtypes = Annotated[
@@ -212,6 +221,7 @@ def capture_request(
     layers: str,
     segment: int | None,
     serving: ServingRequest | None = None,
+    placement: PlacementKind | None = None,
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
@@ -231,6 +241,7 @@ def capture_request(
         ),
         layers=layers,
         segment_length=segment,
+        placement=placement,
     )
 
 

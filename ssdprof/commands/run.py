@@ -24,6 +24,7 @@ def run(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    placement: options.PlacementOption = None,
     batch: options.Batch = 1,
     packed: options.Packed = None,
     chunked_prefill: options.ChunkedPrefill = None,
@@ -94,7 +95,9 @@ def run(
             f"{'--answers' if answers else '--prefill'} takes one sequence, whole, through all heads of the model.",
             "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
         )
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
+    request = options.capture_request(
+        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving, placement
+    )
     replay = ReplayRequest(
         intermediates=dtypes,
         states=None if states is None else parse_states(states),
@@ -110,10 +113,12 @@ def run(
     from ssdprof.pipeline.run import run as run_model
 
     if dry_run:
-        from ssdprof.pipeline.dry_run import plan
+        from ssdprof.pipeline.dry_run import check_placed, plan
 
-        terminal.show_plan(plan(found, tensor_parallel=tensor_parallel), as_json)
+        planned = plan(found, request, tensor_parallel=tensor_parallel)
+        terminal.show_plan(planned, as_json)
         check(found, replay)
+        check_placed(planned, found, request)
         return
     replay = replace(replay, gates=options.gates_here(limits, speedup_given=min_speedup is not None))
     tuned = options.use_tuned(no_tuned)

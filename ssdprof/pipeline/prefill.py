@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,8 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     """
     device = require_gpu(*NEEDS_GPU)
     began = time.monotonic()
-    loaded = load(request.model, subject, watcher)
+    # A placement that moves weights or activations about would be timed with them.
+    loaded = load(replace(request.model, placement="one-gpu"), subject, watcher)
     sites = find_sites(loaded.whole)
     report = _draft(request, subject, loaded.whole, sites, notes(subject.ref, loaded.prompts))
     bench, profile = CudaBench(device), partial(traced, device=device)

@@ -61,6 +61,7 @@ def run(
             max(loaded.segment_lengths),
             asked=replay.asked(found.layers, dtype, decode=found.serving.decode > 0),
             gates=replay.gates,
+            placement=loaded.placement,
         )
         recorder = stack.enter_context(recorded(folder, report, watcher))
         on_layer = stack.enter_context(_replaying(recorder, replay, dtype, watcher, found.calls))
@@ -104,7 +105,10 @@ def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watc
 
 
 def check(found: Subject | Stored, replay: ReplayRequest) -> None:
-    """Raise what keeps this machine from replaying what was found.  Loads nothing; `--dry-run` asks the same."""
+    """Raise what keeps this machine from replaying what was found.  Loads nothing; `--dry-run` asks the same.
+
+    Whether a model's weights find room is for `placement.choose` to say.
+    """
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if why := unready(name):
             raise BadInputError(
@@ -117,7 +121,6 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
             refuse_unknown(STEPS.implementations, name)
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
-        limits.check_weights(found.located, found.layers, whole=found.whole)
         for layer in found.layers:
             tensor_parallel.refuse(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
     else:

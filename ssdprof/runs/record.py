@@ -12,6 +12,7 @@ from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
+from ssdprof.schema.placement import Placement
 
 
 def draft(
@@ -24,6 +25,7 @@ def draft(
     asked: Asked,
     gates: Gates = NO_GATES,
     capture_complete: bool = True,
+    placement: Placement | None = None,
 ) -> RunReport:
     """The report of a run that is about to start.  command: as typed."""
     return RunReport(
@@ -40,6 +42,7 @@ def draft(
         prompts=tuple(prompts),
         captured_layers=(),
         segment_length=segment_length,
+        placement=placement,
         cases=(),
         notes=(*notes(ref, prompts), *of_ranks(asked.tensor_parallel)),
     )
