@@ -24,10 +24,11 @@ _ATTENTION = "ssdprof_rehearsal"
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
-    """now, peak: bytes of the tensors that operations have made since the context was entered, on any device."""
+    """now, peak: bytes of the tensors that operations have made on a device since the context was entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
         self.now = 0
         self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -35,21 +36,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # models ask whether masks are trivial, and they are
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return self._made(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))  # torch's own knows bf16 only
         given = {_storage(one) for one in _tensors((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))
         for one in _tensors(out):
             if _storage(one) not in given:
-                self._count(one.untyped_storage())
+                self._made(one)
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, size)
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.device.type == self._device_type and storage not in self._known:
+            self._known.add(storage)
+            size = storage.nbytes()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, size)
+        return tensor
 
     def _free(self, size: int) -> None:
         self.now -= size
@@ -78,7 +82,7 @@ def rehearse(model: Any, wanted: set[int], *, seqlen: int, segment_length: int, 
     try:
         model.set_attn_implementation(_ATTENTION)
         sites = find_sites(model)
-        with torch.no_grad(), LiveBytes() as counted, intercept(sites, handler):
+        with torch.no_grad(), LiveBytes("meta") as counted, intercept(sites, handler):
             feed = Feed(model, cached=not whole)
             ids = torch.empty(batch, seqlen, dtype=torch.int64, device="meta")
             for start, stop in segments:

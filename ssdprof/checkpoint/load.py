@@ -16,6 +16,7 @@ from ssdprof.checkpoint.integrity import broken_file
 from ssdprof.checkpoint.sizes import LIMIT, shown
 from ssdprof.checkpoint.weights import SINGLE, is_needed
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +60,7 @@ def load_model(
 
 def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> None:
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
-    if local.tensors is None or local.ref.quantization not in (None, "fp8"):  # packed codes: fewer elements stored
+    if local.tensors is None or local.ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored = sum(math.prod(tensor.shape) for tensor in local.tensors.values())

@@ -9,11 +9,11 @@ import typer
 
 from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
-from ssdprof.schema.placement import PlacementKind
 
 if TYPE_CHECKING:
     from ssdprof.pipeline.request import CaptureRequest, ServingRequest
     from ssdprof.schema import Gates
+    from ssdprof.schema.placement import PlacementKind
 
 
 def path(text: str) -> Path:
@@ -107,7 +107,7 @@ TensorParallel = Annotated[
     ),
 ]
 PlacementOption = Annotated[
-    PlacementKind | None,
+    Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
     typer.Option(
         "--placement",
         help="Weights on one GPU, on all visible ones, or what those do not hold in main memory or on the disk.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ def _segment_length(wanted: int | None, subject: Subject, model: Any, seqlen: in
 
 
 def _quiet_transformers() -> None:
-    """Its bars are not ours, and it warns of slow fallbacks that capture replaces."""
+    """Its bars are not ours.  It warns of fallbacks that capture replaces, and accelerate of weights that it moves."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("accelerate").setLevel(ERROR)
 
 
 def _prompt(

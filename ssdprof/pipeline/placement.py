@@ -23,6 +23,7 @@ from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _only_whole(subject: Subject) -> str:
     """Why the weights can only be on one device; empty if they can be anywhere."""
     if subject.located.description.original:
         return "its weights are not in transformers' format"
-    if (method := subject.ref.quantization) not in (None, "fp8"):
+    if (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
         return f"its weights stay quantised ({method}) once loaded"
     return ""
 
@@ -217,23 +218,30 @@ class _Chooser:
     def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
         found = weights_by_place(self._model, mapped)
         layer, module = largest_streamed(self._model, mapped)
-        with quiet_transformers():
-            activations = rehearse(
-                self._model.base_model,
-                self._wanted,
-                seqlen=self._seqlen,
-                segment_length=length,
-                batch=self._subject.batch,
-                on_gpu=self._main != "cpu",
-            )
+        resident = found.get(self._main, (0, 0))[1]
+        activations = self._rehearsed(length)
         return Placement(
             kind=kind,
             device=_name(self._main),
             held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
-            predicted_peak_bytes=found.get(self._main, (0, 0))[1] + module + activations,
+            predicted_peak_bytes=None if activations is None else resident + module + activations,
             streamed_layer_bytes=layer,
             segments=len(split_prompt(self._seqlen, length)),
         )
+
+    def _rehearsed(self, length: int) -> int | None:
+        try:
+            with quiet_transformers():
+                return rehearse(
+                    self._model.base_model,
+                    self._wanted,
+                    seqlen=self._seqlen,
+                    segment_length=length,
+                    batch=self._subject.batch,
+                    on_gpu=self._main != "cpu",
+                )
+        except Exception:  # of the model's code, which raises nearly every class there is; a real run says what it is
+            return None
 
     def _rewritten(self, mapped: DeviceMap) -> int:
         """transformers reads a streamed weight from the checkpoint if it is stored as it is used.

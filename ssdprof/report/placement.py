@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from ssdprof.schema.placement import Placement
+from ssdprof.schema.placement import Held, Placement
 
 _PLACES = {"cpu": "in main memory", "disk": "on the disk"}
 
 
 def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
-    held = ", ".join(
-        f"{held.layers} layers ({_gib(held.weight_bytes)}) {_PLACES.get(held.place, f'on {held.place}')}"
-        for held in placement.held
-    )
+    held = ", ".join(_held(held) for held in placement.held)
     words = [held if placement.kind == "one-gpu" and placement.device == "cpu" else f"{placement.kind}: {held}"]
     if placement.streamed_layer_bytes:
         words.append(_cost(placement))
-    words.append(f"predicted peak on {placement.device}: {_gib(placement.predicted_peak_bytes)} before replaying")
+    if placement.predicted_peak_bytes is not None:
+        words.append(f"predicted peak on {placement.device}: {_gib(placement.predicted_peak_bytes)} before replaying")
     return "; ".join(words)
+
+
+def _held(held: Held) -> str:
+    layers = f"{held.layers} layer{'s' * (held.layers != 1)} ({_gib(held.weight_bytes)})"
+    return f"{layers} {_PLACES.get(held.place, f'on {held.place}')}"
 
 
 def _cost(placement: Placement) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
-from ssdprof.runs.notes import notes, of_ranks
+from ssdprof.runs.notes import notes, of_placement, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 from ssdprof.schema.placement import Placement
 
@@ -44,7 +44,7 @@ def draft(
         segment_length=segment_length,
         placement=placement,
         cases=(),
-        notes=(*notes(ref, prompts), *of_ranks(asked.tensor_parallel)),
+        notes=(*notes(ref, prompts), *of_ranks(asked.tensor_parallel), *of_placement(placement)),
     )
 
 

@@ -21,7 +21,7 @@ class Placement(Record):
     """device: where the model computes, the first one of several.  held: nothing is left out.
 
     predicted_peak_bytes: memory on `device` while the model runs and inputs are taken, before it was loaded; without
-        what replaying takes.
+        what replaying takes.  None if the model's code does not run without values.
     streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each segment; 0 if none
         is.
     bytes_per_s: at which they are brought there, measured; None if nothing is streamed, or before the download.
@@ -31,7 +31,7 @@ class Placement(Record):
     kind: PlacementKind
     device: str
     held: tuple[Held, ...]
-    predicted_peak_bytes: int
+    predicted_peak_bytes: int | None
     streamed_layer_bytes: int = 0
     bytes_per_s: float | None = None
     segments: int = 1

@@ -75,7 +75,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
 def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
-    """As on a GPU: the layers' weights lie in main memory, and are brought to the device that computes, here the CPU."""
+    """As with a GPU: the weights of layers lie in main memory and are brought to the device that computes, the CPU."""
     local = checkpoint.fetch(checkpoint.locate(str(saved(name))), head=True)
     whole, offloaded = (checkpoint.load_model(local, device="cpu") for _ in range(2))
     base = offloaded.base_model_prefix
