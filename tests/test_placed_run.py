@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ssdprof import runs
 from ssdprof.cli import app
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.placement import _Chooser
+from ssdprof.pipeline.placement import bytes_beside_weights
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import find
 from ssdprof.report import html
@@ -33,7 +33,7 @@ def little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     request = CaptureRequest(model=ModelRequest(model="demo"), prompt=PromptRequest(seqlens=(24,)))
     subject = find(request)
-    free = _Chooser(request, subject, "auto")._beside(24) + int(0.6 * subject.weight_bytes)
+    free = bytes_beside_weights(request, subject) + int(0.6 * subject.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 

@@ -31,7 +31,7 @@ class DeviceMap:
     main: Place
 
     def place(self, name: str) -> Place:
-        """Of the parameter `name`."""
+        """Where the parameter `name` lies."""
         path = name
         while path not in self.places:
             path = path.rpartition(".")[0]

@@ -81,6 +81,11 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     return chooser.one_gpu()
 
 
+def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
+    """What must be free on the device beside the weights: the least for the segments that the request allows."""
+    return _Chooser(request, subject, "auto").least_beside()
+
+
 def priced(placed: Placed, weights: Path | None) -> Placement:
     """The placement with the speed at which its weights are streamed.
 
@@ -145,9 +150,11 @@ class _Chooser:
         self._lengths = (min(fixed, longest),) if fixed else (longest, *shorter)
         self._main: Place = limits.device().index if limits.device().type == "cuda" else "cpu"
 
+    def least_beside(self) -> int:
+        return min(self._beside(length) for length in self._lengths)
+
     def fits_one_gpu(self) -> bool:
-        beside = limits.free_bytes() - self._subject.weight_bytes
-        return beside >= min(self._beside(length) for length in self._lengths)
+        return limits.free_bytes() - self._subject.weight_bytes >= self.least_beside()
 
     def one_gpu(self) -> Placed:
         beside = limits.free_bytes() - self._subject.weight_bytes
@@ -186,7 +193,7 @@ class _Chooser:
         return MissingCapabilityError(
             f"{self._subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
             f"{self._subject.weight_bytes / 2**30:.1f} GiB, what it computes takes "
-            f"{min(self._beside(length) for length in self._lengths) / 2**30:.1f} GiB, and there is room for "
+            f"{self.least_beside() / 2**30:.1f} GiB, and there is room for "
             f"{' and '.join(places)}.",
             _FITTING,
         )

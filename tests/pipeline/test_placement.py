@@ -77,7 +77,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
 
 def beside(folder: Path) -> int:
     """Bytes that the model needs beside its weights, as the choice counts them."""
-    return placement._Chooser(*asked(folder), dtype="auto")._beside(96)
+    return placement.bytes_beside_weights(*asked(folder))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_weights_that_transformers_changes_are_counted(tmp_path: Path, monkeypat
     """Experts that are stored one by one are written to the disk anew, together."""
     tiny_models.shared("qwen3_next").save_pretrained(tmp_path)
     request, subject = asked(tmp_path, "disk-offload")
-    more = placement._Chooser(request, subject, dtype="auto")._beside(96)
+    more = placement.bytes_beside_weights(request, subject)
     memory(monkeypatch, [], subject.weight_bytes // 2 + more)
     placed = choose(request, subject)
     experts = sum(
@@ -334,7 +334,7 @@ def test_the_predicted_peak_of_a_gpu(tmp_path: Path, kind: PlacementKind) -> Non
         segment_length=16384,
     )
     subject = find(request)
-    more = placement._Chooser(request, subject, dtype="auto")._beside(16384)
+    more = placement.bytes_beside_weights(request, subject)
     allowed = total if kind == "one-gpu" else before + more + subject.weight_bytes * 2 // 3
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     try:
