@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,7 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
+    from ssdprof.environment.ranks import Ranks
     from ssdprof.pipeline.request import CaptureRequest, ServingRequest
     from ssdprof.schema import Gates
     from ssdprof.schema.placement import PlacementKind
@@ -243,6 +245,23 @@ def capture_request(
         segment_length=segment,
         placement=placement,
     )
+
+
+def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
+    """The processes that torchrun started, with this one's GPU taken; None if there are no others.
+
+    of_one_process: options that several cannot share, and whether they were given.  Raises BadInputError for one.
+    """
+    from ssdprof.environment.ranks import join
+    from ssdprof.errors import BadInputError
+
+    ranks = join()
+    if ranks is not None and (given := [option for option, wanted in of_one_process.items() if wanted]):
+        raise BadInputError(
+            f"{ranks.count} ranks cannot share {' and '.join(given)}.",
+            "Leave it out, or start without torchrun.",
+        )
+    return ranks
 
 
 def refuse_captures(request: CaptureRequest, option: str) -> None:

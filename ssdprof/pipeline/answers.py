@@ -20,7 +20,7 @@ from ssdprof.pipeline.replay import refuse_unknown
 from ssdprof.pipeline.request import CaptureRequest, Keep
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
-from ssdprof.runs.record import draft, recorded
+from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.schema import Asked, RunReport
 
 
@@ -45,7 +45,7 @@ def answers(
             asked=Asked(implementations=(), precisions=(), layers=()),
             placement=loaded.placement,
         )
-        with recorded(folder, report, watcher) as recorder:
+        with recorded(Recorder(folder, report), watcher) as recorder:
             compare_answers(loaded, subject, wanted, watcher, recorder.answered)
     return folder.path, recorder.report
 

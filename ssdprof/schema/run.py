@@ -84,6 +84,7 @@ class RunReport(Record):
     prompts: tuple[Prompt, ...]
     captured_layers: tuple[LayerRef, ...]
     segment_length: int
+    ranks: int = 1  # processes that shared the layers, each on a GPU of its own
     placement: Placement | None = None  # of the weights; None for stored captures
     model_peak_bytes: int | None = None  # GPU memory while the model ran and layers were replayed
     clocks: Clocks | None = None
