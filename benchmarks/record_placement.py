@@ -32,9 +32,9 @@ from ssdprof.capture import CapturedLayer
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import placement
 from ssdprof.pipeline.model import load, run_model
-from ssdprof.pipeline.replay import Unwatched
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject, find
+from ssdprof.progress import Unwatched
 from ssdprof.schema.placement import PlacementKind
 
 MODEL = "granite-4.0-h-small"

@@ -139,7 +139,7 @@ def test_two_ranks_write_the_report_of_one_process(start: Callable[..., subproce
 def test_a_rank_that_dies_ends_the_run_and_is_named(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, killed: int
 ) -> None:
-    process = start("run", "demo", "--seq", "512", "--out", "run")
+    process = start("run", "demo", "--seq", "256", "--out", "run")
     ranks = wait_for(lambda: ranks_of(process.pid) if (tmp_path / "run" / "report.json").exists() else None)
     os.kill(ranks[killed], signal.SIGKILL)
     _, err = process.communicate(timeout=120)
@@ -147,9 +147,9 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(
     report = runs.read(tmp_path / "run")[1]
     assert report.state == "partial"
     assert report.cases
-    assert f"Rank {killed} of 2 died before its layers were replayed." in report.notes
+    assert f"Rank {killed} of 2 died before its share was done." in report.notes
     if killed == 1:
-        assert "Rank 1 of 2 died before its layers were replayed." in err
+        assert "Rank 1 of 2 died before its share was done." in err
 
 
 def wait_for(found: Callable[[], Any]) -> Any:

@@ -112,9 +112,9 @@ def run(
         {"--answers": answers, "--stalls": stalls, "--prefill": prefill, "--save-captures": save_captures}
     )
     found = find_to_replay(request, save_captures=save_captures, whole=answers)
-    from ssdprof.pipeline.replay import Unwatched
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
+    from ssdprof.progress import Unwatched
 
     if dry_run and (ranks is None or ranks.first):
         from ssdprof.pipeline.dry_run import check_placed, plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from ssdprof.errors import BadInputError, MissingCapabilityError
 
 T = TypeVar("T")
+POLL_S = 0.2
 FIRST = 0  # the rank that writes the report
 
 
@@ -56,6 +58,26 @@ class Ranks:
     def lost(self) -> tuple[int, ...]:
         """Others whose process is gone before their end."""
         return tuple(rank for rank in self._others() if not self._alive(rank) and not self._has_ended(rank))
+
+    def waiting(self) -> Iterator[None]:
+        """Yields now and then until all others have ended and everything was received.
+
+        MissingCapabilityError with the name of one whose process is gone.
+        """
+        while not self.ended:
+            yield
+            if lost := self.lost():
+                yield  # what it sent before
+                raise self.gone(lost)
+            time.sleep(POLL_S)
+
+    def gone(self, lost: Sequence[int]) -> MissingCapabilityError:
+        """The error for ranks whose process is gone."""
+        names = " and ".join(f"rank {rank}" for rank in lost).capitalize()
+        return MissingCapabilityError(
+            f"{names} of {self.count} died before its share was done.",
+            "Its own messages say why.  A process that was killed leaves none: often it took too much main memory.",
+        )
 
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self.count) if rank != self.rank)

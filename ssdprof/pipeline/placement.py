@@ -223,6 +223,7 @@ class _Chooser:
             yield "disk", 0
 
     def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
+        sequences = self._subject.serving.packed or (self._seqlen,)
         found = weights_by_place(self._model, mapped)
         layer, module = largest_streamed(self._model, mapped)
         resident = found.get(self._main, (0, 0))[1]
@@ -233,7 +234,7 @@ class _Chooser:
             held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
             predicted_peak_bytes=None if activations is None else resident + module + activations,
             streamed_layer_bytes=layer,
-            segments=len(split_prompt(self._seqlen, length)),
+            forward_calls=sum(len(split_prompt(tokens, length)) for tokens in sequences) + self._subject.serving.decode,
         )
 
     def _rehearsed(self, length: int) -> int | None:

@@ -25,7 +25,7 @@ def _held(held: Held) -> str:
 
 def _cost(placement: Placement) -> str:
     size, seconds = _gib(placement.streamed_layer_bytes), placement.seconds_per_layer
-    how_often = f"for each of {placement.segments} segments" if placement.segments > 1 else "once"
+    how_often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
     if seconds is None or placement.bytes_per_s is None:
         return f"a layer of {size} is read {how_often}, at a speed that is measured after the download"
     speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"

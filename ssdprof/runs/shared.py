@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +12,6 @@ from ssdprof.errors import MissingCapabilityError, SsdprofError, library_message
 from ssdprof.runs.folder import RunFolder, opened, read
 from ssdprof.runs.record import Recorder
 from ssdprof.schema import CaseResult, LayerRef, RunReport
-
-POLL_S = 0.2
 
 
 class Unkept(RunFolder):
@@ -37,7 +34,7 @@ def opened_by_first(out: Path | None, model: str, ranks: Ranks | None) -> Iterat
 
 
 class Sender(Recorder):
-    """Of a rank that is not the first: what it records goes there."""
+    """For a rank that is not the first: what it records goes there."""
 
     def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
         super().__init__(folder, draft)
@@ -52,7 +49,7 @@ class Sender(Recorder):
         peak = self.report.model_peak_bytes
         self._ranks.send(json.dumps({"case": case.model_dump(mode="json"), "peak_bytes": peak}))
         if FIRST in self._ranks.lost():
-            raise _gone((FIRST,), self._ranks)
+            raise self._ranks.gone((FIRST,))
 
     def complete(self) -> None:
         super().complete()
@@ -61,13 +58,13 @@ class Sender(Recorder):
     def broken_off(self, error: BaseException) -> None:
         """Tell the first rank; if it is gone, write its name into the report that it left."""
         if FIRST not in self._ranks.lost():
-            if not isinstance(error, KeyboardInterrupt):
-                self._ranks.send(json.dumps({"failed": library_message(error)}))
+            why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
+            self._ranks.send(json.dumps({"failed": why}))
             return
         with suppress(SsdprofError):  # it had written none
             path, report = read(self._ranks.store.get("folder").decode()) if self._kept else (None, None)
             if path is not None and report is not None:
-                RunFolder(path).write(_noted(report, _gone((FIRST,), self._ranks).message))
+                RunFolder(path).write(_noted(report, self._ranks.gone((FIRST,)).message))
 
     @property
     def _kept(self) -> bool:
@@ -76,7 +73,7 @@ class Sender(Recorder):
 
 
 class Gatherer(Recorder):
-    """Of the first rank: its own cases and those that the others send."""
+    """For the first rank: its own cases and those that the others send."""
 
     def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
         super().__init__(folder, draft)
@@ -93,10 +90,9 @@ class Gatherer(Recorder):
 
         MissingCapabilityError with the name of a rank that ended before it had sent all.
         """
-        while not self._ranks.ended:
+        for _ in self._ranks.waiting():
             self._gather()
             self._check()
-            time.sleep(POLL_S)
         asked = self.report.asked
         assert asked is not None, "a new run says what it was asked for"
         prompts = [prompt.seqlen for prompt in self.report.prompts]
@@ -142,24 +138,15 @@ class Gatherer(Recorder):
             raise MissingCapabilityError(why, "Its own messages say more; a process that is killed leaves none.")
 
     def _why(self) -> str:
-        if self._failures:
-            return " ".join(f"Rank {rank} of {self._ranks.count} ended: {why}." for rank, why in self._failures.items())
-        lost = self._ranks.lost()
-        return _gone(lost, self._ranks).message if lost else ""
+        lost = [rank for rank in self._ranks.lost() if rank not in self._failures]
+        told = [f"Rank {rank} of {self._ranks.count} ended: {why}." for rank, why in self._failures.items()]
+        return " ".join([*([self._ranks.gone(lost).message] if lost else []), *told])
 
 
 def recorder_of(folder: RunFolder, draft: RunReport, ranks: Ranks | None) -> Recorder:
     if ranks is None:
         return Recorder(folder, draft)
     return (Gatherer if ranks.first else Sender)(folder, draft, ranks)
-
-
-def _gone(lost: tuple[int, ...], ranks: Ranks) -> MissingCapabilityError:
-    names = " and ".join(f"rank {rank}" for rank in lost).capitalize()
-    return MissingCapabilityError(
-        f"{names} of {ranks.count} died before its layers were replayed.",
-        "A process that was killed often took more main memory than there is.",
-    )
 
 
 def _noted(report: RunReport, note: str) -> RunReport:

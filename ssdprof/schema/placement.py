@@ -22,10 +22,10 @@ class Placement(Record):
 
     predicted_peak_bytes: memory on `device` while the model runs and inputs are taken, before it was loaded; without
         what replaying takes.  None if the model's code does not run without values.
-    streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each segment; 0 if none
-        is.
+    streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each forward call; 0 if
+        none is.
     bytes_per_s: at which they are brought there, measured; None if nothing is streamed, or before the download.
-    segments: of the longest prompt.
+    forward_calls: of the model, for the longest prompt: its segments, packed sequences and decode steps.
     """
 
     kind: PlacementKind
@@ -34,9 +34,9 @@ class Placement(Record):
     predicted_peak_bytes: int | None
     streamed_layer_bytes: int = 0
     bytes_per_s: float | None = None
-    segments: int = 1
+    forward_calls: int = 1
 
     @property
     def seconds_per_layer(self) -> float | None:
-        """For the streamed layer, in every segment; None if it is not known, or nothing is streamed."""
+        """For the streamed layer, in every forward call; None if it is not known, or nothing is streamed."""
         return self.streamed_layer_bytes / self.bytes_per_s if self.bytes_per_s else None

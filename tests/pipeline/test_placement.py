@@ -21,9 +21,9 @@ from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.placement import Placed, choose, priced
-from ssdprof.pipeline.replay import Unwatched
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject, find
+from ssdprof.progress import Unwatched
 from ssdprof.report.placement import placement_words
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 
@@ -174,7 +174,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         held=(Held(place="cuda:0", layers=1, weight_bytes=GB), Held(place="disk", layers=3, weight_bytes=3 * GB)),
         predicted_peak_bytes=2 * GB,
         streamed_layer_bytes=GB,
-        segments=4,
+        forward_calls=4,
     )
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
     monkeypatch.setattr(placement, "copy_bytes_per_s", lambda _: 2e9)
@@ -183,7 +183,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found.seconds_per_layer == pytest.approx(1.0)
     words = placement_words(found)
     assert "1 layer (0.9 GiB) on cuda:0, 3 layers (2.8 GiB) on the disk" in words
-    assert "for each of 4 segments, in 1 s at the measured 1.0 GB/s" in words
+    assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
     in_memory = record.model_copy(update={"held": (Held(place="cpu", layers=4, weight_bytes=4 * GB),)})
     assert priced(Placed(record=in_memory), None).seconds_per_layer == pytest.approx(0.5)
 
