@@ -16,6 +16,7 @@ from ssdprof import operators
 from ssdprof.capture import CapturedLayer, store
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.ranks import Ranks
+from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.roofline import measure_ceilings
@@ -51,6 +52,8 @@ def run(
     Returns the run's folder and its report.
     """
     found = found or find_to_replay(request, save_captures=keep.save_captures)
+    if why := unusable_gpu():
+        watcher.say(f"This run takes the CPU.  {why}")
     if isinstance(found, Stored):
         return _run_stored(found, replay, keep, watcher, ranks)
     with opened_by_first(keep.out, request.model.model, ranks) as folder, ExitStack() as stack:
