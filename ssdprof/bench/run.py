@@ -17,9 +17,11 @@ from ssdprof.bench.contenders import Contender, Entry, line_up
 from ssdprof.bench.first_call import Patience, slower
 from ssdprof.bench.judge import BudgetSpent, Judged, Verdict, judge, run_unjudged
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
+from ssdprof.bench.shared import Outcomes
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
+from ssdprof.environment.ranks import Ranks
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
@@ -29,6 +31,7 @@ from ssdprof.measure.timing import CudaBench
 from ssdprof.operators.drawing import Cell, InputDType, Peer, Tokens
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
+from ssdprof.schema import Clocks
 
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
@@ -68,8 +71,12 @@ class BenchRequest:
     command: tuple[str, ...] = ()
 
 
-def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object]) -> BenchReport:
+def bench(
+    request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object], ranks: Ranks | None = None
+) -> BenchReport:
     """Measure every cell.  on_cell: called with the report, partial yet, after each.
+
+    ranks: processes that share the cells.  The first one returns the report of all.
 
     A cell that the GPU's memory does not hold, or for which the budget has no time, is left out and says so.
     """
@@ -89,20 +96,32 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
         ceilings=measure_ceilings(device),
     )
     bench_of_cells = _Cells(request, device, report.ceilings)
-    with ClockWatch() as clocks, watcher.step("Measuring", len(request.cells), unit="cells") as advance:
-        for number, cell in enumerate(request.cells):
-            seconds = sampling_seconds(end - time.monotonic(), len(request.cells) - number)
+    outcomes = Outcomes(request.cells, ranks)
+
+    def keep(clocks: Clocks | None) -> BenchReport:
+        known = outcomes.put_in(report).model_copy(update={"clocks": clocks, "seconds": time.monotonic() - began})
+        on_cell(known)
+        return known
+
+    mine = outcomes.mine
+    with ClockWatch() as clocks, watcher.step("Measuring", len(mine), unit="cells") as advance:
+        for done, (number, cell) in enumerate(mine):
+            seconds = sampling_seconds(end - time.monotonic(), len(mine) - done)
             try:
-                measured = bench_of_cells.measure(cell, seconds, end, watcher)
-                report = report.model_copy(update={"cells": (*report.cells, measured)})
+                found: BenchCell | LeftOut = bench_of_cells.measure(cell, seconds, end, watcher)
             except BudgetSpent as error:
-                report = _without(report, cell, f"the budget of {request.budget:g} s was spent{error}")
+                found = LeftOut(cell=str(cell), reason=f"the budget of {request.budget:g} s was spent{error}")
             except torch.OutOfMemoryError as error:
-                report = _without(report, cell, f"out of memory: {first_line(error)}")
+                found = LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
+            outcomes.add(number, found)
             clocks.poll()
-            report = report.model_copy(update={"clocks": clocks.clocks, "seconds": time.monotonic() - began})
-            on_cell(report)
+            keep(clocks.clocks)
             advance(1)
+    try:
+        for _ in outcomes.wait():
+            pass
+    finally:
+        report = keep(clocks.clocks)
     report = report.model_copy(update={"state": "complete"})
     on_cell(report)
     return report
@@ -111,10 +130,6 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
 def sampling_seconds(left: float, cells_left: int) -> float:
     """For the next cell: a third of its share of what is left; the rest goes to compiling and comparing."""
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
-
-
-def _without(report: BenchReport, cell: Cell, reason: str) -> BenchReport:
-    return report.model_copy(update={"left_out": (*report.left_out, LeftOut(cell=str(cell), reason=reason))})
 
 
 class _Cells:

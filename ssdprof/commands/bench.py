@@ -12,6 +12,7 @@ from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
+    from ssdprof.progress import Watcher
 
 MAX_TOKENS = "256k"
 FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
@@ -121,6 +122,7 @@ def bench(
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
+    from ssdprof.progress import Unwatched
     from ssdprof.schema import precisions_for
 
     record = operators.get(operator)
@@ -132,6 +134,7 @@ def bench(
     grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
     baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
+    ranks = options.join_ranks({})
     options.use_tuned(no_tuned)
     request = BenchRequest(
         operator=record,
@@ -148,15 +151,18 @@ def bench(
         gates=limits,
         command=terminal.command_line(),
     )
-    watcher = terminal.TerminalWatcher()
+    told = ranks is None or ranks.first
+    watcher: Watcher = terminal.TerminalWatcher() if told else Unwatched()
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {max_tokens} tokens.")
 
     def keep(report: BenchReport) -> None:
-        if out is not None:
+        if out is not None and told:
             files.write_text(out, dump(report) + "\n")
 
-    report = measure(request, watcher, keep)
+    report = measure(request, watcher, keep, ranks)
+    if not told:
+        return  # the first rank tells
     if as_json:
         print(dump(report))
     elif markdown:

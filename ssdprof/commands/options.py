@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,8 +12,10 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
+    from ssdprof.environment.ranks import Ranks
     from ssdprof.pipeline.request import CaptureRequest, ServingRequest
     from ssdprof.schema import Gates
+    from ssdprof.schema.placement import PlacementKind
 
 
 def path(text: str) -> Path:
@@ -103,6 +106,14 @@ TensorParallel = Annotated[
     int,
     typer.Option(
         metavar="N", min=1, help="Replay what one of N GPUs computes that share each layer's heads.", show_default=True
+    ),
+]
+PlacementOption = Annotated[
+    Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
+    typer.Option(
+        "--placement",
+        help="Weights on one GPU, on all visible ones, or what those do not hold in main memory or on the disk.",
+        show_default="the fastest that fits",
     ),
 ]
 Dtypes = Annotated[
@@ -213,6 +224,7 @@ def capture_request(
     layers: str,
     segment: int | None,
     serving: ServingRequest | None = None,
+    placement: PlacementKind | None = None,
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
@@ -232,7 +244,25 @@ def capture_request(
         ),
         layers=layers,
         segment_length=segment,
+        placement=placement,
     )
+
+
+def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
+    """The processes that torchrun started, with this one's GPU taken; None if there are no others.
+
+    of_one_process: options that several cannot share, and whether they were given.  Raises BadInputError for one.
+    """
+    from ssdprof.environment.ranks import join
+    from ssdprof.errors import BadInputError
+
+    ranks = join()
+    if ranks is not None and (given := [option for option, wanted in of_one_process.items() if wanted]):
+        raise BadInputError(
+            f"{ranks.count} ranks cannot share {' and '.join(given)}.",
+            "Leave it out, or start without torchrun.",
+        )
+    return ranks
 
 
 def refuse_captures(request: CaptureRequest, option: str) -> None:

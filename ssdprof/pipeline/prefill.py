@@ -6,7 +6,7 @@ locate -> fetch -> build prompts -> load with the head -> each surroundings and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,8 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
-        loaded = load(request.model, subject, watcher)
+        # A placement that moves weights or activations about would be timed with them.
+        loaded = load(replace(request.model, placement="one-gpu"), subject, watcher)
     sites = find_sites(loaded.whole)
     report = GrowingReport(_draft(request, subject, loaded.whole, sites, notes(subject.ref, loaded.prompts)), keep)
     told = report.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,24 +22,13 @@ from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Bench, CudaBench
 from ssdprof.operators import tensors
-from ssdprof.progress import Advance, Watcher
+from ssdprof.progress import Advance, Unwatched, Watcher
 from ssdprof.schema import CallRef, CaseResult, Ceilings, DType, Intermediates, LayerRef, PrecisionRecord
 
 _INTERMEDIATES: tuple[Intermediates, ...] = ("exact", "relaxed")
 _STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 PRECISIONS = tuple(PrecisionRecord(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
-
-
-class Unwatched:
-    """A Watcher that shows nothing."""
-
-    def say(self, text: str) -> None:
-        """Ignores the text."""
-
-    def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
-        """Nobody sees it."""
-        return nullcontext(lambda _: None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Tokens
 from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, StepsAsked, precisions_for
+from ssdprof.schema.placement import PlacementKind
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -60,12 +61,14 @@ class CaptureRequest:
     """Which layers' inputs to take, from which model, on which prompt.
 
     layers: "all", "first:N", "3,7" or "every:K".  segment_length: tokens per forward call; None lets capture decide.
+    placement: where the weights go; None lets the machine decide.
     """
 
     model: ModelRequest
     prompt: PromptRequest = field(default_factory=PromptRequest)
     layers: str = "all"
     segment_length: int | None = None
+    placement: PlacementKind | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

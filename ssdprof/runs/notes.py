@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ssdprof.schema import CheckpointRef, Prompt
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
+from ssdprof.schema.placement import Placement
 
 
 def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
@@ -22,6 +24,22 @@ def of_ranks(ranks: int) -> tuple[str, ...]:
     )
 
 
+def of_placement(placement: Placement | None) -> tuple[str, ...]:
+    """What a reader must know if the weights did not all lie on one device."""
+    if placement is None or placement.kind == "one-gpu":
+        return ()
+    if placement.kind == "all-gpus":
+        how = "were divided among the GPUs"
+    else:
+        where = " and ".join(
+            f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
+            for held in placement.held
+            if held.place in ("cpu", "disk") and held.place != placement.device
+        )
+        how = f"were brought to {placement.device} layer by layer ({where})" if where else f"fit on {placement.device}"
+    return (f"Placement {placement.kind}: the model's weights {how}; layers were replayed on {placement.device}.",)
+
+
 def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
     if ref.siblings:
         yield (
@@ -33,9 +51,10 @@ def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
             "trained model, and the model's answers mean nothing."
         )
     if ref.quantization is not None:
+        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
         yield (
-            f"The checkpoint is quantised ({ref.quantization}): the error of its projections is part of the values "
-            "that were replayed."
+            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
+            "values that were replayed."
         )
 
 

@@ -13,6 +13,7 @@ from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
+from ssdprof.schema.placement import Placement
 from ssdprof.schema.prefill import Prefill
 from ssdprof.schema.serving import CallRef
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
@@ -83,6 +84,8 @@ class RunReport(Record):
     prompts: tuple[Prompt, ...]
     captured_layers: tuple[LayerRef, ...]
     segment_length: int
+    ranks: int = 1  # processes that shared the layers, each on a GPU of its own
+    placement: Placement | None = None  # of the weights; None for stored captures
     model_peak_bytes: int | None = None  # GPU memory while the model ran and layers were replayed
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None

@@ -15,8 +15,8 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.operators.drawing import Peer
 from ssdprof.pipeline import prefill
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
-from ssdprof.pipeline.replay import Unwatched
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.progress import Unwatched
 from ssdprof.runs.record import draft
 from ssdprof.schema import Asked, PrecisionRecord, Prompt
 from ssdprof.schema.prefill import PrefillReport
