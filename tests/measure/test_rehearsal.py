@@ -127,8 +127,11 @@ def test_each_precision_and_form_of_inputs_is_rehearsed_once(monkeypatch: pytest
     assert len(made) == 5
 
 
-def test_no_secret_reaches_the_other_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_neither_a_secret_nor_a_stray_module_reaches_the_other_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (tmp_path / "typing.py").write_text("raise RuntimeError('not this one')\n")
     (tmp_path / "nosy.py").write_text("import os\ndef kernel(inputs):\n    raise ValueError(os.getenv('HF_TOKEN'))\n")
     with pytest.raises(UnfitError, match="ValueError: None"):
         Rehearsals().require(resolve(operators.get("ssd"), "nosy:kernel"), ssd(), EXACT)
