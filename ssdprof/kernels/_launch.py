@@ -83,13 +83,13 @@ class LaunchCache(Generic[Kept]):
         self._most = most
         self._kept: dict[Hashable, Kept] = {}
 
-    def get(self, signature: Hashable, prepare: Callable[[], Kept]) -> Kept:
-        """The one kept for `signature`; else what `prepare` returns, kept from now on."""
+    def get(self, signature: Hashable, prepare: Callable[..., Kept], *arguments: Any) -> Kept:
+        """The one kept for `signature`; else what `prepare(*arguments)` returns, kept from now on."""
         launch = self._kept.get(signature)
         if launch is None:
             if len(self._kept) >= self._most:
                 self._kept.clear()
-            launch = self._kept[signature] = prepare()
+            launch = self._kept[signature] = prepare(*arguments)
         return launch
 
     def forget(self) -> None:

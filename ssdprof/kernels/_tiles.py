@@ -9,6 +9,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ssdprof.kernels._workspace import Part
+
 Strides = tuple[int, int, int]
 _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -16,7 +18,9 @@ _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 class _Base:
     """What a descriptor is over: a tensor, taken to begin `ahead` bytes before it does."""
 
-    def __init__(self, tensor: torch.Tensor, ahead: int) -> None:
+    __slots__ = ("ahead", "dtype", "tensor")
+
+    def __init__(self, tensor: torch.Tensor | Part, ahead: int) -> None:
         self.tensor, self.ahead, self.dtype = tensor, ahead, tensor.dtype
 
     def data_ptr(self) -> int:
@@ -34,10 +38,11 @@ class _Descriptor:
             _nothing(dtype), list(sizes), list(strides), list(block), _shared_layout(block, dtype)
         )
 
-    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
+    def of(self, tensor: torch.Tensor | Part) -> TensorDescriptor:
         """Without another check of shape and strides."""
         copy = object.__new__(TensorDescriptor)
-        copy.__dict__.update(self._descriptor.__dict__, base=_Base(tensor, self._ahead))
+        base = _Base(tensor, self._ahead) if self._ahead else tensor
+        copy.__dict__.update(self._descriptor.__dict__, base=base)
         return copy
 
 

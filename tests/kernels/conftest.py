@@ -22,6 +22,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch, "empty_strided", poison(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
 
 

@@ -26,6 +26,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels._workspace import Part
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
 from ssdprof.kernels.gdn.hopper import slow_heads
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
@@ -246,7 +247,9 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     @classmethod
-    def to(cls, tensor: torch.Tensor) -> Pointer:
+    def to(cls, tensor: torch.Tensor | Part) -> Pointer:
+        if isinstance(tensor, Part):
+            return cls(tensor.tensor())
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((length,), (1,), 0), tensor.storage_offset())
 
@@ -272,8 +275,10 @@ class Descriptor:
 
     def __init__(self, host: Any) -> None:
         self.shape, self.strides = host.shape, host.strides
-        self.block, self.dtype, self.layout = tuple(host.block_shape), host.base.dtype, None
-        self.start = Pointer.to(host.base.tensor) - host.base.ahead // host.base.tensor.element_size()
+        base = host.base
+        self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
+        ahead = getattr(base, "ahead", 0) // base.dtype.itemsize
+        self.start = Pointer.to(getattr(base, "tensor", base) if ahead else base) - ahead
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
         """Where a tile's elements are, and which of them the copy engine reads or writes."""
@@ -566,7 +571,8 @@ class Machine:
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
             if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
-                return Launcher(InterpretedFunction(jitted.fn), scalars, options)
+                interpreted = Launcher(InterpretedFunction(jitted.fn), scalars, options)
+                return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
             constants = {name: value for name, value in options.items() if name.isupper()}
             kernel = kernels[jitted.__name__]
 
@@ -607,8 +613,12 @@ class _Constant:
         return value
 
 
+def _tensor(value: Any) -> Any:
+    return value.tensor() if isinstance(value, Part) else value
+
+
 def _argument(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | Part):
         return Pointer.to(value)
     return value if value is None else Descriptor(value)
 

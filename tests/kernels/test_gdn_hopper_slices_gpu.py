@@ -8,11 +8,11 @@ from gdn_hopper_cases import GDNCase
 from test_gdn_hopper_gpu import assert_same, head_errors, on_gpu
 from test_gdn_hopper_gpu import pytestmark as pytestmark
 
+from ssdprof.kernels import get
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import get
 from ssdprof.measure.accuracy import assert_passes
 
 OLMO = GDNCase(key_heads=4, heads=4, key_dim=96, value_dim=192, initial_state=True, seqlen=2048, beta=2.0)

@@ -279,7 +279,7 @@ def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, mon
         output = call(inputs)
         tensors = (inputs.x, inputs.B, inputs.C, output.out)
         for described, tensor in zip(arguments.pop()[:4], tensors, strict=True):
-            assert described.base.tensor is tensor
+            assert getattr(described.base, "tensor", described.base) is tensor
             heads, columns = tensor.shape[2:]
             assert (described.shape[1], described.shape[3]) == (heads, columns)
             for place, row, left in _positions(case):

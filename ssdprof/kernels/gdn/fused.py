@@ -78,8 +78,8 @@ def gdn_fused(
         q=q, k=k, v=v, g=g, beta=beta, scale=scale, use_qk_l2norm=use_qk_l2norm, cu_seqlens=cu_seqlens, chunk_size=64,
         initial_state=initial_state.mT if state_v_first and initial_state is not None else initial_state,
     )  # fmt: skip
-    out, final_states = run(inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant)
-    return GDNOutput(out, final_states.mT if state_v_first else final_states)
+    output = run(inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant)
+    return GDNOutput(output.out, output.final_states.mT) if state_v_first else output
 
 
 @torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
@@ -143,8 +143,7 @@ def run(
     """
     refuse_gradient("fused", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
     signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
-    call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
-    return _launches.get(signature, lambda: _prepare(call))(inputs)
+    return _launches.get(signature, _prepare, inputs, precision, batch_invariant, state_v_first)(inputs)
 
 
 def forget_launches() -> None:
@@ -155,10 +154,11 @@ def forget_launches() -> None:
 tuned.when_changed(forget_launches)
 
 
-def _prepare(call: Call) -> Launch:
-    call.inputs.check()
-    refuse_unsupported("fused", call.inputs)
-    return variants.choose(call.inputs).prepare(call)
+def _prepare(inputs: GDNInputs, precision: Precision, batch_invariant: bool, state_v_first: bool) -> Launch:
+    inputs.check()
+    refuse_unsupported("fused", inputs)
+    call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
+    return variants.choose(inputs).prepare(call)
 
 
 def plan(

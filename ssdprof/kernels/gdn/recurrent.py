@@ -30,7 +30,7 @@ from ssdprof.kernels._strides import strides_of
 from ssdprof.kernels._triton import INTERPRETED, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.gdn.states import FinalStates
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 
@@ -133,15 +133,16 @@ class RecurrentLaunch:
     def __init__(
         self, inputs: GDNInputs, config: RecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
     ) -> None:
-        self._in_place, self._state_v_first = in_place, state_v_first
-        self._index = inputs.q.get_device()
+        self._in_place = in_place
+        self._index, self._device = inputs.q.get_device(), inputs.q.device
+        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
         self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], config.block_v)
         new = torch.empty(inputs.v.shape, device="meta")
-        states = self._final_states(inputs, "meta")
+        final = strides_of(inputs.initial_state) if in_place else self._final_states.strides
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
-            (*map(strides_of, (*tokens, new, states)), inputs.v.shape[1], inputs.scale_or_default),
+            (*map(strides_of, (*tokens, new)), final, inputs.v.shape[1], inputs.scale_or_default),
             {
                 "VALUE_HEADS": inputs.v.shape[2],
                 "VALUES_PER_KEY": inputs.values_per_key,
@@ -156,19 +157,19 @@ class RecurrentLaunch:
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-            final_states = self._final_states(inputs, inputs.v.device)
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            final_states = self._place_for_states(inputs)
             self._launcher(
                 self._programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
                 inputs.cu_seqlens, out, final_states,
             )  # fmt: skip
         return GDNOutput(out, final_states)
 
-    def _final_states(self, inputs: GDNInputs, device: torch.device | str) -> torch.Tensor:
+    def _place_for_states(self, inputs: GDNInputs) -> torch.Tensor:
         if self._in_place:
             assert inputs.initial_state is not None
             return inputs.initial_state
-        return empty_states(inputs, device, state_v_first=self._state_v_first)
+        return self._final_states.empty(self._device)
 
 
 _launches: LaunchCache[RecurrentLaunch] = LaunchCache()
@@ -184,7 +185,7 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
     if in_place and inputs.initial_state is None:
         raise ValueError("in_place needs an initial_state to write to")
     refuse_gradient("recurrent", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
-    return _launches.get((inputs.signature, in_place), lambda: _prepare(inputs, in_place))(inputs)
+    return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
 def _prepare(inputs: GDNInputs, in_place: bool) -> RecurrentLaunch:

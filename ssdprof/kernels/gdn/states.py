@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 
-def empty_states(inputs: GDNInputs, device: torch.device | str, *, state_v_first: bool) -> torch.Tensor:
-    """(sequences, HV, K, V) fp32, uninitialised.  state_v_first: with V before K in memory."""
-    *outer, key_dim, value_dim = inputs.states_shape
-    if state_v_first:
-        return torch.empty(*outer, value_dim, key_dim, dtype=torch.float32, device=device).mT
-    return torch.empty(*outer, key_dim, value_dim, dtype=torch.float32, device=device)
+@dataclass(frozen=True, kw_only=True)
+class FinalStates:
+    """How the final states of a call lie: (sequences, HV, K, V) fp32, without gaps."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, *, state_v_first: bool) -> FinalStates:
+        """state_v_first: with V before K in memory."""
+        shape = inputs.states_shape
+        _, heads, key_dim, value_dim = shape
+        inner = (1, key_dim) if state_v_first else (value_dim, 1)
+        return cls(shape=shape, strides=(heads * key_dim * value_dim, key_dim * value_dim, *inner))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Uninitialised."""
+        return torch.empty_strided(self.shape, self.strides, dtype=torch.float32, device=device)

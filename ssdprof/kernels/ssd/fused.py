@@ -1,5 +1,7 @@
 """SSD in one launch: the public function, the torch operator and the choice between kernels.
 
+A sequence of one position, a decode step, takes the kernel that goes position by position.
+
 `ssd_fused(...)` takes tensors, for people who only want the kernel; the registered implementation takes `SSDInputs`.
 """
 
@@ -23,11 +25,12 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import launch as portable_launch
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.portable.launch import PortableLaunch
+from ssdprof.kernels.ssd.recurrent import RecurrentConfig, RecurrentLaunch
 
 _INF = float("inf")
 MAX_DSTATE = 256
 
-Launch = HopperLaunch | PortableLaunch
+Launch = HopperLaunch | PortableLaunch | RecurrentLaunch
 _MOST_LAUNCHES = 4096  # of a few kilobytes each
 _launches: dict[Hashable, Launch] = {}
 
@@ -65,6 +68,7 @@ def ssd_fused(
     x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.
     A <= 0.  That is not checked either: a positive one counts as 0, no decay.
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
+    precision: sequences of one position that are not packed are computed in fp32, whatever it says.
 
     batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it the Hopper kernel cuts
         sequences by how many there are, or not at all, which is faster for large batches of short ones.
@@ -179,6 +183,8 @@ tuned.when_changed(forget_launches)
 
 
 def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
+    if _is_step(inputs):
+        return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs))
     if not hopper_config.unsupported(inputs):
         return HopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
     return PortableLaunch(inputs, precision, _portable_config(inputs, precision))
@@ -192,6 +198,8 @@ def plan(
 ) -> Plan:
     """Which kernel would run, how and why.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
+    if _is_step(inputs):
+        return _step_plan(inputs, precision)
     config: HopperConfig | PortableConfig
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
@@ -210,6 +218,25 @@ def plan(
         config=settings,
         workspace_bytes=sizes.workspace_bytes,
         reason="; ".join([launches, reason] + ([f"the Hopper kernel does not take {why_not}"] if why_not else [])),
+    )
+
+
+def _is_step(inputs: SSDInputs) -> bool:
+    """One position of each sequence: on an H200, position by position is faster for any number of sequences.
+
+    Packed sequences take a chunked kernel: which kernel computes a sequence, and so its bits, must not depend on the
+    lengths of the others.
+    """
+    return inputs.cu_seqlens is None and inputs.x.shape[1] == 1
+
+
+def _step_plan(inputs: SSDInputs, precision: Precision) -> Plan:
+    equal = "" if precision == Precision() else "; the same as exact with fp32 states"
+    return Plan(
+        variant="recurrent",
+        launches=1,
+        config=asdict(RecurrentConfig.choose(inputs)),
+        reason=f"one launch, position by position: sequences are one position long{equal}",
     )
 
 

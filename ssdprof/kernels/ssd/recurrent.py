@@ -137,7 +137,8 @@ class RecurrentLaunch:
 
     def __init__(self, inputs: SSDInputs, config: RecurrentConfig, *, in_place: bool = False) -> None:
         self._in_place = in_place
-        self._index = inputs.x.get_device()
+        self._index, self._device = inputs.x.get_device(), inputs.x.device
+        self._states_shape = inputs.states_shape
         heads, headdim = inputs.x.shape[2:]
         self._programs = inputs.sequences * heads * triton.cdiv(headdim, config.block_p)
         new = torch.empty(inputs.x.shape, device="meta")
@@ -160,8 +161,8 @@ class RecurrentLaunch:
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-            final_states = self._final_states(inputs, inputs.x.device)
+            out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
+            final_states = self._final_states(inputs, self._device)
             self._launcher(self._programs, *_tensors(inputs), out, final_states)
         return SSDOutput(out, final_states)
 
@@ -169,7 +170,7 @@ class RecurrentLaunch:
         if self._in_place:
             assert inputs.initial_states is not None
             return inputs.initial_states
-        return torch.empty(inputs.states_shape, dtype=torch.float32, device=device)
+        return torch.empty(self._states_shape, dtype=torch.float32, device=device)
 
 
 def _tensors(inputs: SSDInputs) -> tuple[torch.Tensor | None, ...]:
@@ -195,7 +196,7 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
         raise ValueError("in_place needs initial_states to write to")
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in _tensors(inputs)):
         raise UnsupportedError("recurrent: forward only; call it under torch.no_grad() or detach the inputs")
-    return _launches.get((inputs.signature, in_place), lambda: _prepare(inputs, in_place))(inputs)
+    return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
 def _prepare(inputs: SSDInputs, in_place: bool) -> RecurrentLaunch:

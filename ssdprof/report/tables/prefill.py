@@ -13,7 +13,7 @@ READING = Note(
     "Predicted: by Amdahl's law, from the operator's device time in one layer alone.  Surroundings: the convolution "
     "and the gated norm around the operator, the model's own or the bundled kernels.  Logits: rms of the difference of "
     "the first token's logits to {baseline}'s, over rms of those.  GPU idle: the rest of the call, in which the GPU "
-    "waited for the host."
+    "waited for the host; negative where the profiled prefill took longer than the timed ones."
 )
 _IDLE = "GPU idle"
 _AGREE = 0.1  # how far a prediction may be from what was measured, relative, without a word on it

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._tiles import Rows, Tiles, row_stride, steps
+from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
+from ssdprof.kernels.gdn.hopper.workspace import Workspace, padded_strides
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.gdn.states import FinalStates
 
-Gates = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # decays, bounds, norms
+Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
 
 
-def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
+class Begun(NamedTuple):
+    """A call whose first launch is made.  descriptors: of q, k and the inverses."""
+
+    memory: torch.Tensor | None
+    descriptors: tuple[Any, Any, Any]
+    gates: Gates
+
+
+def workspace_bytes(inputs: GDNInputs, config: HopperConfig, *, padded: bool = False) -> int:
     """What a call allocates beyond its outputs."""
-    if config.inverts:
-        return 0
-    slots, heads, chunk = slot_count(inputs), inputs.v.shape[2], CHUNK.value
-    of_head = inputs.q.element_size() * chunk * chunk + 4 * chunk + 4  # inverse, decays, bound
-    norms = 4 * 2 * chunk * inputs.q.shape[2] if inputs.use_qk_l2norm else 0
-    rows = row_count(inputs, config.segment) if config.slow_parts else 0
-    return int(slots * (heads * of_head + norms) + rows * (4 + 4 * DIM.value**2 * (1 + 2 * config.slow_parts)))
+    return Workspace.of(inputs, config, padded=padded).layout.nbytes
 
 
 def launch_count(inputs: GDNInputs, config: HopperConfig) -> int:
@@ -37,26 +41,32 @@ def launch_count(inputs: GDNInputs, config: HopperConfig) -> int:
 
 
 class HopperLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none.
 
-    def __init__(self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False) -> None:
+    padded: final states go to the workspace, each with K and V of 128, and only `begin` and `finish` may be called
+    """
+
+    def __init__(
+        self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False, padded: bool = False
+    ) -> None:
         seqlen, key_heads = inputs.q.shape[1:3]
         heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
-        self._heads, self._key_heads, self._slots = heads, key_heads, slot_count(inputs)
-        self._index, self._dtype = inputs.q.get_device(), inputs.q.dtype
-        self._state_v_first, self._normalise = state_v_first, inputs.use_qk_l2norm
+        slots = slot_count(inputs)
+        self._index, self._device = inputs.q.get_device(), inputs.q.device
+        self._places = Workspace.of(inputs, config, padded=padded)
+        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
         self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
         row = heads * inputs.v.shape[3]
         self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
-        self._inverse = Rows(self._dtype, self._slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
+        self._inverse = Rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
         at_once = 2 - heads // key_heads % 2  # value heads of a program of the first kernel
-        self._prep_programs = self._slots * heads // at_once
+        self._prep_programs = slots * heads // at_once
         if config.stays:
             self._programs = min(config.stays, inputs.sequences * heads)
         else:
             segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
             self._programs = segments * inputs.sequences * heads
-        sizes = (seqlen, inputs.sequences, self._slots)
+        sizes = (seqlen, inputs.sequences, slots)
         cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
         self._inverts = config.inverts
         self._check(inputs, config)
@@ -68,13 +78,13 @@ class HopperLaunch:
                 "KEY_HEADS": key_heads,
                 "HEADS": heads,
                 "AT_ONCE": at_once,
-                "NORMALISE": self._normalise,
+                "NORMALISE": inputs.use_qk_l2norm,
                 "num_warps": 4,
                 "maxnreg": 96,  # five programs an SM
             },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-        final = _final_states(inputs, "meta", state_v_first=state_v_first).stride()
+        final = padded_strides(heads, state_v_first=state_v_first) if padded else self._final_states.strides
         scalars = ((*initial, *final), cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
         options = {
             "KEY_HEADS": key_heads,
@@ -85,7 +95,7 @@ class HopperLaunch:
             "OTHER_REGISTERS": config.other_registers,
             "num_warps": 8,
         }
-        self._slow_heads = SlowHeads(inputs, config, scalars, options)
+        self._slow_heads = SlowHeads(inputs, config, self._places, scalars, options)
         self._main = Launcher(
             _hopper_kernel,
             (*gate_strides, *scalars),
@@ -93,44 +103,49 @@ class HopperLaunch:
         )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        q, v = inputs.q, inputs.v
         with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
-            q_desc, k_desc = self._q.of(q), self._k.of(inputs.k)
-            inverse_desc: Any = None
-            gates: Gates = (None, None, None)
-            if not self._inverts:
-                inverse_desc, gates = self._prepare(inputs, q_desc, k_desc)
+            begun = self.begin(inputs)
             # the rest while the GPU is at work
-            out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final_states = _final_states(inputs, v.device, state_v_first=self._state_v_first)
-            descriptors = (q_desc, k_desc, self._v.of(v), inverse_desc, self._out.of(out))
-            entering = self._slow_heads(descriptors, inputs, gates)
-            g, beta = (inputs.g, inputs.beta) if self._inverts else (None, None)
-            self._main(
-                self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, *entering, final_states, *gates,
-                g, beta,
-            )  # fmt: skip
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            final_states = self._final_states.empty(self._device)
+            self.finish(begun, inputs, out, final_states)
         return GDNOutput(out, final_states)
 
-    def _prepare(self, inputs: GDNInputs, q_descriptor: Any, k_descriptor: Any) -> tuple[Any, Gates]:
-        """The first launch: a descriptor of the inverses, and gates."""
-        device = inputs.v.device
-        inverse = torch.empty(self._slots, self._heads, CHUNK.value, CHUNK.value, dtype=self._dtype, device=device)
-        decays = torch.empty(self._slots, self._heads, CHUNK.value, dtype=torch.float32, device=device)
-        bounds = torch.empty(self._heads, self._slots, dtype=torch.float32, device=device)
-        norms = None
-        if self._normalise:
-            norms = torch.empty(self._slots, self._key_heads, 2, CHUNK.value, device=device)
-        descriptor, gates = self._inverse.of(inverse), (decays, bounds, norms)
-        self._prep(
-            self._prep_programs, k_descriptor, q_descriptor, descriptor, inputs.g, inputs.beta, inputs.cu_seqlens,
-            *gates,
+    def begin(self, inputs: GDNInputs) -> Begun:
+        """Allocate the workspace, and launch what inverts the chunks, unless the last launch does.
+
+        The current device must be that of the inputs, here and in `finish`.
+        """
+        places = self._places
+        memory = places.layout.allocate(self._device) if places.layout.nbytes else None
+        q, k = self._q.of(inputs.q), self._k.of(inputs.k)
+        if memory is None or places.inverse is None:
+            return Begun(memory, (q, k, None), (None, None, None))
+        inverse = self._inverse.of(Part(memory, places.inverse))
+        gates = part(memory, places.decays), part(memory, places.bounds), part(memory, places.norms)
+        self._prep(self._prep_programs, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
+        return Begun(memory, (q, k, inverse), gates)
+
+    def finish(self, begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
+        """Make the other launches."""
+        memory, (q, k, inverse), gates = begun
+        descriptors = (q, k, self._v.of(inputs.v), inverse, self._out.of(out))
+        entering, backs = self._slow_heads(memory, descriptors, inputs, gates)
+        g, beta = (inputs.g, inputs.beta) if self._inverts else (None, None)
+        self._main(
+            self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, entering, backs, final_states,
+            *gates, g, beta,
         )  # fmt: skip
-        return descriptor, gates
+
+    def padded(self, begun: Begun) -> Part:
+        """Where the final states go, if they are padded."""
+        assert begun.memory is not None
+        assert self._places.padded is not None
+        return Part(begun.memory, self._places.padded)
 
     def _check(self, inputs: GDNInputs, config: HopperConfig) -> None:
         whole = config.stays or config.segment * CHUNK.value >= inputs.v.shape[1]
-        if config.inverts and (self._normalise or not whole):
+        if config.inverts and (inputs.use_qk_l2norm or not whole):
             raise ValueError("one launch takes whole sequences whose keys are normalised")
 
 
@@ -144,15 +159,6 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
-
-
-def _final_states(inputs: GDNInputs, device: torch.device | str, *, state_v_first: bool) -> torch.Tensor:
-    """(sequences, HV, K, V), of (sequences, HV, DIM, DIM) in memory: that much the kernel writes."""
-    *outer, key_dim, value_dim = inputs.states_shape
-    if key_dim == value_dim == DIM.value:
-        return empty_states(inputs, device, state_v_first=state_v_first)
-    padded = torch.empty(*outer, DIM.value, DIM.value, dtype=torch.float32, device=device)
-    return (padded.mT if state_v_first else padded)[..., :key_dim, :value_dim]
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

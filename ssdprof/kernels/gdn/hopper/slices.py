@@ -8,14 +8,14 @@ when it writes.  States, which it does not copy, are padded here.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, unreadable
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
 from ssdprof.kernels.gdn.hopper.launch import workspace_bytes as hopper_bytes
 from ssdprof.kernels.gdn.hopper.rings import DIM
+from ssdprof.kernels.gdn.hopper.workspace import padded_strides
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.gdn.states import FinalStates
 
 LEAST = 64  # of K, and of V in a slice: with at most as many, half of each product would be zeros
 
@@ -43,23 +43,26 @@ def by_slice(inputs: GDNInputs) -> GDNInputs:
 
 
 def sliced(inputs: GDNInputs) -> GDNInputs:
-    """With a value head for each slice, and an initial state of (DIM, DIM)."""
-    of_slices, count, initial = by_slice(inputs), slice_count(inputs), inputs.initial_state
-    key_dim, width = inputs.q.shape[3], of_slices.v.shape[3]
+    """What the kernels take: value heads are slices, gates and an initial state of (DIM, DIM) those of slices.
+
+    Gates and state are on the meta device: their shapes, strides and dtypes alone.
+    """
+    of_slices, initial, dim = by_slice(inputs), inputs.initial_state, DIM.value
+    heads = of_slices.v.shape[2]
     if initial is not None:
-        columns = initial.view(*initial.shape[:3], count, width).transpose(2, 3).flatten(1, 2)
-        initial = pad(columns, (0, DIM.value - width, 0, DIM.value - key_dim))
-    gates = (inputs.g, inputs.beta)
-    g, beta = (gate.repeat_interleave(count, 2) for gate in gates) if count > 1 else gates
+        initial = initial.new_empty(inputs.sequences, heads, dim, dim, device="meta")
+    g, beta = inputs.g, inputs.beta
+    if slice_count(inputs) > 1:
+        g, beta = (gate.new_empty(*gate.shape[:2], heads, device="meta") for gate in (g, beta))
     return GDNInputs.unchecked(**vars(of_slices) | {"g": g, "beta": beta, "initial_state": initial})
 
 
 def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
     """What a call allocates beyond its outputs."""
-    count, of_slices = slice_count(inputs), by_slice(inputs)
-    padded = 4 * DIM.value**2 * inputs.sequences * of_slices.v.shape[2]
-    gates = count * (inputs.g.nbytes + inputs.beta.nbytes) if count > 1 else 0
-    return int(hopper_bytes(of_slices, config) + gates + padded * (1 if inputs.initial_state is None else 2))
+    of_slices = sliced(inputs)
+    gates = of_slices.g.nbytes + of_slices.beta.nbytes if slice_count(inputs) > 1 else 0
+    initial = 0 if of_slices.initial_state is None else of_slices.initial_state.nbytes
+    return hopper_bytes(of_slices, config, padded=True) + gates + initial
 
 
 class SlicedLaunch:
@@ -67,14 +70,51 @@ class SlicedLaunch:
 
     def __init__(self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False) -> None:
         """config: for `by_slice(inputs)`."""
-        self._count, self._state_v_first = slice_count(inputs), state_v_first
-        self._launch = HopperLaunch(sliced(inputs), config, state_v_first=state_v_first)
+        self._launch = HopperLaunch(sliced(inputs), config, state_v_first=state_v_first, padded=True)
+        self._index, self._device, self._count = inputs.q.get_device(), inputs.q.device, slice_count(inputs)
+        self._gates = (*inputs.g.shape, self._count), (*inputs.g.stride(), 0), (*inputs.beta.stride(), 0)
+        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
+        sequences, heads, key_dim, value_dim = inputs.states_shape
+        self._pieces = sequences, heads, self._count, key_dim, value_dim // self._count
+        self._final = self._cut(self._final_states.strides)
+        self._final_padded = self._joined(padded_strides(heads * self._count, state_v_first=state_v_first))
+        self._initial_shape = sequences, heads * self._count, DIM.value, DIM.value
+        if inputs.initial_state is not None:
+            self._initial = self._cut(inputs.initial_state.stride())
+            self._initial_padded = self._joined(padded_strides(heads * self._count, state_v_first=False))
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(inputs.q.get_device()):  # nothing to do for -1, the CPU
-            out, columns = self._launch(sliced(inputs))
-            final_states = empty_states(inputs, inputs.v.device, state_v_first=self._state_v_first)
-            sequences, heads, key_dim, _ = final_states.shape
-            to = final_states.view(sequences, heads, key_dim, self._count, -1).transpose(2, 3)
-            to.copy_(columns.view(sequences, heads, self._count, key_dim, -1))
-        return GDNOutput(out.view(inputs.v.shape), final_states)
+        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+            if self._count > 1:
+                shape, g, beta = self._gates
+                gates = {
+                    "g": inputs.g.as_strided(shape, g).contiguous(),
+                    "beta": inputs.beta.as_strided(shape, beta).contiguous(),
+                }
+                inputs = GDNInputs.unchecked(**vars(inputs) | gates)
+            begun = self._launch.begin(inputs)
+            # the rest while the GPU is at work
+            if inputs.initial_state is not None:
+                inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": self._pad(inputs.initial_state)})
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            padded = self._launch.padded(begun)
+            self._launch.finish(begun, inputs, out, padded)
+            final_states = self._final_states.empty(self._device)
+            final_states.as_strided(self._pieces, self._final).copy_(padded.strided(self._pieces, self._final_padded))
+        return GDNOutput(out, final_states)
+
+    def _pad(self, initial: torch.Tensor) -> torch.Tensor:
+        padded = initial.new_zeros(self._initial_shape)
+        to, of = padded.as_strided(self._pieces, self._initial_padded), initial.as_strided(self._pieces, self._initial)
+        to.copy_(of)
+        return padded
+
+    def _cut(self, strides: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
+        sequence, head, key, value = strides
+        return sequence, head, self._pieces[-1] * value, key, value
+
+    def _joined(self, strides: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of states (sequences, HV * slices, K, V of a slice) as (sequences, HV, slices, K, V of a slice)."""
+        sequence, piece, key, value = strides
+        return sequence, self._count * piece, piece, key, value

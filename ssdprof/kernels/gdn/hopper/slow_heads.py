@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _parts_kernel
 from ssdprof.kernels.gdn.hopper.parts import ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM
+from ssdprof.kernels.gdn.hopper.workspace import Workspace
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 BLOCK_V = 16  # rows of a transposed state in one program of `combine_kernel.py`
-
-
-class Entering(NamedTuple):
-    """For the kernel that makes the outputs."""
-
-    states: torch.Tensor | None  # (rows, V, K) fp32
-    backs: torch.Tensor | None  # (rows) int32
 
 
 class SlowHeads:
@@ -31,14 +26,20 @@ class SlowHeads:
     """
 
     def __init__(
-        self, inputs: GDNInputs, config: HopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
+        self,
+        inputs: GDNInputs,
+        config: HopperConfig,
+        places: Workspace,
+        scalars: tuple[Any, ...],
+        options: dict[str, Any],
     ) -> None:
         self._rows = row_count(inputs, config.segment) if config.slow_parts else 0
+        self._places = places
         if not self._rows:
             return
         if self._rows > ROWS.value or config.segment % config.slow_parts:
             raise ValueError(f"slow_parts = {config.slow_parts} with {self._rows} rows of {config.segment} chunks")
-        pairs, self._parts = inputs.sequences * inputs.v.shape[2], config.slow_parts
+        pairs = inputs.sequences * inputs.v.shape[2]
         boundaries = self._rows // pairs
         tasks = 2 * config.slow_parts * self._rows
         self._programs = min(config.carriers, tasks)
@@ -56,17 +57,22 @@ class SlowHeads:
         self._combine = Launcher(_combine_kernel, (pairs, boundaries), combine_options)
 
     def __call__(
-        self, descriptors: tuple[Any, ...], inputs: GDNInputs, gates: tuple[torch.Tensor | None, ...]
-    ) -> Entering:
-        """descriptors: of q, k, v, inverse and out; gates: decays, bounds, norms"""
+        self,
+        memory: torch.Tensor | None,
+        descriptors: tuple[Any, ...],
+        inputs: GDNInputs,
+        gates: tuple[Part | None, ...],
+    ) -> tuple[Part | None, Part | None]:
+        """The states that enter and backs, for the kernel that makes the outputs.
+
+        descriptors: of q, k, v, inverse and out; gates: decays, bounds, norms
+        """
         if not self._rows:
-            return Entering(None, None)
-        device = inputs.v.device
-        backs = torch.empty(self._rows, dtype=torch.int32, device=device)
-        states = torch.empty(self._rows, DIM.value, DIM.value, dtype=torch.float32, device=device)
-        parts = torch.empty(self._rows, self._parts, 2, DIM.value, DIM.value, dtype=torch.float32, device=device)
+            return None, None
+        places = self._places
+        backs, parts, entering = (part(memory, place) for place in (places.backs, places.parts, places.entering))
         self._make_parts(
             self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, parts, backs, *gates
         )  # fmt: skip
-        self._combine(self._combining, parts, backs, states)
-        return Entering(states, backs)
+        self._combine(self._combining, parts, backs, entering)
+        return entering, backs

@@ -18,7 +18,7 @@ from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel
 from ssdprof.kernels.gdn.portable.positions import slot_count
 from ssdprof.kernels.gdn.portable.scan import _gdn_scan_kernel
-from ssdprof.kernels.gdn.states import empty_states
+from ssdprof.kernels.gdn.states import FinalStates
 from ssdprof.kernels.gdn.unfused.precisions import inverse_products, operand_dtype
 from ssdprof.kernels.precision import Precision
 
@@ -65,7 +65,7 @@ class PortableLaunch:
 
     def __init__(self, inputs: GDNInputs, precision: Precision, config: PortableConfig, *, state_v_first: bool) -> None:
         self._workspace = Workspace.of(inputs, precision, config)
-        self._state_v_first = state_v_first
+        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
         self._index = inputs.q.get_device()
         slots, heads, chunk, _ = self._workspace.state_factor
         self._factors_programs = slots * heads
@@ -75,13 +75,12 @@ class PortableLaunch:
             segments = slot_count(inputs.v.shape[1], inputs.sequences, config.segment * chunk, packed=packed)
         self._scan_programs = segments * heads * triton.cdiv(inputs.v.shape[3], config.block_v)
         new = torch.empty(inputs.v.shape, device="meta")
-        final_states = empty_states(inputs, "meta", state_v_first=state_v_first)
         q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
         spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (inputs.q, inputs.k, inputs.v, new)]
         spans += [
-            one.shape[2] * one.stride(2) + one.shape[3] * one.stride(3)
-            for one in (inputs.initial_state, final_states)
-            if one is not None
+            inputs.q.shape[3] * strides[2] + inputs.v.shape[3] * strides[3]
+            for strides in (strides_of(inputs.initial_state), self._final_states.strides)
+            if strides
         ]
         wide = self._workspace.operand_dtype == torch.float32
         common: dict[str, Any] = {
@@ -120,7 +119,7 @@ class PortableLaunch:
             _gdn_scan_kernel,
             (
                 q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
-                tile_strides(new), final_states.stride(), *sizes,
+                tile_strides(new), self._final_states.strides, *sizes,
             ),
             common
             | {
@@ -141,8 +140,8 @@ class PortableLaunch:
             self._factors(
                 self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens, *factors
             )
-            out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
-            final_states = empty_states(inputs, device, state_v_first=self._state_v_first)
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            final_states = self._final_states.empty(device)
             self._scan(
                 self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, inputs.cu_seqlens,
                 out, final_states,

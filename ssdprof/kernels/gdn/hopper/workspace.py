@@ -1,0 +1,57 @@
+"""What a call of the Hopper kernels allocates beyond its outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ssdprof.kernels._workspace import Layout, Place
+from ssdprof.kernels.gdn.hopper.config import HopperConfig, row_count, slot_count
+from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+from ssdprof.kernels.gdn.inputs import GDNInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Places of what one launch leaves for another; None where a call has no such launch.
+
+    inverse (slots, HV, 64, 64), in q's dtype | decays (slots, HV, 64), bounds (HV, slots) fp32: of `prep_kernel.py`
+    norms: (slots, H, 2, 64) fp32, if it normalises q and k
+    backs (rows) int32, parts (rows, parts, 2, V, K), entering (rows, V, K) fp32: `slow_heads.py`
+    padded: (sequences, HV, 128, 128) fp32, final states that are copied from there: `slices.py`
+    """
+
+    layout: Layout
+    inverse: Place | None
+    decays: Place | None
+    bounds: Place | None
+    norms: Place | None
+    backs: Place | None
+    parts: Place | None
+    entering: Place | None
+    padded: Place | None
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, config: HopperConfig, *, padded: bool = False) -> Workspace:
+        layout, single = Layout(), torch.float32
+        slots, heads, chunk, dim = slot_count(inputs), inputs.v.shape[2], CHUNK.value, DIM.value
+        first = not config.inverts
+        rows = row_count(inputs, config.segment) if config.slow_parts else 0
+        return cls(
+            layout=layout,
+            inverse=layout.add(inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
+            decays=layout.add(single, slots, heads, chunk) if first else None,
+            bounds=layout.add(single, heads, slots) if first else None,
+            norms=layout.add(single, slots, inputs.q.shape[2], 2, chunk) if first and inputs.use_qk_l2norm else None,
+            backs=layout.add(torch.int32, rows) if rows else None,
+            parts=layout.add(single, rows, config.slow_parts, 2, dim, dim) if rows else None,
+            entering=layout.add(single, rows, dim, dim) if rows else None,
+            padded=layout.add(single, inputs.sequences, heads, dim, dim) if padded else None,
+        )
+
+
+def padded_strides(heads: int, *, state_v_first: bool) -> tuple[int, int, int, int]:
+    """Strides of padded states (sequences, HV, K, V).  state_v_first: with V before K in memory."""
+    dim = DIM.value
+    return (heads * dim * dim, dim * dim, *((1, dim) if state_v_first else (dim, 1)))

@@ -1,0 +1,172 @@
+"""What a call of GDN's Hopper kernels does on the host, around launches that do nothing: operations of torch, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from gdn_hopper_cases import GDNCase
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssdprof.kernels import gdn_fused
+from ssdprof.kernels._workspace import ALIGNMENT, Layout, Part
+from ssdprof.kernels.gdn import fused, variants
+from ssdprof.kernels.gdn.hopper import launch, slices, slow_heads
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+
+ALLOCATING = {"empty", "empty_like", "empty_strided", "clone", "new_zeros"}
+POISON = {"detach", "fill_"}  # `conftest.py` fills new memory
+OUTPUTS = ["empty_like", "empty_strided"]
+GATES = ["as_strided", "clone", "as_strided", "clone"]
+INITIAL = ["new_zeros", "as_strided", "as_strided", "copy_"]
+FINAL = ["as_strided", "as_strided", "copy_"]
+OLMO = GDNCase(seqlen=130, key_heads=2, heads=2, key_dim=96, value_dim=192)
+TWO_LAUNCHES = HopperConfig(segment=2)
+# the inputs, the configuration, launches, and operations of torch in a call whose signature is known, in their order
+CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
+    "two launches": (GDNCase(), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
+    "normalised inside, initial state": (
+        GDNCase(normalise=True, initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS],
+    ),
+    "packed": (GDNCase(lengths=(70, 0, 9), initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
+    "one launch": (GDNCase(), HopperConfig(segment=8, inverts=True), 1, OUTPUTS),
+    "slow heads": (GDNCase(seqlen=500), HopperConfig(segment=2, slow_parts=2), 4, ["empty", *OUTPUTS]),
+    "slices": (OLMO, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
+    "slices, initial state": (
+        replace(OLMO, initial_state=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
+    ),
+    "slices, one launch": (OLMO, HopperConfig(segment=8, inverts=True), 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
+    "one slice": (replace(OLMO, value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
+}  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):
+    """The operations of torch, and the bytes that they allocate.  They run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        name = operation.overloadpacket.__name__
+        if name not in POISON:
+            self.operations.append(name)
+        if name in ALLOCATING:
+            self.nbytes += result.untyped_storage().nbytes()
+        return result
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """The arguments of every launch, none of which does anything."""
+    made: list[tuple[Any, ...]] = []
+
+    def launcher(*_prepared: Any) -> Callable[..., None]:
+        return lambda _programs, *arguments: made.append(arguments)
+
+    for module in (launch, slow_heads):
+        monkeypatch.setattr(module, "Launcher", launcher)
+    hopper = replace(variants.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
+    monkeypatch.setattr(slices, "unreadable", lambda _inputs: "")
+    monkeypatch.setattr(variants, "VARIANTS", (hopper, variants.SLICES))
+    fused.forget_launches()
+    yield made
+    fused.forget_launches()
+
+
+def call(inputs: GDNInputs) -> GDNOutput:
+    """Through the public function."""
+    return gdn_fused(
+        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state,
+        use_qk_l2norm=inputs.use_qk_l2norm, cu_seqlens=inputs.cu_seqlens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
+) -> None:
+    case, config, number, operations = CASES[name]
+    monkeypatch.setattr(variants, "_hopper_config", lambda _call: config)
+    call(case.inputs())
+    launches.clear()
+    inputs = case.inputs(seed=1)
+    with Recorder() as recorder:
+        output = call(inputs)
+    assert recorder.operations == operations
+    assert len(launches) == number
+    outputs = output.out.nbytes + output.final_states.nbytes
+    assert recorder.nbytes - outputs == fused.plan(inputs).workspace_bytes
+
+
+@pytest.mark.parametrize("name", ["two launches", "slices"])
+def test_a_call_of_a_known_signature_decides_nothing_again(
+    monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
+) -> None:
+    case, config, *_ = CASES[name]
+    counted: Counter[str] = Counter()
+
+    def count(where: Any, what: str) -> None:
+        found = getattr(where, what)
+        original = found.fget if isinstance(found, property) else found
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            counted[what] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(where, what, property(replaced) if isinstance(found, property) else replaced)
+
+    monkeypatch.setattr(variants, "_hopper_config", lambda _call: config)
+    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (variants, "choose"), (torch.cuda, "device")):
+        count(where, what)
+    for number in range(1, 4):
+        call(case.inputs(seed=number))
+        # inputs check themselves when they are made, once more here than in a call
+        assert counted == {"check": number + 1, "signature": number, "choose": 1, "device": number}
+    assert launches
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_a_workspace_lie_apart_and_aligned(
+    monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
+) -> None:
+    case, config, *_ = CASES[name]
+    monkeypatch.setattr(variants, "_hopper_config", lambda _call: config)
+    call(case.inputs())
+    parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
+    memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}
+    assert len(memory) <= 1
+    for begin in parts:
+        assert (begin - min(parts)) % ALIGNMENT == 0
+    for (begin, one), (following, _) in pairwise(sorted(parts.items())):
+        assert begin + one.tensor().nbytes <= following
+    for begin, one in parts.items():
+        view, storage = one.tensor(), one.tensor().untyped_storage()
+        assert view.data_ptr() == begin
+        assert view.dtype == one.dtype
+        assert begin + view.nbytes <= storage.data_ptr() + storage.nbytes()
+
+
+def _base(argument: Any) -> Any:
+    """Of a descriptor, what it is over."""
+    return getattr(argument, "base", argument)
+
+
+def test_places_are_counted_beyond_32_bits() -> None:
+    layout = Layout()
+    first, second = layout.add(torch.bfloat16, 1 << 16, 1 << 16, 3), layout.add(torch.float32, 5)
+    assert (first.begin, first.nbytes) == (0, 3 << 33)
+    assert second.begin == 3 << 33
+    assert layout.nbytes == (3 << 33) + ALIGNMENT
+    part = Part(torch.empty(layout.nbytes // 4, device="meta"), second)
+    assert part.data_ptr() == 3 << 33
+    assert part.tensor().shape == (5,)
+    assert part.strided((5,), (1,)).storage_offset() == 3 << 31
