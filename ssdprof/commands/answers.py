@@ -22,9 +22,7 @@ def answers(
     placement: options.PlacementOption = None,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
-    implementations: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="Implementations to put in the operator's place.")
-    ] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
     reference: Annotated[
         Literal["auto", "oracle", "unfused"],
         typer.Option(
@@ -83,7 +81,7 @@ def answers(
     )
     wanted = AnswersRequest(
         precisions=precisions_for("bf16", dtypes, parse_states(states)),
-        implementations=parse_implementations(implementations),
+        implementations=parse_implementations("--impl", impl),
         reference=reference,
         weights=weights,
         per_layer=per_layer,
