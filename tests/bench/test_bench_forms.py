@@ -14,7 +14,7 @@ from test_bench_run import pytestmark as pytestmark
 from typer.testing import CliRunner
 
 from ssdprof import operators
-from ssdprof.bench.contenders import alternatives, line_up, ways
+from ssdprof.bench.contenders import line_up, ways
 from ssdprof.bench.judge import judge
 from ssdprof.bench.schema import BenchReport, load
 from ssdprof.cli import app
@@ -27,6 +27,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.operators.drawing import Cell, Peer, PeerSource, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.ssd.shapes import SSDShape
 from ssdprof.schema import PrecisionRecord
 
@@ -90,38 +91,50 @@ def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused()
     assert refused.value.hint == "For ssd there are: none."
 
 
-@pytest.mark.parametrize("words", [("gdn", "--draw", "wide"), ("ssd", "--also", "fused_portable")])
-def test_unknown_words_end_with_2(words: tuple[str, ...]) -> None:
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gdn", "--draw", "wide"), "--draw does not know 'wide'"),
+        (("ssd", "--also", "fused_portable"), "There is no implementation 'fused_portable' of ssd."),
+    ],
+)
+def test_unknown_words_end_with_2(words: tuple[str, ...], said: str) -> None:
     code, _, err = invoke(*words)
     assert code == 2
-    assert f"{words[1]} does not know '{words[2]}'" in err
+    assert said in err
 
 
 # --- --also
 
 
+def named(*names: str) -> list[Named]:
+    return [resolve(GDN, name) for name in names]
+
+
 def test_forms_take_part_once_with_exact_intermediates_where_they_are_named() -> None:
-    (portable,) = alternatives(GDN, "fused_portable, fused_portable")
-    contenders = line_up(GDN, cell("gdn"), (EXACT,), (), (), (portable,))
-    assert [(one.name, str(one.precision)) for one in contenders][-1] == ("fused_portable", "exact, fp32 states")
-    assert "fused_portable" not in [one.name for one in line_up(GDN, cell("gdn"), (EXACT,), (), ())]
-    with pytest.raises(BadInputError, match="--also does not know 'portable'"):
-        alternatives(GDN, "portable")
+    both = tuple(EXACT.model_copy(update={"intermediates": one}) for one in ("exact", "relaxed"))
+    contenders = line_up(GDN, cell("gdn"), both, named("fused", "fused_portable", "fused_portable"), ())
+    assert [(one.name, str(one.precision)) for one in contenders] == [
+        ("fused", "exact, fp32 states"), ("fused", "relaxed, fp32 states"), ("fused_portable", "exact, fp32 states"),
+    ]  # fmt: skip
+    with pytest.raises(BadInputError, match="There is no implementation 'portable' of gdn"):
+        named("portable")
 
 
 def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> None:
-    (portable,) = alternatives(GDN, "fused_portable")
+    portable = resolve(GDN, "fused_portable")
     inputs = GDN.drawing.draw(cell("gdn", seqlen=3), CPU)
     assert registry.get("gdn", "fused").plan(inputs, Precision()).variant == "recurrent"
-    plan = portable.plan(inputs, Precision())
+    plan = portable.present.plan(inputs, Precision())
     assert (plan.variant, plan.launches) == ("interpreter", 2)
     assert plan.reason.startswith("asked for; ")
-    (judged,) = judge(line_up(GDN, cell("gdn"), (EXACT,), (), (), (portable,))[-1].entries(GDN, inputs))
+    (judged,) = judge(line_up(GDN, cell("gdn"), (EXACT,), (portable,), ())[-1].entries(GDN, inputs))
     assert judged.verdict.status == "passed", judged.verdict.reason
 
 
 def test_the_recurrent_form_in_place_leaves_its_inputs_as_they_were() -> None:
-    (in_place,) = alternatives(SSD, "recurrent_in_place")
+    in_place = resolve(SSD, "recurrent_in_place").present
     inputs: SSDInputs = SSD.drawing.draw(cell("ssd", seqlen=1), CPU)
     assert inputs.initial_states is not None
     before = inputs.initial_states.clone()

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from ssdprof import operators
-from ssdprof.bench.contenders import alternatives, peer_names, ways
+from ssdprof.bench.contenders import ways
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.cli import app
+from ssdprof.operators.named import known
 from ssdprof.schema import precisions_for
 
 ROOT = Path(__file__).parents[2]
@@ -60,9 +61,10 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         )
         assert not left_out
         shapes = parse_shapes(record.drawing, option["--shape"])
-        checkout = Path(option["--published"]) if option["--published"] else None
-        theirs = peer_names(record, option["--against"], checkout)
-        also = [one.name for one in alternatives(record, option["--also"])]
+        theirs = [name for name in option["--against"].split(",") if name]
+        theirs += ["published"] if option["--published"] else []
+        also = [name for name in option["--also"].split(",") if name]
+        assert set(theirs) | set(also) <= set(known(record))
         states = tuple(option["--states"].split(",")) if option["--states"] else None
         precisions = precisions_for(option["--dtype"], option["--dtypes"], states)  # type: ignore[arg-type]
         drawn = ways(record, option["--draw"])
