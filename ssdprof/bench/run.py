@@ -47,7 +47,7 @@ class BenchRequest:
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
     also: forms of ours beside the usual ones.
-    baseline: an implementation's name.
+    baseline: an implementation's name.  match_with: of the one that outputs are matched with; "" for the baseline.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
     smallest_difference: that counts, relative.
@@ -59,6 +59,7 @@ class BenchRequest:
     peers: tuple[Peer, ...] = ()
     also: tuple[Implementation, ...] = ()
     baseline: str = "unfused"
+    match_with: str = ""
     chunk_sizes: tuple[int, ...] = ()
     check: Literal["full", "short"] = "full"
     budget: float | None = None
@@ -85,6 +86,7 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
         environment=environment.collect(),
         peers={peer.implementation.name: peer.version for peer in request.peers},
         baseline=request.baseline,
+        matched_with=request.match_with or request.baseline,
         gates=request.gates,
         ceilings=measure_ceilings(device),
     )
@@ -123,6 +125,7 @@ class _Cells:
     def __init__(self, request: BenchRequest, device: torch.device, ceilings: schema.Ceilings | None) -> None:
         assert ceilings is not None
         self._request = request
+        self._match_with = request.match_with or request.baseline
         self._device = device
         self._ceilings = ceilings
         self._bench = CudaBench(device)
@@ -143,7 +146,7 @@ class _Cells:
         checked = self._checked(cell)
         with watcher.step(f"{cell}: comparing with the fp64 oracle", unit="tokens") as advance:
             if checked == cell:
-                judged = judge(entries, advance, patience)
+                judged = judge(entries, advance, patience, match_with=self._match_with)
             else:
                 judged = self._judge_short(entries, contenders, checked, patience)
         watch = Stopwatch(
@@ -187,7 +190,9 @@ class _Cells:
             return run_unjudged(entries, self._verdicts[checked], patience)
         operator, inputs = self._request.operator, self._draw(checked)
         short = judge(
-            [one for contender in contenders for one in contender.entries(operator, inputs)], patience=patience
+            [one for contender in contenders for one in contender.entries(operator, inputs)],
+            patience=patience,
+            match_with=self._match_with,
         )
         self._verdicts[checked] = {one.entry.key: one.verdict for one in short}
         judged = run_unjudged(entries, self._verdicts[checked], patience)

@@ -68,8 +68,21 @@ def bench(
             show_default="the first of --against, else unfused",
         ),
     ] = None,
+    match_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The implementation whose outputs the others' are compared with, element by element.",
+            show_default="the baseline",
+        ),
+    ] = None,
     chunk_size: Annotated[
-        Literal["best", "128", "256"], typer.Option(help="Chunk size of implementations that do not choose their own.")
+        str,
+        typer.Option(
+            metavar="Q[,Q...]",
+            help="Chunk sizes from which implementations that do not choose their own take the fastest.",
+            show_default="128,256 of SSD",
+        ),
     ] = "best",
     check: Annotated[
         Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
@@ -98,7 +111,7 @@ def bench(
     refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
     from ssdprof import files, operators
-    from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
+    from ssdprof.bench.grid import expand, parse_chunk_sizes, parse_dtypes, parse_tokens
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
@@ -107,6 +120,7 @@ def bench(
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
+    sizes = parse_chunk_sizes(chunk_size)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
@@ -124,12 +138,13 @@ def bench(
 
     record = operators.get(operator)
     drawing = record.drawing
-    if chunk_size != "best" and not drawing.chunk_sizes:
+    if sizes and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
     names = peer_names(record, against, published)
     forms = alternatives(record, also)
     grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
-    baseline = _baseline(baseline, names)
+    baseline = _taking_part("baseline", baseline, names) or next(iter(names), "unfused")
+    match_with = _taking_part("match-with", match_with, (*names, "fused")) or baseline
     require_gpu(*NEEDS_GPU)
     options.use_tuned(no_tuned)
     request = BenchRequest(
@@ -139,12 +154,13 @@ def bench(
         peers=load_peers(record, names, published),
         also=forms,
         baseline=baseline,
-        chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
+        match_with=match_with,
+        chunk_sizes=sizes or drawing.chunk_sizes,
         check=check,
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
-        gates=limits.model_copy(update={"min_match": {}}),  # a bench records no match
+        gates=limits.model_copy(update={"min_match": {}}),  # of a run: drawn inputs match differently
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()
@@ -166,14 +182,13 @@ def bench(
         terminal.gate_failed(broken)
 
 
-def _baseline(wanted: str | None, libraries: Sequence[str]) -> str:
+def _taking_part(option: str, wanted: str | None, others: Sequence[str]) -> str | None:
+    """The name, if unfused or one of the others has it.  Raises BadInputError."""
     from ssdprof.errors import BadInputError
 
-    if wanted is None:
-        return next(iter(libraries), "unfused")
-    if wanted not in ("unfused", *libraries):
+    if wanted not in (None, "unfused", *others):
         raise BadInputError(
-            f"The baseline {wanted!r} does not take part.",
-            f"Take unfused{''.join(f' or {name}' for name in libraries)}, or name it in --against.",
+            f"{wanted!r} of --{option} does not take part.",
+            f"Take unfused{''.join(f' or {name}' for name in others)}, or name it in --against.",
         )
     return wanted

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ssdprof.schema import PrecisionRecord
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +46,17 @@ def groups_of(
     return tuple(groups)
 
 
-def batches_of(groups: Iterable[Group], capacity: int) -> list[list[Case]]:
+def batches_of(groups: Iterable[tuple[C, ...]], capacity: int) -> list[list[C]]:
     """Cases whose outputs are held together: at most `capacity` (at least 2), each with its group's baseline.
+
+    groups: each begins with its baseline.
 
     A pass over the oracle serves a batch, so groups share one where they fit.  A group that does not fit is split, and
     its baseline is in every part.
     """
     capacity = max(2, capacity)
-    batches: list[list[Case]] = []
-    current: list[Case] = []
+    batches: list[list[C]] = []
+    current: list[C] = []
     for group in groups:
         if len(current) + len(group) > capacity and current:
             batches.append(current)

@@ -13,7 +13,7 @@ from ssdprof.schema.speed import Launch, Memory, Roofline, Speedup, Timing
 
 
 class Errors(Record):
-    """How exact a tensor is.  Matches are empty where they were not recorded: a bench records RMS errors only."""
+    """How exact a tensor is.  Matches are empty where they were not recorded, as in older benches."""
 
     rms_ratio: float  # rms(out - oracle) / rms(oracle)
     floor_rms_ratio: float  # the same of the oracle, rounded to the output's dtype
@@ -112,12 +112,13 @@ def _row(case: CaseResult, *, gated: bool) -> Row:
         roofline=case.roofline,
         memory=case.memory,
         launches=case.launches,
-        out=_errors(case.accuracy, "out"),
-        final_states=_errors(case.accuracy, "final_states"),
+        out=errors(case.accuracy, "out"),
+        final_states=errors(case.accuracy, "final_states"),
     )
 
 
-def _errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:
+def errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:
+    """How exact one tensor is; None if it was not compared."""
     found = next((one for one in accuracy if one.tensor == tensor), None)
     if found is None:
         return None

@@ -88,10 +88,12 @@ def contender(
     return Contender(implementation=implementation, precision=precision, chunk_sizes=chunk_sizes, ours=ours)
 
 
-def measured(*contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL) -> tuple[BenchCase, ...]:
+def measured(
+    *contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL, match_with: str = ""
+) -> tuple[BenchCase, ...]:
     """The cases of a cell, judged by the real comparator and timed by a fake stopwatch."""
     inputs = draw(cell, torch.device("cpu"))
-    judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)])
+    judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)], match_with=match_with)
     plan = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
     watch = Stopwatch(bench=bench or FakeBench(), sampling=plan, ceilings=CEILINGS, limits=HOPPER)
     return time_cell(inputs, contenders, judged, watch)
