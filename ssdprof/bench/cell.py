@@ -123,7 +123,7 @@ def _speedups(
 def _over_exact(
     contender: Contender, sampled: Mapping[Contender, Sampled], smallest_difference: float
 ) -> Speedup | None:
-    """The speedup of relaxed intermediates over exact ones of the same implementation and states, if both were timed."""
+    """The speedup of relaxed over exact intermediates of the same implementation and states, if both were timed."""
     own = contender.precision
     exact = own.model_copy(update={"intermediates": "exact"})
     for other, times in sampled.items():

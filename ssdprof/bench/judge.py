@@ -19,8 +19,6 @@ from ssdprof.measure.memory import outputs_that_fit
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Status, TensorAccuracy
 
-SLOPPY = 0.01  # RMS error of another library that is outside the budget, and still computes the same thing
-
 
 class BudgetSpent(Exception):
     """The bench's time was up in a first call.  The message says in whose."""
@@ -184,7 +182,6 @@ def _verdict(comparison: Comparison, *, ours: bool) -> Verdict:
         final_states=states.vs_oracle.rms_ratio,
         final_states_floor=states.floor.rms_ratio,
     )
-    close = max(error.out, error.final_states) <= SLOPPY
-    if comparison.status == "inaccurate" and close and not ours:
+    if comparison.sloppy and not ours:
         return Verdict(status="passed", sloppy=comparison.reason, error=error, accuracy=comparison.tensors)
     return Verdict(status=comparison.status, reason=comparison.reason, error=error, accuracy=comparison.tensors)

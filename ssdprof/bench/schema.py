@@ -148,6 +148,7 @@ class BenchReport(Record):
     """kernels: hash of their sources; "" in results from before it was recorded.
     peers: other libraries and their versions.  baseline: whose time the speedups in tables are over.
     matched_with: the implementation that every output is matched with; "" in results from before it was recorded.
+    absent: a sentence for each implementation that was asked for and is not there.
     """
 
     schema_version: Literal[2] = 2
@@ -161,6 +162,7 @@ class BenchReport(Record):
     seconds: float = 0.0  # wall clock
     environment: Environment
     peers: dict[str, str]
+    absent: tuple[str, ...] = ()
     baseline: str
     matched_with: str = ""
     gates: Gates = NO_GATES

@@ -61,7 +61,7 @@ def chunk_sizes(report: BenchReport) -> Iterator[Table]:
                 rows=tuple(rows[first : first + MOST_ROWS]),
                 align=columns(3, len(sizes) + 1),
                 keys=3,
-                note="Medians of a few replays in turns, which choose the chunk size; times in other tables are of more replays.",
+                note="Medians of a few replays in turns, which choose the chunk size; other tables have more replays.",
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,16 +48,15 @@ def bench(
     draw: Annotated[
         str, typer.Option(metavar="W[,W...]", help="Draw inputs otherwise: normalised, quarter-ungated (GDN).")
     ] = "",
-    against: Annotated[
-        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
-    ] = "",
+    impl: options.Implementations = "unfused,fused",
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl; the baseline first.")] = "",
     published: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
+        typer.Option(metavar="DIR", help="The same as --against published=DIR.", exists=True, file_okay=False),
     ] = None,
     also: Annotated[
         str,
-        typer.Option(metavar="I[,I...]", help="Further forms: fused_portable (GDN), recurrent_in_place (SSD)."),
+        typer.Option(metavar="I[,I...]", help="Further names: fused_portable (GDN), recurrent_in_place (SSD)."),
     ] = "",
     baseline: Annotated[
         str | None,
@@ -115,7 +113,7 @@ def bench(
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import parse_percent, parse_states
+    from ssdprof.pipeline.request import parse_implementations, parse_percent, parse_states
     from ssdprof.settings import gates
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
@@ -123,38 +121,44 @@ def bench(
     sizes = parse_chunk_sizes(chunk_size)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
+    names = parse_implementations("--impl", impl)
+    further = parse_implementations("--also", also) if also else ()
     limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
     # these import torch: after all words that can be checked without
+    import torch
+
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import alternatives, load_peers, peer_names, ways
+    from ssdprof.bench.contenders import ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
+    from ssdprof.operators.named import Roster
     from ssdprof.schema import precisions_for
 
     record = operators.get(operator)
     drawing = record.drawing
     if sizes and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
-    names = peer_names(record, against, published)
-    forms = alternatives(record, also)
+    libraries = _libraries(against, published)
+    roster = Roster(torch.device("cuda"))
+    named = [roster.get(record, word) for word in (*libraries, *names, *further)]
+    over = roster.get(record, baseline or next(iter(libraries), record.baseline))
+    matched = roster.get(record, match_with) if match_with else over
     grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
-    baseline = _taking_part("baseline", baseline, names) or next(iter(names), "unfused")
-    match_with = _taking_part("match-with", match_with, (*names, "fused")) or baseline
     require_gpu(*NEEDS_GPU)
+    _ = over.present, matched.present
     options.use_tuned(no_tuned)
     request = BenchRequest(
         operator=record,
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
-        peers=load_peers(record, names, published),
-        also=forms,
-        baseline=baseline,
-        match_with=match_with,
+        named=tuple({one.name: one for one in (*named, over, matched)}.values()),
+        baseline=over.name,
+        match_with=matched.name,
         chunk_sizes=sizes or drawing.chunk_sizes,
         check=check,
         budget=budget,
@@ -182,13 +186,8 @@ def bench(
         terminal.gate_failed(broken)
 
 
-def _taking_part(option: str, wanted: str | None, others: Sequence[str]) -> str | None:
-    """The name, if unfused or one of the others has it.  Raises BadInputError."""
-    from ssdprof.errors import BadInputError
-
-    if wanted not in (None, "unfused", *others):
-        raise BadInputError(
-            f"{wanted!r} of --{option} does not take part.",
-            f"Take unfused{''.join(f' or {name}' for name in others)}, or name it in --against.",
-        )
-    return wanted
+def _libraries(against: str, published: Path | None) -> tuple[str, ...]:
+    """Names of --against; --published gives one of them its checkout."""
+    names = [word.strip() for word in against.split(",") if word.strip()]
+    checkout = [] if published is None else [f"published={published}"]
+    return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))

@@ -31,9 +31,9 @@ def run(
     tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
     states: options.UsualStates = None,
-    implementations: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
-    ] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
+    baseline: options.Baseline = "unfused",
+    first_call: options.FirstCall = 180,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
@@ -98,7 +98,9 @@ def run(
     replay = ReplayRequest(
         intermediates=dtypes,
         states=None if states is None else parse_states(states),
-        implementations=parse_implementations(implementations),
+        implementations=parse_implementations("--impl", impl),
+        baseline=baseline,
+        first_call_s=first_call,
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
         tensor_parallel=tensor_parallel,
         gates=limits,

@@ -21,6 +21,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import own
 from ssdprof.operators.drawing import InputDType, PeerSource
+from ssdprof.operators.dtypes import input_dtype
 from ssdprof.operators.operator import Operator
 from ssdprof.schema import DType, PrecisionRecord
 
@@ -63,17 +64,23 @@ class Named:
 
     def precisions(self, dtype: DType, wanted: tuple[PrecisionRecord, ...]) -> tuple[PrecisionRecord, ...]:
         """Those at which it runs on inputs of this dtype, where `wanted` are asked of implementations that have any."""
-        if self.fixed is None or dtype == "fp64":
-            return wanted
-        return self.fixed(dtype)
+        return wanted if self.fixed is None else self.fixed(input_dtype(dtype))
 
 
-def names_in(option: str, words: str) -> tuple[str, ...]:
-    """ "fused,unfused" -> names, each once.  BadInputError for an empty one.  option: which has these words."""
-    found = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
-    if "" in found:
-        raise BadInputError(f"{option} has an empty name: {words!r}.", "Separate names by single commas.")
-    return found
+class Roster:
+    """Resolves names for one device, each once: a library that tunes itself keeps what it has found."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[str, str], Named] = {}
+
+    def get(self, operator: Operator[Any], word: str) -> Named:
+        """As `resolve`; also by the name alone of a library whose checkout was named before."""
+        key = (operator.name, word)
+        if key not in self._known:
+            found = resolve(operator, word).on(self._device)
+            self._known[key] = self._known[operator.name, found.name] = found
+        return self._known[key]
 
 
 def known(operator: Operator[Any]) -> tuple[str, ...]:

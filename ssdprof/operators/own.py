@@ -67,7 +67,7 @@ def implementation(operator: Operator[Any], name: str, function: Callable[..., A
         return _pair(name, function(inputs, precision=precision) if told else function(inputs))
 
     def plan(_inputs: Any, _precision: Precision) -> Plan:
-        return Plan(variant="own", launches=0)
+        return Plan(variant=name, launches=0)
 
     return Implementation(operator=operator.name, name=name, run=run, plan=plan)
 

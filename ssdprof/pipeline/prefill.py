@@ -11,47 +11,45 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import torch
-
-from ssdprof import __version__, environment, kernels
+from ssdprof import __version__, environment, operators
 from ssdprof.capture import choose_segment_length
 from ssdprof.capture.sites import Site, find_sites
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import installed_version
 from ssdprof.environment.present import require_gpu
 from ssdprof.measure.gpu_trace import traced
+from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
 from ssdprof.measure.timing import Bench, CudaBench
-from ssdprof.operators.drawing import InputDType, Peer
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.lineup import Lineup, line_up
 from ssdprof.pipeline.model import load
 from ssdprof.pipeline.prefill_length import Contender, LengthTimer, Profile, Prompted
-from ssdprof.pipeline.replay import COMPARED, refuse_unknown
+from ssdprof.pipeline.replay import COMPARED
 from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.subject import Subject, refuse_large
 from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
-from ssdprof.runs.notes import notes
-from ssdprof.schema import PrecisionRecord, RunReport
+from ssdprof.runs.notes import notes, of_absent
+from ssdprof.schema import DType, PrecisionRecord, RunReport
 from ssdprof.schema.prefill import LeftOutLength, Prefill, PrefillLength, PrefillReport, Surroundings
 
 NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
 )
-BASELINE = "unfused"
 SURROUNDINGS: tuple[Surroundings, ...] = ("model", "bundled")  # of a run
 Keep = Callable[[PrefillReport], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRequest:
-    """batch: rows of the prompt, all alike.  precision: of ssdprof's own implementations.
+    """batch: rows of the prompt, all alike.  precision: of implementations that have none of their own.
 
-    peers: other libraries, each of an operator of the model.
+    lineup: who takes part.  first_call_s: seconds that the first call of an own kernel may take.
     seconds: of sampling for each length.  budget: seconds of wall clock after which no further length is begun.
     smallest_difference: that counts, relative.
     """
@@ -60,8 +58,8 @@ class PrefillRequest:
     batch: int = 1
     precision: PrecisionRecord
     surroundings: tuple[Surroundings, ...]
-    implementations: tuple[str, ...] = COMPARED
-    peers: tuple[Peer, ...] = ()
+    lineup: Lineup
+    first_call_s: float = FIRST_CALL_S
     seconds: float = 20.0
     budget: float | None = None
     smallest_difference: float = 0.01
@@ -84,7 +82,8 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     began = time.monotonic()
     loaded = load(request.model, subject, watcher)
     sites = find_sites(loaded.whole)
-    report = _draft(request, subject, loaded.whole, sites, notes(subject.ref, loaded.prompts))
+    remarks = (*of_absent(request.lineup.absent), *notes(subject.ref, loaded.prompts))
+    report = _draft(request, subject, loaded.whole, sites, remarks)
     bench, profile = CudaBench(device), partial(traced, device=device)
     with ClockWatch() as clocks, limits.memory_errors():
         for seqlen, ids in sorted({ids.shape[1]: ids for ids in loaded.ids}.items()):
@@ -118,8 +117,10 @@ def prefill_of_run(
     asked: what the run captured.  Raises what `time_prefills` raises.
     """
     require_gpu(*NEEDS_GPU)
+    subject = find(asked)
     request = PrefillRequest(
         model=asked,
+        lineup=line_up(COMPARED, COMPARED[0], subject.layers),
         precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
         surroundings=SURROUNDINGS,
         smallest_difference=smallest_difference,
@@ -132,33 +133,28 @@ def prefill_of_run(
         RunFolder(folder).write(together)
 
     try:
-        time_prefills(request, find(asked), watcher, keep)
+        time_prefills(request, subject, watcher, keep)
     except KeyboardInterrupt:
         lengths = len(together.prefill.lengths) if together.prefill else 0
         raise KeyboardInterrupt(f"The run is kept in {folder}, with prefill times of {lengths} lengths.") from None
     return together
 
 
-def contenders(request: PrefillRequest, sites: Sequence[Site], dtype: InputDType) -> Iterator[Contender]:
-    """The baseline first, then ours, then other libraries; all with each surroundings.  dtype: of the model."""
-    names = dict.fromkeys(site.operator for site in sites)
+def contenders(request: PrefillRequest, sites: Sequence[Site], dtype: DType) -> Iterator[Contender]:
+    """The baseline first, then the others; all with each surroundings.  dtype: of the model."""
+    lineup, rehearsals = request.lineup, Rehearsals(request.first_call_s)
+    records = [operators.get(name) for name in dict.fromkeys(site.operator for site in sites)]
     for surroundings in request.surroundings:
-        for name in dict.fromkeys((BASELINE, *request.implementations)):
-            for operator in names:
-                refuse_unknown((name,), operator)
+        for name in dict.fromkeys((lineup.baseline, *lineup.present)):
+            named = {record.name: lineup.roster.get(record, name) for record in records}
+            one = next(iter(named.values()))
             yield Contender(
                 name=name,
-                implementations={operator: kernels.get(operator, name) for operator in names},
-                precision=request.precision,
+                named=named,
+                precision=one.precisions(dtype, (request.precision,))[0],
                 surroundings=surroundings,
-            )
-        for peer in request.peers:
-            yield Contender(
-                name=peer.implementation.name,
-                implementations={peer.implementation.operator: peer.implementation},
-                precision=peer.precisions(dtype)[0],
-                surroundings=surroundings,
-                version=peer.version,
+                version=one.source if one.kind == "library" else "",
+                rehearsals=rehearsals,
             )
 
 
@@ -168,7 +164,7 @@ def _timed(
     timer = LengthTimer(
         prompted=prompted,
         contenders=tuple(contenders(request, prompted.sites, _dtype(prompted.model))),
-        baseline=BASELINE,
+        baseline=request.lineup.baseline,
         bench=bench,
         profile=profile,
         seconds=request.seconds,
@@ -195,7 +191,7 @@ def _draft(
             operator_layers=len(sites),
             attention=getattr(config, "_attn_implementation", None) or "",
             convolution=_convolution_of_the_model(),
-            baseline=BASELINE,
+            baseline=request.lineup.baseline,
             smallest_difference=request.smallest_difference,
         ),
         notes=tuple(remarks),
@@ -206,10 +202,9 @@ def _with(report: PrefillReport, **fields: Any) -> PrefillReport:
     return report.model_copy(update={"prefill": report.prefill.model_copy(update=fields)})
 
 
-def _dtype(model: Any) -> InputDType:
+def _dtype(model: Any) -> DType:
     """The dtype of the model's weights, and so of the operators' inputs."""
-    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-    return next(name for name in get_args(InputDType) if dtype_named(name) == dtype)
+    return dtype_name(model.get_input_embeddings().weight.dtype)
 
 
 def _convolution_of_the_model() -> str:

@@ -26,15 +26,17 @@ from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.amdahl import predicted_speedup
-from ssdprof.measure.call import call_of
+from ssdprof.measure.call import UnfitError, call_of
 from ssdprof.measure.engine import device_times
 from ssdprof.measure.faults import blaming, first_line, refuse_if_lost
 from ssdprof.measure.gpu_trace import Trace, work
 from ssdprof.measure.memory import forget_peak, peak_bytes
+from ssdprof.measure.rehearsal import Rehearsals
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
 from ssdprof.measure.timing import Bench
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.named import Named
 from ssdprof.pipeline.parts import marking, part_times, parts_marked
 from ssdprof.pipeline.substitute import Compute, substituted
 from ssdprof.progress import Advance
@@ -49,14 +51,15 @@ Profile = Callable[[Callable[[], object]], Trace]
 class Contender:
     """One implementation in the place of the operators, with the convolution and gated norm around it.
 
-    implementations: by operator.  version: of another library.
+    named: by operator.  version: of another library.  rehearsals: of own kernels' first calls.
     """
 
     name: str
-    implementations: Mapping[str, Implementation]
+    named: Mapping[str, Named]
     precision: PrecisionRecord
     surroundings: Surroundings
     version: str = ""
+    rehearsals: Rehearsals = field(default_factory=Rehearsals)
 
     @property
     def label(self) -> str:
@@ -70,11 +73,20 @@ class Contender:
         )
 
     def compute(self, call: OperatorCall) -> Result:
-        result: Result = self.implementations[call.site.operator].run(call.inputs, self._precision)
+        result: Result = self.implementation(call).run(call.inputs, self._precision)
         return result
 
     def plan(self, call: OperatorCall) -> Plan:
-        return self.implementations[call.site.operator].plan(call.inputs, self._precision)
+        return self.implementation(call).plan(call.inputs, self._precision)
+
+    def rehearse(self, call: OperatorCall) -> None:
+        """UnfitError if it is an own kernel that fails at its first call."""
+        named = self.named[call.site.operator]
+        if named.kind == "own":
+            self.rehearsals.require(named, call.inputs, self.precision)
+
+    def implementation(self, call: OperatorCall) -> Implementation:
+        return self.named[call.site.operator].present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +209,7 @@ class LengthTimer:
         def compute(call: OperatorCall) -> Result:
             if call.site.layer_index == self.prompted.layer.index and not plans:
                 plans.append(contender.plan(call))
+                contender.rehearse(call)
             return contender.compute(call)
 
         try:
@@ -204,6 +217,8 @@ class LengthTimer:
                 forget_peak(device)
             with self._installed(contender, compute) as count:
                 logits = self.prompted.first_token_logits().float().cpu()
+        except UnfitError as error:
+            return _Found(status=error.status, reason=str(error))
         except UnsupportedError as error:
             return _Found(status="refused", reason=str(error))
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -243,8 +258,7 @@ class LengthTimer:
 
     def _time_calls(self, contenders: Sequence[Contender], call: OperatorCall) -> None:
         calls = {
-            one: [call_of(one.implementations[call.site.operator], call.inputs, one.precision, label=one.label)]
-            for one in contenders
+            one: [call_of(one.implementation(call), call.inputs, one.precision, label=one.label)] for one in contenders
         }
         for contender, samples in device_times(calls, self.bench, ALONE).items():
             self._found[contender].alone_us = median_us(samples)

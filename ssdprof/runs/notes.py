@@ -12,6 +12,11 @@ def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
     return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
 
 
+def of_absent(reasons: Sequence[str]) -> tuple[str, ...]:
+    """One note on the implementations that were asked for and are not there.  reasons: a sentence for each."""
+    return (f"Not compared: {'; '.join(reason.rstrip('.') for reason in reasons)}.",) if reasons else ()
+
+
 def of_ranks(ranks: int) -> tuple[str, ...]:
     """What a reader must know if the heads were divided among tensor-parallel ranks."""
     if ranks == 1:

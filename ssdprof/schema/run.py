@@ -55,9 +55,24 @@ class StepsAsked(Record):
     baseline: str
 
 
+class Participant(Record):
+    """An implementation that is not one of ssdprof's.
+
+    kind: a library's failures and refusals fail no run; those of the user's own kernel do.
+    source: the version of a library; module:function of an own kernel.
+    precisions: those at which it was to run.
+    """
+
+    name: str
+    kind: Literal["library", "own"]
+    source: str
+    precisions: tuple[PrecisionRecord, ...]
+
+
 class Asked(Record):
     """What a run was to compare: every implementation at every precision, in every layer, on every prompt.
 
+    others: the same of implementations that are not ssdprof's, each at its own precisions.
     steps: the same for decode steps; None: there are none.
     tensor_parallel: of how many ranks the first one's share of the heads was replayed.
     """
@@ -65,6 +80,7 @@ class Asked(Record):
     implementations: tuple[str, ...]
     precisions: tuple[PrecisionRecord, ...]
     layers: tuple[LayerRef, ...]
+    others: tuple[Participant, ...] = ()
     steps: StepsAsked | None = None
     tensor_parallel: int = 1
 
@@ -92,3 +108,9 @@ class RunReport(Record):
     baseline: str = "unfused"
     gates: Gates = NO_GATES  # what the user wants to hold
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
+
+    @property
+    def libraries(self) -> frozenset[str]:
+        """Names of other libraries that are only beside the others: a baseline must pass."""
+        others = self.asked.others if self.asked else ()
+        return frozenset(one.name for one in others if one.kind == "library") - {self.baseline}

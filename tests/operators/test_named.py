@@ -12,7 +12,7 @@ import torch
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get
-from ssdprof.operators.named import known, names_in, resolve
+from ssdprof.operators.named import known, resolve
 from ssdprof.schema import PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -170,11 +170,3 @@ def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
         resolve(SSD, "mine")
     assert "kernels_of_a_user:plain" in told.value.hint
     assert "kernels_of_a_user:told" in told.value.hint
-
-
-def test_names_are_separated_by_commas() -> None:
-    assert names_in("--impl", "fused, unfused,fused,a:b,published=~/x") == (
-        "fused", "unfused", "a:b", "published=~/x",
-    )  # fmt: skip
-    with pytest.raises(BadInputError, match="--impl has an empty name"):
-        names_in("--impl", "fused,,unfused")

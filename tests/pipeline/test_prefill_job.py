@@ -13,8 +13,9 @@ from prefill_fakes import FakeBench
 from ssdprof import kernels, runs
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import prefill
+from ssdprof.pipeline.lineup import line_up
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
-from ssdprof.pipeline.replay import Unwatched
+from ssdprof.pipeline.replay import COMPARED, Unwatched
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.runs.record import draft
 from ssdprof.schema import Asked, PrecisionRecord, Prompt
@@ -49,7 +50,9 @@ def asked(*seqlens: int, layers: str = "all", model: str = "demo") -> CaptureReq
 
 def wanted(*seqlens: int, layers: str = "all", **changes: Any) -> PrefillRequest:
     settings: dict[str, Any] = {"surroundings": ("model",), "seconds": 0.01} | changes
-    return PrefillRequest(model=asked(*seqlens, layers=layers), precision=EXACT, **settings)
+    request = asked(*seqlens, layers=layers)
+    lineup = line_up(COMPARED, "unfused", find(request).layers)
+    return PrefillRequest(model=request, precision=EXACT, lineup=lineup, **settings)
 
 
 def run(request: PrefillRequest, keep: Any = lambda _: None) -> PrefillReport:
