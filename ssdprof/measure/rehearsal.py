@@ -5,7 +5,7 @@ the call lie between guards.
 
     python -m ssdprof.measure.rehearsal FOLDER
 
-FOLDER holds the call, and gets a `_Verdict`.
+FOLDER holds the call, and gets a `Verdict`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from ssdprof import operators, schema
 from ssdprof.errors import MissingCapabilityError, printable
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.attempt import Attempt, attempt
 from ssdprof.measure.call import Call, UnfitError, call_of
 from ssdprof.measure.faults import first_line
@@ -40,7 +41,9 @@ _STOPPED = 124  # exit code of a process that took too long
 _CALL, _VERDICT, _WORDS = "call.pt", "verdict.json", "words.txt"
 
 
-class _Verdict(schema.Record):
+class Verdict(schema.Record):
+    """What came of a first call.  status: "passed" says only that it may be made here."""
+
     status: schema.Status
     reason: str = ""
 
@@ -50,7 +53,7 @@ class Rehearsals:
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
         self._limit_s = limit_s
-        self._verdicts: dict[Hashable, _Verdict] = {}
+        self._verdicts: dict[Hashable, Verdict] = {}
 
     def require(self, named: Named, inputs: Any, precision: schema.PrecisionRecord) -> None:
         """UnfitError if the kernel fails at its first call on inputs of this form, or did so before."""
@@ -67,7 +70,7 @@ def _form(inputs: Any) -> Hashable:
     return (type(inputs), *found, *tensors.scalars(inputs).items())
 
 
-def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, limit_s: float) -> _Verdict:
+def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, limit_s: float) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
         folder = Path(name)
         request = {
@@ -81,9 +84,9 @@ def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, lim
         torch.save(request, folder / _CALL)
         code = _run([sys.executable, "-m", "ssdprof.measure.rehearsal", name], folder / _WORDS, limit_s + _START_S)
         if code == 0 and (folder / _VERDICT).is_file():
-            return _Verdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
+            return Verdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
-    return _Verdict(status="failed", reason=_death(code, limit_s, next((line for line in words[::-1] if line), "")))
+    return Verdict(status="failed", reason=_death(code, limit_s, next((line for line in words[::-1] if line), "")))
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
@@ -132,30 +135,30 @@ def main() -> None:
     operator = operators.get(request["operator"])
     function = own.load(request["source"])
     implementation = own.implementation(operator, request["name"], function)
-    guarded = GuardedInputs(operator.inputs(**request["arguments"]))
-    precision = schema.PrecisionRecord(**request["precision"])
-    call = call_of(implementation, guarded.inputs, precision, damage=guarded.damage)
+    inputs = operator.inputs(**request["arguments"])
     watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
     watchdog.daemon = True
     watchdog.start()
-    verdict = judged(call)
+    verdict = judged(implementation, inputs, schema.PrecisionRecord(**request["precision"]))
     watchdog.cancel()
     (folder / _VERDICT).write_text(verdict.model_dump_json(), encoding="utf-8")
 
 
 @torch.no_grad()
-def judged(call: Call) -> _Verdict:
+def judged(implementation: Implementation, inputs: Any, precision: schema.PrecisionRecord) -> Verdict:
     """What the first call does, and what it leaves of the memory around it."""
+    guarded = GuardedInputs(inputs)
+    call = call_of(implementation, guarded.inputs, precision, damage=guarded.damage)
     with guarded_allocations() as damage:
         tried = _attempt(call)
         if tried.output is None:
-            return _Verdict(status=tried.status, reason=tried.reason)
+            return Verdict(status=tried.status, reason=tried.reason)
         if words := damage():
-            return _Verdict(status="failed", reason=words)
+            return Verdict(status="failed", reason=words)
     for name, tensor in zip(("out", "final_states"), tried.output, strict=True):
         if elements := unwritten(tensor):
-            return _Verdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
-    return _Verdict(status="passed")
+            return Verdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
+    return Verdict(status="passed")
 
 
 def _attempt(call: Call) -> Attempt:

@@ -78,6 +78,25 @@ def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) ->
     return report.model_copy(update={"cases": cases, "asked": asked, "answers": ()})
 
 
+def of_implementations(report: RunReport, names: Collection[str]) -> RunReport:
+    """The report as if only these implementations had been asked for, and no answers.  The baseline stays."""
+    asked = report.asked
+    if asked is not None:
+        steps = asked.steps
+        if steps is not None:
+            there = tuple(name for name in steps.implementations if name in names)
+            steps = steps.model_copy(update={"implementations": there})
+        fields = {
+            "implementations": tuple(name for name in asked.implementations if name in names),
+            "others": tuple(one for one in asked.others if one.name in {report.baseline, *names}),
+            "steps": steps,
+        }
+        asked = asked.model_copy(update=fields)
+    kept = {report.baseline, *names, *((asked.steps.baseline,) if asked and asked.steps else ())}
+    cases = tuple(case for case in report.cases if case.implementation in kept)
+    return report.model_copy(update={"cases": cases, "asked": asked, "answers": ()})
+
+
 def exact_answer_is_finite(case: CaseResult) -> bool:
     """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel can be."""
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)
