@@ -51,7 +51,7 @@ class BenchRequest:
     baseline: an implementation's name.  match_with: of the one that outputs are matched with; "" for the baseline.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
-    smallest_difference: that counts, relative.
+    smallest_difference: that counts, relative.  warm: time by a second clock, too: see `SamplingPlan`.
     """
 
     operator: Operator[Any]
@@ -65,6 +65,7 @@ class BenchRequest:
     budget: float | None = None
     first_call: float = math.inf
     smallest_difference: float = 0.01
+    warm: bool = False
     gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
 
@@ -164,7 +165,10 @@ class _Cells:
         watch = Stopwatch(
             bench=self._bench,
             sampling=SamplingPlan(
-                smallest_difference=request.smallest_difference, max_rounds=MAX_ROUNDS, seconds=seconds
+                smallest_difference=request.smallest_difference,
+                max_rounds=MAX_ROUNDS,
+                seconds=seconds,
+                warm=request.warm,
             ),
             ceilings=self._ceilings,
             limits=self._limits,

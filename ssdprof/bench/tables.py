@@ -8,6 +8,7 @@ from ssdprof.bench.grouping import MOST_ROWS, grouped, short
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Kernel
 from ssdprof.bench.tables_of_choices import chunk_sizes, relaxed_over_exact
 from ssdprof.bench.tables_of_matches import matches
+from ssdprof.bench.tables_of_warm import by_warm_clock
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
@@ -27,6 +28,7 @@ def tables(report: BenchReport) -> tuple[Table, ...]:
     found = (
         *speedups(report),
         *_details(report),
+        *by_warm_clock(report),
         *matches(report),
         *relaxed_over_exact(report),
         *chunk_sizes(report),

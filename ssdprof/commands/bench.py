@@ -98,6 +98,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    clock: options.Clock = "cold",
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
@@ -164,6 +165,7 @@ def bench(
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
+        warm=clock == "warm",
         gates=limits.model_copy(update={"min_match": {}}),  # of a run: drawn inputs match differently
         command=terminal.command_line(),
     )

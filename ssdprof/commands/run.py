@@ -50,6 +50,7 @@ def run(
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Also time the whole model's prefill: see 'ssdprof prefill'.")
     ] = False,
+    clock: options.Clock = "cold",
     smallest_difference: options.SmallestDifference = "1%",
     min_speedup: options.MinSpeedup = None,
     min_match: options.MinMatch = None,
@@ -102,6 +103,7 @@ def run(
         baseline=baseline,
         first_call_s=first_call,
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
+        warm=clock == "warm",
         tensor_parallel=tensor_parallel,
         gates=limits,
     )

@@ -72,6 +72,8 @@ class CaptureRequest:
 class ReplayRequest:
     """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
 
+    warm: time by a second clock, too: see `measure.sampling.SamplingPlan`.
+
     tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
 
     states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
@@ -85,6 +87,7 @@ class ReplayRequest:
     baseline: str = "unfused"
     first_call_s: float = 180.0
     smallest_difference: float = 0.01
+    warm: bool = False
     tensor_parallel: int = 1
     gates: Gates = NO_GATES
 

@@ -157,7 +157,7 @@ def _replaying(
             baseline=wanted.baseline,
             roster=lineup.roster,
             rehearsals=Rehearsals(wanted.first_call_s),
-            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
+            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference, warm=wanted.warm),
             ceilings=recorder.report.ceilings,
             watcher=watcher,
             on_case=recorder.finished,

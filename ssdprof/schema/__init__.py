@@ -23,7 +23,18 @@ from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
 from ssdprof.schema.run import Asked, CaseResult, Participant, RunReport, StepsAsked
 from ssdprof.schema.serving import CallRef, Serving
-from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
+from ssdprof.schema.speed import (
+    Ceilings,
+    Interval,
+    Launch,
+    Memory,
+    Roofline,
+    Speedup,
+    Timing,
+    Verdict,
+    WarmSpeedup,
+    WarmTiming,
+)
 
 __all__ = [
     "NO_GATES",
@@ -68,5 +79,7 @@ __all__ = [
     "TensorRecord",
     "Timing",
     "Verdict",
+    "WarmSpeedup",
+    "WarmTiming",
     "precisions_for",
 ]

@@ -130,6 +130,21 @@ def test_relaxed_over_exact_and_chunk_sizes_are_shown_where_they_were_timed(done
     assert table.rows == (("1 x 40", "mamba_ssm", "exact, fp32", "330 µs", "300 µs", "256"),)
 
 
+def test_the_warm_clock_has_a_table_beside_the_others() -> None:
+    timed = report(
+        *measured(contender("mamba_ssm", lambda _: 300.0, ours=False), contender("fused", lambda _: 100.0), warm=True)
+    )
+    (table,) = [one for one in tables.tables(timed) if "warm clock" in one.title]
+    assert table.title.startswith("By the warm clock, over mamba_ssm: tiny")
+    assert table.rows == (
+        ("1 x 40", "mamba_ssm", "exact, fp32", "-", "-", "150 µs", "310 µs", "300 µs"),
+        ("1 x 40", "fused", "exact, fp32", "3.00x [3.00, 3.00]", "faster", "50.0 µs", "110 µs", "100 µs"),
+    )
+    assert "10 Python calls back to back" in table.note
+    assert tables.tables(timed)[0].rows[0][2] == "3.00x [3.00, 3.00]", "the default clock stays where it is"
+    assert load(dump(timed)) == timed
+
+
 def test_details_are_cut_into_tables_that_are_drawn_whole(done: BenchReport) -> None:
     many = report(cells=done.cells * 40)
     details = [table for table in tables.tables(many) if table.title.startswith("Every implementation")]
