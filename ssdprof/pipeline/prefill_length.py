@@ -209,7 +209,7 @@ class LengthTimer:
         def compute(call: OperatorCall) -> Result:
             if call.site.layer_index == self.prompted.layer.index and not plans:
                 plans.append(contender.plan(call))
-                contender.rehearse(call)
+            contender.rehearse(call)
             return contender.compute(call)
 
         try:
