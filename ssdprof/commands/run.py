@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ def run(
     tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
     states: options.UsualStates = None,
+    cast: Annotated[
+        Literal["fp16", "bf16", "fp32"] | None,
+        typer.Option(help="Replay the captured inputs in this dtype.", show_default="the model's"),
+    ] = None,
     impl: options.Implementations = "unfused,fused",
     baseline: options.Baseline = "unfused",
     first_call: options.FirstCall = 180,
@@ -83,6 +87,12 @@ def run(
     from ssdprof.runs import document
     from ssdprof.settings import gates
 
+    others = {"--answers": answers, "--prefill": prefill, "--stalls": stalls}
+    if cast is not None and (given := [option for option, wanted in others.items() if wanted]):
+        raise BadInputError(
+            f"--cast and {given[0]} exclude each other: --cast changes the inputs of the replay alone.",
+            "Leave out one of them.",
+        )
     if stalls and tensor_parallel > 1:
         raise BadInputError(
             "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
@@ -104,6 +114,7 @@ def run(
         first_call_s=first_call,
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
         warm=clock == "warm",
+        cast=cast,
         tensor_parallel=tensor_parallel,
         gates=limits,
     )

@@ -243,6 +243,11 @@ def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def _captured(request: StallRequest, run: tuple[Path, RunReport] | None, watcher: Watcher) -> Iterator[Captured]:
     """The layer's tensors: those that are stored, else captured anew, for as long as they are needed."""
+    if run is not None and run[1].cast:
+        raise BadInputError(
+            f"The inputs of this run were {run[1].cast}, and stalls are those of inputs as the model has them.",
+            "Name the model or its captures instead of the run.",
+        )
     place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
     if store.is_capture(place):
         yield _stored(place, request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ssdprof.schema import CheckpointRef, Prompt
+from ssdprof.schema import Cast, CheckpointRef, Prompt
 
 
 def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
@@ -24,6 +24,16 @@ def of_ranks(ranks: int) -> tuple[str, ...]:
     return (
         f"What was replayed is the share of the first of {ranks} tensor-parallel ranks: its heads alone, with their "
         "groups or key heads; a single group is on every rank.  The model itself ran undivided.",
+    )
+
+
+def of_cast(cast: Cast | None) -> tuple[str, ...]:
+    """What a reader must know if the inputs were replayed in another dtype than the model's."""
+    if cast is None:
+        return ()
+    return (
+        f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
+        f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast.",
     )
 
 
