@@ -1,6 +1,7 @@
 """Run flash-linear-attention's own tests of the gated delta rule on the functions of `kernels/gdn/compat.py`.
 
     python benchmarks/fla_cases.py path/to/tests/ops/test_gdn.py RESULT.json
+    python benchmarks/fla_cases.py benchmarks/olmo_gdn_cases.py RESULT.json
 
 fla must be installed: its recurrence is what the tests compare with.  Shapes and tolerances are those of the test file.
 Outputs and final states are compared; gradients are not, for our kernels have none.  A case whose options ours refuses
@@ -80,7 +81,7 @@ def table(result: Mapping[str, Any]) -> str:
     gpu, packages = machine["gpu"], machine["packages"]
     counts = Counter(case["outcome"] for case in result["cases"])
     lines = [
-        "# flash-linear-attention's tests of the gated delta rule, on ssdprof's kernels",
+        f"# Tests of the gated delta rule in {Path(result['command'].split()[2]).name}, on ssdprof's kernels",
         "",
         ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         + ".  Shapes and tolerances are those of the test file; gradients are not compared.",
@@ -116,7 +117,7 @@ def main() -> int:
     pytest.main([str(options.tests), f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
     result = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python benchmarks/fla_cases.py tests/ops/test_gdn.py {options.result.name}",
+        "command": f"python benchmarks/fla_cases.py {options.tests.name} {options.result.name}",
         "fla": version("fla-core"),
         "tests_sha256": hashlib.sha256(options.tests.read_bytes()).hexdigest(),
         "environment": environment.collect().model_dump(mode="json"),

@@ -1,14 +1,15 @@
-"""Write the README's table of speeds, and the page behind it, from the committed results of `ssdprof bench`.
+"""Write the README's tables of speeds, and the pages behind them, from the committed results of `ssdprof bench`.
 
     python benchmarks/readme_table.py
 
-It reads every benchmarks/results/bench-ssd-*.json.  The README's table has five lines and stands between two marks.
-The page beside the results has a selection for each GPU, and then everything.
+It reads every benchmarks/results/bench-<operator>-*.json.  An operator's table in the README has five lines and stands
+between two marks.  Its page beside the results has a selection for each GPU, and then everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ssdprof.bench.render import as_markdown
@@ -21,60 +22,96 @@ from ssdprof.report.tables.table import Table, columns
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = RESULTS / "bench-ssd.md"
-START, END = "<!-- bench:start -->\n", "<!-- bench:end -->"
-
-MODELS = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LAYOUTS = (
     "1 x 1,024", "1 x 4,096", "1 x 8,192", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144",
     "32 x 1,024", "8 x 4,096",
 )  # fmt: skip
-IN_README = ("1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 131,072", "32 x 1,024")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """What the tables of one operator show.
+
+    library: speedups are over it.  models: columns, by the names of their shapes.  in_readme: layouts of tokens.
+    sizes: heading of a shape's sizes.  published: the published fused kernel has tables of its own.
+    """
+
+    name: str
+    title: str
+    library: str
+    models: tuple[str, ...]
+    in_readme: tuple[str, ...]
+    sizes: str
+    published: bool = False
+
+    @property
+    def page(self) -> Path:
+        return RESULTS / f"bench-{self.name}.md"
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The README's table stands between them."""
+        return f"<!-- bench-{self.name}:start -->\n", f"<!-- bench-{self.name}:end -->"
+
+
+SSD = Operator(
+    name="ssd", title="SSD", library="mamba_ssm", published=True, sizes="heads x P, N, groups",
+    models=("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano"),
+    in_readme=("1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 131,072", "32 x 1,024"),
+)  # fmt: skip
+GDN = Operator(
+    name="gdn", title="GDN", library="fla", sizes="key/value heads, K, V",
+    models=("qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-397b", "olmo-hybrid-7b"),
+    in_readme=("1 x 1,024", "1 x 8,192", "1 x 65,536", "1 x 131,072", "8 x 4,096"),
+)  # fmt: skip
 DAGGER = "\u2020"
 WRONG = f"{DAGGER} Another setting of that kernel gave wrong results in that run, and does not count."
 Reports = Mapping[str, BenchReport]  # by file name
 
 
-def committed() -> dict[str, BenchReport]:
-    return {file.name: load(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("bench-ssd-*.json"))}
+def committed(of: Operator) -> dict[str, BenchReport]:
+    files = sorted(RESULTS.glob(f"bench-{of.name}-*.json"))
+    return {file.name: load(file.read_text(encoding="utf-8")) for file in files}
 
 
-def write_section(readme: Path, made: str) -> None:
-    """Replace what is between the marks."""
+def write_section(readme: Path, of: Operator, made: str) -> None:
+    """Replace what is between the operator's marks."""
+    start, end = of.marks
     text = readme.read_text(encoding="utf-8")
-    head, _, rest = text.partition(START)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{START}{made}{END}{tail}", encoding="utf-8")
+    head, _, rest = text.partition(start)
+    _, _, tail = rest.partition(end)
+    readme.write_text(f"{head}{start}{made}{end}{tail}", encoding="utf-8")
 
 
-def current(readme: Path) -> str:
-    """What is between the marks."""
-    return readme.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
+def current(readme: Path, of: Operator) -> str:
+    """What is between the operator's marks."""
+    start, end = of.marks
+    return readme.read_text(encoding="utf-8").partition(start)[2].partition(end)[0]
 
 
-def section(reports: Reports) -> str:
+def section(reports: Reports, of: Operator = SSD) -> str:
     """The README's: one table, of the GPU with most cells and its newest kernel, and where the others are."""
     gpu, theirs = next(iter(_by_gpu(reports).items()))
     newest = _newest(theirs)
     same = {name: report for name, report in theirs.items() if _kernel(report) == _kernel(newest)}
-    table = markdown.draw(_by_layout("", _measured(same, "mamba_ssm"), "mamba_ssm", IN_README))
+    table = markdown.draw(_by_layout(of, "", _measured(same, of.library), of.library, of.in_readme))
     return (
-        "\nHow many times as fast `fused` (exact, fp32 states) is as `mamba_ssm`, by device time / call time, with "
-        f"bf16 inputs on one {gpu}, measured on {newest.created[:10]}{_of_kernels(newest)}:\n\n{table}\n\n"
+        f"\nHow many times as fast `fused` (exact, fp32 states) is as `{of.library}`, by device time / call "
+        f"time, with bf16 inputs on one {gpu}, measured on {newest.created[:10]}{_of_kernels(newest)}:\n\n{table}\n\n"
         "Device time is what the GPU needs.  Call time is what a Python caller waits for.  Other GPUs, shapes and "
-        f"libraries, times and errors: [{PAGE.name}]({PAGE.relative_to(ROOT)}).\n\n"
+        f"libraries, times and errors: [{of.page.name}]({of.page.relative_to(ROOT)}).\n\n"
     )
 
 
-def page(reports: Reports) -> str:
+def page(reports: Reports, of: Operator = SSD) -> str:
     """A selection for each GPU, then every table of every result."""
     groups = _by_gpu(reports)
-    tables = [table for gpu, theirs in groups.items() for table in _tables(_dated(gpu, theirs, reports), theirs)]
+    tables = [table for gpu, theirs in groups.items() for table in _tables(of, _dated(gpu, theirs, reports), theirs)]
     machines = fmt.words(f"one {gpu}" for gpu in groups)
     head = (
-        "# The SSD kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The first tables "
-        f"are a selection, measured side by side on {machines}: how many times as fast `fused` is, with exact "
-        "intermediates and fp32 states, by device time / by call time.\n"
+        f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The "
+        f"first tables are a selection, measured side by side on {machines}: how many times as fast `fused` is, with "
+        "exact intermediates and fp32 states, by device time / by call time.\n"
     )
     selection = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
     newest, older = _newest(reports), "Measured with an older kernel than the newest results here.\n\n"
@@ -115,14 +152,14 @@ def _kernel(report: BenchReport) -> str:
     return report.kernels or report.created[:10]
 
 
-def _tables(gpu: str, reports: Reports) -> tuple[Table, ...]:
-    """One GPU's: the models over mamba_ssm and over the published kernel; other shapes."""
-    library, published = (_measured(reports, baseline) for baseline in ("mamba_ssm", "published"))
+def _tables(of: Operator, gpu: str, reports: Reports) -> tuple[Table, ...]:
+    """One GPU's: the models over the library and over the published kernel; other shapes."""
+    library, published = (_measured(reports, baseline) for baseline in (of.library, "published"))
     over_published = "over the published kernel, in the faster of its settings, fp16 inputs"
     return (
-        _by_layout(f"{gpu}: over mamba_ssm, bf16 inputs", library, "mamba_ssm"),
-        _by_layout(f"{gpu}: {over_published}", published, "published"),
-        _by_shape(f"{gpu}: other shapes, over mamba_ssm, bf16 inputs", library),
+        _by_layout(of, f"{gpu}: over {of.library}, bf16 inputs", library, of.library),
+        *([_by_layout(of, f"{gpu}: {over_published}", published, "published")] if of.published else ()),
+        _by_shape(of, f"{gpu}: other shapes, over {of.library}, bf16 inputs", library),
     )
 
 
@@ -146,10 +183,12 @@ def _exact(cell: BenchCell) -> BenchCase | None:
     return None
 
 
-def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str, layouts: Sequence[str] = LAYOUTS) -> Table:
+def _by_layout(
+    of: Operator, title: str, cells: Sequence[BenchCell], baseline: str, layouts: Sequence[str] = LAYOUTS
+) -> Table:
     """A row for each layout of tokens, a column for each model, of those that were measured."""
     found = {(cell.tokens, cell.shape): _speedup(cell, baseline) for cell in cells}
-    models = tuple(model for model in MODELS if any((layout, model) in found for layout in layouts))
+    models = tuple(model for model in of.models if any((layout, model) in found for layout in layouts))
     rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in layouts]
     return Table(
         title=title,
@@ -160,14 +199,14 @@ def _by_layout(title: str, cells: Sequence[BenchCell], baseline: str, layouts: S
     )
 
 
-def _by_shape(title: str, cells: Sequence[BenchCell]) -> Table:
+def _by_shape(of: Operator, title: str, cells: Sequence[BenchCell]) -> Table:
     """A row for each shape that no model above has, or that was packed; a column for each layout of tokens."""
-    others = [cell for cell in cells if cell.shape not in MODELS or cell.packed]
+    others = [cell for cell in cells if cell.shape not in of.models or cell.packed]
     layouts = {cell.tokens: cell for cell in sorted(others, key=lambda cell: (cell.packed, cell.dims.seqlen))}
-    found = {(cell.shape, cell.tokens): _speedup(cell, baseline_of(cell, "mamba_ssm")) for cell in others}
+    found = {(cell.shape, cell.tokens): _speedup(cell, baseline_of(cell, of.library)) for cell in others}
     return Table(
         title=title,
-        headers=("shape", "heads x P, N, groups", *(_heading(cell) for cell in layouts.values())),
+        headers=("shape", of.sizes, *(_heading(of, cell) for cell in layouts.values())),
         rows=tuple(
             (shape, _sizes(cell), *(found.get((shape, tokens), fmt.MISSING) for tokens in layouts))
             for shape, cell in {cell.shape: cell for cell in others}.items()
@@ -176,14 +215,15 @@ def _by_shape(title: str, cells: Sequence[BenchCell]) -> Table:
     )
 
 
-def _heading(cell: BenchCell) -> str:
-    baseline = baseline_of(cell, "mamba_ssm")
-    return cell.tokens if baseline == "mamba_ssm" else f"{cell.tokens}, over {baseline}"
+def _heading(of: Operator, cell: BenchCell) -> str:
+    baseline = baseline_of(cell, of.library)
+    return cell.tokens if baseline == of.library else f"{cell.tokens}, over {baseline}"
 
 
 def _sizes(cell: BenchCell) -> str:
-    nheads, headdim, dstate, ngroups = cell.dims.sizes.values()
-    return f"{nheads} x {headdim}, {dstate}, {ngroups}"
+    """In the words of `Operator.sizes`."""
+    one, two, three, four = cell.dims.sizes.values()
+    return f"{one}/{two}, {three}, {four}" if cell.dims.operator == "gdn" else f"{one} x {two}, {three}, {four}"
 
 
 def _speedup(cell: BenchCell, baseline: str) -> str:
@@ -198,6 +238,7 @@ def _speedup(cell: BenchCell, baseline: str) -> str:
 
 
 if __name__ == "__main__":
-    found = committed()
-    write_section(README, section(found))
-    PAGE.write_text(page(found), encoding="utf-8")
+    for operator in (SSD, GDN):
+        if found := committed(operator):
+            write_section(README, operator, section(found, operator))
+            operator.page.write_text(page(found, operator), encoding="utf-8")

@@ -1,52 +1,57 @@
 """Record prefill times of whole models with random weights, on the GPU here.
 
-    python benchmarks/record_prefill.py FOLDER [--only NAME] [--scratch DIR]
+    python benchmarks/record_prefill.py FOLDER [--budget SECONDS] [--only NAME ...] [--scratch DIR]
 
-Makes each checkpoint of `RUNS` in DIR (up to 20 GB, removed again), runs `ssdprof prefill` on it against every library
-that is installed, and writes <run>.json and <run>.md into FOLDER.  A run that takes longer than its time limit is
-broken off; the lengths that it finished are kept.  Beside the results of mamba2-2.7b stands what the authors of the
-fused SSD kernel state.
+Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
+library that is installed, one after the other, and writes <run>.json and <run>.md into FOLDER.  The runs share the
+budget; the first are worth most, and what does not fit is named in the results.  A run that hangs is broken off, and
+what it had found by then is kept.  Beside the results of mamba2-2.7b stands what the authors of the fused SSD kernel
+state.  No network is needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ssdprof.report import markdown, prefill_document
 from ssdprof.schema.prefill import PrefillCase, PrefillLength, PrefillReport
 
 HERE = Path(__file__).parent
-TO_STOP_S = 20  # that a run has to write what it has
+TO_START_S = 12  # until a run has imported what it needs; its own budget begins then
+TO_STOP_S = 20  # that a run has after its end until it is broken off, and again until it is killed
+LEAST_S = 30  # with less, a run is not begun
+BASELINE = "unfused"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """limit_s: of wall clock.  seconds: of sampling for each length."""
+    """limit_s: of wall clock, that later runs cannot take from it and it cannot take from them.  seconds: of sampling
+    for each length and surroundings."""
 
     name: str
-    model: str
     seq: str
     peers: tuple[str, ...]
-    surroundings: str = "both"
-    seconds: float = 6
+    surroundings: str
+    seconds: float = 4
     limit_s: float
 
 
 SSD_PEERS, GDN_PEERS = ("mamba_ssm",), ("fla", "flash_qla", "flashinfer")
 RUNS = (
-    Run(name="mamba2-2.7b", model="mamba2-2.7b", seq="1k,16k,128k", peers=SSD_PEERS, limit_s=150),
-    Run(name="granite-4.0-h-1b", model="granite-4.0-h-1b", seq="1k,16k,128k", peers=SSD_PEERS, limit_s=100),
-    Run(name="qwen3.5-9b-16k", model="qwen3.5-9b", seq="16k", peers=GDN_PEERS, limit_s=100),
-    # a prefill of several seconds, a dozen of them for each implementation: the bundled surroundings alone
-    Run(name="qwen3.5-9b-128k", model="qwen3.5-9b", seq="128k", peers=GDN_PEERS, surroundings="bundled", limit_s=200),
+    Run(name="mamba2-2.7b", seq="1k,16k,128k", peers=SSD_PEERS, surroundings="both", limit_s=130),
+    Run(name="granite-4.0-h-1b", seq="1k,16k,128k", peers=SSD_PEERS, surroundings="both", limit_s=90),
+    # a prefill of 128K tokens takes about six seconds: the bundled surroundings alone
+    Run(name="qwen3.5-9b", seq="16k,128k", peers=GDN_PEERS, surroundings="bundled", limit_s=150),
 )
 
 
@@ -67,49 +72,58 @@ CLAIMS = {
 }
 
 
-def make_checkpoint(model: str, scratch: Path) -> Path:
-    folder = scratch / model
-    if not folder.exists():
-        began = time.monotonic()
-        script = HERE / "make_random_checkpoint.py"
-        subprocess.run([sys.executable, script, model, folder, "--device", "cuda"], check=True)
-        print(f"{model}: made in {time.monotonic() - began:.0f} s", flush=True)
-    return folder
+def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
+    """All at the same time; returns the names of those that were made."""
+    script = HERE / "make_random_checkpoint.py"
+    making = {
+        name: subprocess.Popen([sys.executable, script, name, scratch / name, "--device", "cuda"]) for name in names
+    }
+    return [name for name, process in making.items() if process.wait() == 0]
 
 
-def record(run: Run, checkpoint: Path, folder: Path) -> None:
+def allowance(run: Run, later: Sequence[Run], left_s: float) -> float:
+    """Seconds for the run: its limit, and what the later ones do not need.  Never more than what is left."""
+    return min(left_s, max(run.limit_s, left_s - sum(one.limit_s for one in later)))
+
+
+def command(run: Run, checkpoint: Path, file: Path, allowed_s: float) -> list[str]:
     peers = ",".join(name for name in run.peers if find_spec(name) is not None)
-    file, markdown = folder / f"{run.name}.json", folder / f"{run.name}.md"
-    command = [
+    words = [
         sys.executable, "-m", "ssdprof", "prefill", checkpoint, "--seq", run.seq, "--batch", "1",
-        "--surroundings", run.surroundings, "--seconds", str(run.seconds), "--budget", str(run.limit_s),
-        "--out", file, "--markdown", markdown, "--force", "--no-tuned", *(["--against", peers] if peers else []),
+        "--surroundings", run.surroundings, "--seconds", f"{run.seconds:g}",
+        "--budget", f"{allowed_s - TO_START_S:.0f}", "--out", file, "--force", "--no-tuned", "--json",
+        *(["--against", peers] if peers else []),
     ]  # fmt: skip
-    began = time.monotonic()
-    process = subprocess.Popen(list(map(str, command)))
-    try:
-        code = process.wait(run.limit_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it keeps the lengths that it has
+    return list(map(str, words))
+
+
+def run_within(words: Sequence[str], allowed_s: float) -> int:
+    """The command's exit code.  It is interrupted when it should have ended long ago, and then killed."""
+    process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL)
+    for wait_s, then in ((allowed_s + TO_STOP_S, signal.SIGINT), (TO_STOP_S, signal.SIGKILL)):
         try:
-            code = process.wait(TO_STOP_S)
+            return process.wait(wait_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-    print(f"{run.name}: {time.monotonic() - began:.0f} s, exit code {code}", flush=True)
-    if run.model in CLAIMS and file.exists() and markdown.exists():
-        report = PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
-        with markdown.open("a", encoding="utf-8") as text:
-            text.write(beside_claims(report, CLAIMS[run.model]))
+            process.send_signal(then)
+    return process.wait()
 
 
-def beside_claims(report: PrefillReport, claims: tuple[Claim, ...]) -> str:
+def write_markdown(name: str, file: Path) -> None:
+    """Beside the JSON of a run, whole or partial."""
+    report = PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
+    text = markdown.render_document(prefill_document.compose(report))
+    claims = beside_claims(report.prefill.lengths, CLAIMS[name]) if name in CLAIMS else ""
+    file.with_suffix(".md").write_text(text + claims, encoding="utf-8")
+
+
+def beside_claims(lengths: Sequence[PrefillLength], claims: tuple[Claim, ...]) -> str:
     """A Markdown table: what is published, and what was measured."""
     rows = [
-        f"| {claim.seqlen:,} | {claim.words} | {case.surroundings} | {baseline.implementation} {baseline.version} "
-        f"| {100 * (baseline.call.median_us / case.call.median_us - 1):+.1f}% |"
+        f"| {claim.seqlen:,} | {claim.words} | {case.surroundings} "
+        f"| {f'{baseline.implementation} {baseline.version}'.rstrip()} "
+        f"| {100 * (baseline.call.median_us / case.call.median_us - 1):+.1f}% | {_interval(case, baseline)} |"
         for claim in claims
-        for length in report.prefill.lengths
+        for length in lengths
         if length.seqlen == claim.seqlen
         for case, baseline in _pairs(length)
         if case.call and baseline.call
@@ -118,8 +132,8 @@ def beside_claims(report: PrefillReport, claims: tuple[Claim, ...]) -> str:
         [
             "\n### Beside what is published\n",
             "The authors of the fused SSD kernel state, for Mamba-2 2.7B at batch 1 on A100 and H100 GPUs:\n",
-            "| tokens | published | surroundings | fused here, over | end to end |",
-            "|---:|:---|:---|:---|---:|",
+            "| tokens | published | surroundings | fused here, over | end to end | 95 % interval |",
+            "|---:|:---|:---|:---|---:|---:|",
             *rows,
             "",
         ]
@@ -137,20 +151,44 @@ def _pairs(length: PrefillLength) -> list[tuple[PrefillCase, PrefillCase]]:
     ]
 
 
+def _interval(case: PrefillCase, baseline: PrefillCase) -> str:
+    """The interval of the speedup over the report's baseline; the record has none over another library."""
+    if case.speedup is None or baseline.implementation != BASELINE:
+        return ""
+    low, high = case.speedup.interval.low, case.speedup.interval.high
+    return f"{100 * (low - 1):+.1f}% to {100 * (high - 1):+.1f}%"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write the results")
-    parser.add_argument("--only", choices=[run.name for run in RUNS], help="this run alone")
+    parser.add_argument("--budget", type=float, default=400, help="seconds of wall clock for everything [400]")
+    parser.add_argument("--only", nargs="+", choices=[run.name for run in RUNS], help="these runs alone")
     parser.add_argument("--scratch", type=Path, help="where to make checkpoints; a temporary folder by default")
     arguments = parser.parse_args()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
+
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    runs = [run for run in RUNS if arguments.only in (None, run.name)]
+    runs = [run for run in RUNS if arguments.only is None or run.name in arguments.only]
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        made = make_checkpoints([run.name for run in runs], Path(scratch))
+        say(f"checkpoints made: {', '.join(made)}")
+        runs = [run for run in runs if run.name in made]
         for number, run in enumerate(runs):
-            checkpoint = make_checkpoint(run.model, Path(scratch))
-            record(run, checkpoint, arguments.folder)
-            if all(later.model != run.model for later in runs[number + 1 :]):
-                shutil.rmtree(checkpoint)
+            allowed_s = allowance(run, runs[number + 1 :], arguments.budget - (time.monotonic() - began))
+            if allowed_s < LEAST_S:
+                say(f"{run.name}: left out, {allowed_s:.0f} s were left")
+                continue
+            say(f"{run.name}: begins, {allowed_s:.0f} s allowed")
+            file = arguments.folder / f"{run.name}.json"
+            file.unlink(missing_ok=True)
+            code = run_within(command(run, Path(scratch) / run.name, file, allowed_s), allowed_s)
+            say(f"{run.name}: exit code {code}")
+            if file.exists():
+                write_markdown(run.name, file)
 
 
 if __name__ == "__main__":

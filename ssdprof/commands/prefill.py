@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Rows of the prompt, all alike.")]
 SurroundingsOption = Annotated[
     Literal["both", "model", "bundled"],
-    typer.Option(help="Convolution and gated norm: the model's own, the bundled kernels, or both in turns."),
+    typer.Option(help="Convolution and gated norm: the model's own, the bundled kernels, or first these, then those."),
 ]
 
 
@@ -37,13 +37,13 @@ def prefill(
     baseline: options.Baseline = "unfused",
     first_call: options.FirstCall = 180,
     surroundings: SurroundingsOption = "both",
-    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each length.")] = 20,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each set of prefills.")] = 20,
     budget: Annotated[
         float | None,
-        typer.Option(metavar="S", min=1, help="Begin no length after this time.", show_default="no limit"),
+        typer.Option(metavar="S", min=1, help="Leave out what does not fit into this time.", show_default="no limit"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every length.")
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every step.")
     ] = None,
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", parser=options.path, help="Write Markdown to FILE.")
@@ -71,7 +71,7 @@ def prefill(
     # these import torch: after all words that can be checked without
     from ssdprof.environment.present import require_gpu
     from ssdprof.pipeline.lineup import line_up
-    from ssdprof.pipeline.prefill import NEEDS_GPU, PrefillRequest, find, time_prefills
+    from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.schema import PrecisionRecord
 
     require_gpu(*NEEDS_GPU)
@@ -88,7 +88,7 @@ def prefill(
         model=request,
         batch=batch,
         precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
-        surroundings=("model", "bundled") if surroundings == "both" else (surroundings,),
+        surroundings=SURROUNDINGS if surroundings == "both" else (surroundings,),
         lineup=line_up(names, baseline, subject.layers),
         first_call_s=first_call,
         seconds=seconds,
@@ -100,7 +100,7 @@ def prefill(
         report = time_prefills(wanted, subject, terminal.TerminalWatcher(), keep)
     except KeyboardInterrupt:
         if not kept:
-            raise KeyboardInterrupt("No length had been timed, and nothing is kept.") from None
+            raise KeyboardInterrupt("Nothing had been timed, and nothing is kept.") from None
         _show(kept[0], markdown, as_json)
         where = f", and in {out}" if out is not None else ""
         raise KeyboardInterrupt(f"What was timed is printed{where}, marked as partial.") from None

@@ -1,12 +1,11 @@
 """How long the whole model's prefill takes, first token included, with each implementation in its operators' place.
 
-locate -> fetch -> build prompts -> load with the head -> each length (prefill_length.py) -> report
+locate -> fetch -> build prompts -> load with the head -> each surroundings and length (prefill_length.py) -> report
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,41 +15,46 @@ from typing import Any
 from ssdprof import __version__, environment, operators
 from ssdprof.capture import choose_segment_length
 from ssdprof.capture.sites import Site, find_sites
+from ssdprof.capture.surroundings import BundledSurroundings
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import installed_version
 from ssdprof.environment.present import require_gpu
 from ssdprof.measure.gpu_trace import traced
 from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
-from ssdprof.measure.timing import Bench, CudaBench
+from ssdprof.measure.timing import CudaBench
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.lineup import Lineup, line_up
 from ssdprof.pipeline.model import load
-from ssdprof.pipeline.prefill_length import Contender, LengthTimer, Profile, Prompted
+from ssdprof.pipeline.prefill_contender import Contender, Prompted
+from ssdprof.pipeline.prefill_length import LengthTimer
+from ssdprof.pipeline.prefill_record import GrowingReport, Keep
 from ssdprof.pipeline.replay import COMPARED
 from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.step_clock import StepClock
 from ssdprof.pipeline.subject import Subject, refuse_large
 from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes, of_absent
 from ssdprof.schema import DType, PrecisionRecord, RunReport
-from ssdprof.schema.prefill import LeftOutLength, Prefill, PrefillLength, PrefillReport, Surroundings
+from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
 
 NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
 )
-SURROUNDINGS: tuple[Surroundings, ...] = ("model", "bundled")  # of a run
-Keep = Callable[[PrefillReport], object]
+SURROUNDINGS: tuple[Surroundings, ...] = ("bundled", "model")  # both, those first that say more of the operator
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRequest:
     """batch: rows of the prompt, all alike.  precision: of implementations that have none of their own.
 
-    lineup: who takes part.  first_call_s: seconds that the first call of an own kernel may take.
-    seconds: of sampling for each length.  budget: seconds of wall clock after which no further length is begun.
+    surroundings: one set of prefills for each, at every length.
+    lineup: who takes part; other libraries run with the first surroundings.
+    first_call_s: seconds that the first call of an own kernel may take.
+    seconds: of sampling for each set.  budget: seconds of wall clock, loading included; what does not fit is left out.
     smallest_difference: that counts, relative.
     """
 
@@ -74,23 +78,36 @@ def find(request: CaptureRequest) -> Subject:
 
 
 def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, keep: Keep) -> PrefillReport:
-    """Time every length, shortest first.  keep: called with the report, partial yet, after each.
+    """Time every length with the first surroundings, the shortest first, then with the next.
 
+    keep: called with the report, partial yet, after each step.
     Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
-    began = time.monotonic()
-    loaded = load(request.model, subject, watcher)
+    loading: list[StepTime] = []
+    told = loading.append
+
+    def on_step(step: StepTime) -> None:
+        watcher.say(f"{step.what}: {step.seconds:.1f} s")
+        told(step)
+
+    clock = StepClock(request.budget, on_step)
+    with clock.step("Loading the model"):
+        loaded = load(request.model, subject, watcher)
     sites = find_sites(loaded.whole)
     remarks = (*of_absent(request.lineup.absent), *notes(subject.ref, loaded.prompts))
-    report = _draft(request, subject, loaded.whole, sites, remarks)
+    report = GrowingReport(_draft(request, subject, loaded.whole, sites, remarks), keep)
+    told = report.step
+    report.step(*loading)
     bench, profile = CudaBench(device), partial(traced, device=device)
+    bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())
+    dtype, rehearsals = _dtype(loaded.whole), Rehearsals(request.first_call_s)
     with ClockWatch() as clocks, limits.memory_errors():
-        for seqlen, ids in sorted({ids.shape[1]: ids for ids in loaded.ids}.items()):
-            if request.budget is not None and time.monotonic() - began > request.budget:
-                left = LeftOutLength(seqlen=seqlen, reason=f"the budget of {request.budget:g} s was spent")
-                report = _with(report, left_out=(*report.prefill.left_out, left))
-            else:
+        for surroundings in request.surroundings:
+            for seqlen, ids in sorted({ids.shape[1]: ids for ids in loaded.ids}.items()):
+                if clock.left() == 0:
+                    report.leave_out(seqlen, surroundings, f"the budget of {request.budget:g} s was spent")
+                    continue
                 prompted = Prompted(
                     model=loaded.whole,
                     ids=ids.to(device).expand(request.batch, -1),
@@ -98,15 +115,28 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
                     or choose_segment_length(loaded.whole, seqlen, subject.layers, batch=request.batch),
                     sites=sites,
                     layer=subject.layers[len(subject.layers) // 2],
+                    bundled=bundled,
                 )
-                found = _timed(request, prompted, bench, profile, watcher)
-                report = _with(report, lengths=(*report.prefill.lengths, found))
-            clocks.poll()
-            report = report.model_copy(update={"clocks": clocks.clocks})
-            keep(report)
-    report = report.model_copy(update={"state": "complete"})
-    keep(report)
-    return report
+                what = f"{seqlen:,} tokens, {surroundings} surroundings"
+                timer = LengthTimer(
+                    prompted=prompted,
+                    contenders=tuple(contenders(request, sites, dtype, surroundings, rehearsals)),
+                    baseline=request.lineup.baseline,
+                    bench=bench,
+                    profile=profile,
+                    seconds=request.seconds,
+                    smallest_difference=request.smallest_difference,
+                    clock=clock.within(what),
+                )
+                report.begin(timer)
+                with watcher.step(f"Prefill of {what}"):
+                    timer.run()
+                if timer.unseen:
+                    spent = f"the budget of {request.budget:g} s was spent"
+                    report.leave_out(seqlen, surroundings, spent, timer.unseen)
+                clocks.poll()
+                report.keep(clocks=clocks.clocks)
+    return report.keep(state="complete")
 
 
 def prefill_of_run(
@@ -140,39 +170,28 @@ def prefill_of_run(
     return together
 
 
-def contenders(request: PrefillRequest, sites: Sequence[Site], dtype: DType) -> Iterator[Contender]:
-    """The baseline first, then the others; all with each surroundings.  dtype: of the model."""
-    lineup, rehearsals = request.lineup, Rehearsals(request.first_call_s)
+def contenders(
+    request: PrefillRequest, sites: Sequence[Site], dtype: DType, surroundings: Surroundings, rehearsals: Rehearsals
+) -> Iterator[Contender]:
+    """The baseline first, then the others.  dtype: of the model.
+
+    Other libraries, but a baseline, take part only if these surroundings are the first.
+    """
+    lineup = request.lineup
     records = [operators.get(name) for name in dict.fromkeys(site.operator for site in sites)]
-    for surroundings in request.surroundings:
-        for name in dict.fromkeys((lineup.baseline, *lineup.present)):
-            named = {record.name: lineup.roster.get(record, name) for record in records}
-            one = next(iter(named.values()))
-            yield Contender(
-                name=name,
-                named=named,
-                precision=one.precisions(dtype, (request.precision,))[0],
-                surroundings=surroundings,
-                version=one.source if one.kind == "library" else "",
-                rehearsals=rehearsals,
-            )
-
-
-def _timed(
-    request: PrefillRequest, prompted: Prompted, bench: Bench, profile: Profile, watcher: Watcher
-) -> PrefillLength:
-    timer = LengthTimer(
-        prompted=prompted,
-        contenders=tuple(contenders(request, prompted.sites, _dtype(prompted.model))),
-        baseline=request.lineup.baseline,
-        bench=bench,
-        profile=profile,
-        seconds=request.seconds,
-        smallest_difference=request.smallest_difference,
-    )
-    tokens = prompted.ids.shape[1]
-    with watcher.step(f"Prefill of {tokens:,} tokens", timer.steps, unit="steps") as advance:
-        return timer.run(advance)
+    for name in dict.fromkeys((lineup.baseline, *lineup.present)):
+        named = {record.name: lineup.roster.get(record, name) for record in records}
+        one = next(iter(named.values()))
+        if one.kind == "library" and name != lineup.baseline and surroundings != request.surroundings[0]:
+            continue
+        yield Contender(
+            name=name,
+            named=named,
+            precision=one.precisions(dtype, (request.precision,))[0],
+            surroundings=surroundings,
+            version=one.source if one.kind == "library" else "",
+            rehearsals=rehearsals,
+        )
 
 
 def _draft(
@@ -196,10 +215,6 @@ def _draft(
         ),
         notes=tuple(remarks),
     )
-
-
-def _with(report: PrefillReport, **fields: Any) -> PrefillReport:
-    return report.model_copy(update={"prefill": report.prefill.model_copy(update=fields)})
 
 
 def _dtype(model: Any) -> DType:

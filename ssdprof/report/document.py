@@ -118,6 +118,7 @@ def prefill_sections(found: Prefill) -> Iterator[Section]:
         "Where the time of a prefill goes", "main", *(prefill.parts(found, length) for length in found.lengths)
     )
     yield _section("Kernels of a prefill", "detail", prefill.ran(found))
+    yield _section("Steps of the prefill times", "detail", prefill.steps(found))
 
 
 def _section(title: str, depth: Depth, *blocks: Table | Note | str | None) -> Section:

@@ -52,9 +52,13 @@ def _said(found: Prefill, length: PrefillLength, case: PrefillCase) -> str:
 
 def _verdict(report: PrefillReport) -> Iterator[str]:
     if report.state == "partial":
-        yield "Partial: not every length was timed."
+        yield "Partial: the command did not end."
     else:
         yield f"Prefill times of {fmt.plural(len(report.prefill.lengths), 'length')}."
+    if report.prefill.left_out or any(
+        c.status == "passed" and not c.call for n in report.prefill.lengths for c in n.cases
+    ):
+        yield "Not all that was asked for was timed."
     if report.prefill.failed:
         yield f"{fmt.plural(len(report.prefill.failed), 'case')} failed."
 

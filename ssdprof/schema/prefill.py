@@ -62,8 +62,9 @@ class PrefillSpeedup(Record):
 class PrefillCase(Record):
     """One implementation in the place of the operators.
 
+    reason: why it did not pass; of one that passed, why it has no call time.
     alone_us: device time of one layer's operator alone, on its inputs in this model.
-    peak_bytes: GPU memory allocated during the first prefill, weights included.
+    peak_bytes: GPU memory allocated during the profiled prefill, weights included.
     logits_rms: RMS of the difference of the first token's logits to the baseline's with the same surroundings, over RMS
         of the baseline's.
     left_to_model: what the model computed itself though the bundled kernels were asked for, in words.
@@ -127,12 +128,29 @@ class PrefillLength(Record):
 
 
 class LeftOutLength(Record):
+    """Prefills that were asked for and not begun.
+
+    surroundings, implementations: those left out; None and empty are all.
+    """
+
     seqlen: int
+    surroundings: Surroundings | None = None
+    implementations: tuple[str, ...] = ()
     reason: str
 
 
+class StepTime(Record):
+    """Wall clock of one step of the command, compilation included."""
+
+    what: str
+    seconds: float
+
+
 class Prefill(Record):
-    """layers: decoder layers that were loaded, of layer_count.  attention: the implementation that the model names."""
+    """layers: decoder layers that were loaded, of layer_count.  attention: the implementation that the model names.
+
+    steps: in the order in which they ended.
+    """
 
     layers: int
     layer_count: int
@@ -143,6 +161,7 @@ class Prefill(Record):
     smallest_difference: float
     lengths: tuple[PrefillLength, ...] = ()
     left_out: tuple[LeftOutLength, ...] = ()
+    steps: tuple[StepTime, ...] = ()
 
     @property
     def failed(self) -> tuple[PrefillCase, ...]:

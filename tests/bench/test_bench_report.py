@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import contender, measured, report
@@ -402,14 +403,16 @@ def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- bench:start -->\nold\n<!-- bench:end -->\nafter\n")
+    of_ssd, of_gdn = (f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn"))
+    readme.write_text(f"before\n{of_ssd}between\n{of_gdn}after\n")
     for _ in range(2):
-        TABLES["write_section"](readme, "new\n")
-        assert readme.read_text() == "before\n<!-- bench:start -->\nnew\n<!-- bench:end -->\nafter\n"
+        TABLES["write_section"](readme, TABLES["GDN"], "new\n")
+        assert readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
 
 
-def test_the_readme_and_the_page_say_what_the_committed_results_say() -> None:
-    reports = TABLES["committed"]()
+@pytest.mark.parametrize("operator", [TABLES["SSD"]], ids=lambda one: one.name)
+def test_the_readme_and_the_page_say_what_the_committed_results_say(operator: Any) -> None:
+    reports = TABLES["committed"](operator)
     assert reports
-    assert TABLES["section"](reports) == TABLES["current"](ROOT / "README.md")
-    assert TABLES["page"](reports) == TABLES["PAGE"].read_text(encoding="utf-8")
+    assert TABLES["section"](reports, operator) == TABLES["current"](ROOT / "README.md", operator)
+    assert TABLES["page"](reports, operator) == operator.page.read_text(encoding="utf-8")

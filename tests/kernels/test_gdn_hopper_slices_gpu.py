@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gdn_hopper_cases import GDNCase
-from test_gdn_hopper_gpu import assert_right, assert_same, head_errors, on_gpu
+from test_gdn_hopper_gpu import assert_same, head_errors, on_gpu
 from test_gdn_hopper_gpu import pytestmark as pytestmark
 
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
@@ -13,6 +13,7 @@ from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import get
+from ssdprof.measure.accuracy import assert_passes
 
 OLMO = GDNCase(key_heads=4, heads=4, key_dim=96, value_dim=192, initial_state=True, seqlen=2048, beta=2.0)
 CASES = {
@@ -34,8 +35,8 @@ def test_against_the_oracle(name: str) -> None:
     assert plan.variant == "hopper"
     assert "padded to 128" in plan.reason
     result = get("gdn", "fused").run(inputs, Precision())
-    assert_right(result, inputs)
-    assert_right(SlicedLaunch(inputs, HopperConfig(segment=8))(inputs), inputs)
+    assert_passes(result, inputs, Precision())
+    assert_passes(SlicedLaunch(inputs, HopperConfig(segment=8))(inputs), inputs, Precision())
     assert_same(result, get("gdn", "fused").run(inputs, Precision()))
 
 

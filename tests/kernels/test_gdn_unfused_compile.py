@@ -18,6 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QWEN = dict(key_heads=2, values_per_key=2, key_dim=128, value_dim=128, length=256)
 OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192, length=256)
 LARGEST = dict(key_heads=1, values_per_key=1, key_dim=256, value_dim=256, length=256)
+SMALLEST = dict(key_heads=2, values_per_key=1, key_dim=16, length=256)
 PACKED = dict(lengths=(40, 9, 0, 200), initial_state=True)
 
 CASES: dict[str, tuple[Case, Precision]] = {
@@ -25,6 +26,9 @@ CASES: dict[str, tuple[Case, Precision]] = {
     "qwen fp32 exact": (Case(**QWEN, dtype=FP32), EXACT),
     "qwen packed fp16 relaxed": (Case(**QWEN, **PACKED, dtype=FP16), RELAXED),
     "qwen fp32 relaxed": (Case(**QWEN, dtype=FP32), RELAXED),
+    "smallest fp32 exact": (Case(**SMALLEST, value_dim=16, dtype=FP32), EXACT),
+    "smallest of K fp32 exact": (Case(**SMALLEST, value_dim=64, dtype=FP32), EXACT),
+    "smallest of V fp32 exact": (Case(**QWEN | dict(value_dim=16), dtype=FP32), EXACT),
     "olmo bf16 exact": (Case(**OLMO, dtype=BF16), EXACT),
     "largest bf16 exact": (Case(**LARGEST, dtype=BF16), EXACT),
     "largest packed fp32 exact": (Case(**LARGEST, **PACKED, dtype=FP32), EXACT),
@@ -48,10 +52,11 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     names += [f"_gdn_{stage}_kernel" for stage in stages]
     assert [kernel.kernel for kernel in kernels] == names
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the largest size.  The
-        # 16-bit chunk_state is made for Hopper; on the others, which pass the state differently, a few words do too
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the smallest and largest size.
+        # The 16-bit chunk_state is made for Hopper; on the others, which pass the state differently, a few words do too
         fp32 = case.dtype == FP32 and precision == EXACT
-        most = 320 if fp32 and case.key_dim == 256 else 64 if fp32 else 0 if capability == 90 else 40
+        most = 320 if fp32 and case.key_dim in (16, 256) else 64 if fp32 else 0 if capability == 90 else 40
         assert kernel.spilled_bytes <= most, kernel
+        assert not kernel.lost_addresses, kernel
         assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel

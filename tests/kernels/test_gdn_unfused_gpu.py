@@ -34,8 +34,8 @@ def test_precisions(case: Case, dtype: torch.dtype, precision: Precision) -> Non
     passes(case.but(dtype=dtype), precision)
 
 
-@pytest.mark.parametrize("key_dim", [16, 60, 64, 100, 128, 192, 256])
-@pytest.mark.parametrize("value_dim", [16, 60, 120, 128, 192, 256])
+@pytest.mark.parametrize("key_dim", [16, 32, 60, 64, 100, 128, 192, 256])
+@pytest.mark.parametrize("value_dim", [16, 32, 60, 120, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_dims(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
     passes(QWEN.but(length=300, key_heads=2, key_dim=key_dim, value_dim=value_dim, dtype=dtype))

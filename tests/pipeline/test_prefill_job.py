@@ -14,6 +14,8 @@ from prefill_fakes import FakeBench
 from ssdprof import kernels, runs
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.measure import rehearsal
+from ssdprof.operators.drawing import Peer, PeerSource
+from ssdprof.operators.ssd.peers import PEERS
 from ssdprof.pipeline import prefill
 from ssdprof.pipeline.lineup import line_up
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
@@ -68,7 +70,9 @@ def test_every_length_is_kept_when_it_is_timed_the_shortest_first() -> None:
         wanted(12, 8, batch=2),
         lambda partial: kept.append((partial.state, [one.seqlen for one in partial.prefill.lengths])),
     )
-    assert kept == [("partial", [8]), ("partial", [8, 12]), ("complete", [8, 12])]
+    assert list(dict.fromkeys(map(str, kept))) == [
+        str(one) for one in (("partial", []), ("partial", [8]), ("partial", [8, 12]), ("complete", [8, 12]))
+    ]
     assert (report.prefill.layers, report.prefill.layer_count) == (report.checkpoint.layer_count,) * 2
     for length in report.prefill.lengths:
         assert length.batch == 2
@@ -90,20 +94,48 @@ def test_the_first_layers_alone_are_timed_and_counted() -> None:
 def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
     report = run(wanted(8, budget=1e-9))
     assert report.prefill.lengths == ()
+    assert report.state == "complete"
     assert [(left.seqlen, left.reason) for left in report.prefill.left_out] == [(8, "the budget of 1e-09 s was spent")]
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_an_interrupt_leaves_a_partial_report() -> None:
+def test_an_interrupt_within_a_length_leaves_what_was_found() -> None:
     kept: list[PrefillReport] = []
 
     def keep(report: PrefillReport) -> None:
-        kept.append(report)
-        raise KeyboardInterrupt
+        kept[:] = [report]
+        if report.prefill.steps[-1].what.endswith("unfused: a profiled prefill"):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(wanted(8, 12), keep)
-    assert (kept[0].state, len(kept[0].prefill.lengths)) == ("partial", 1)
+    (report,) = kept
+    (length,) = report.prefill.lengths
+    assert (report.state, length.seqlen) == ("partial", 8)
+    assert [(case.implementation, case.alone_us) for case in length.cases] == [("unfused", 2.0)]
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_libraries_with_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = kernels.get("ssd", "reference")
+    library = Peer(implementation=replace(base, name="library"), version="1", precisions=lambda _dtype: (EXACT,))
+    monkeypatch.setitem(PEERS, "library", PeerSource(load=lambda _: library, hint="", needs_gpu=False))
+    request = wanted(8, 12, surroundings=prefill.SURROUNDINGS)
+    report = run(replace(request, lineup=line_up((*COMPARED, "library"), "unfused", find(request.model).layers)))
+    for length in report.prefill.lengths:
+        assert [(case.surroundings, case.implementation) for case in length.cases] == [
+            *(("bundled", name) for name in ("unfused", "fused", "library")),
+            *(("model", name) for name in ("unfused", "fused")),
+        ]
+        assert all(case.call for case in length.cases)
+    steps = [step.what for step in report.prefill.steps]
+    assert steps[0] == "Loading the model"
+    ends = [what.removesuffix(", prefills in turns") for what in steps if what.endswith("turns")]
+    assert ends == [
+        f"{tokens} tokens, {surroundings} surroundings" for surroundings in ("bundled", "model") for tokens in (8, 12)
+    ]
 
 
 @pytest.mark.usefixtures("no_gpu_needed")

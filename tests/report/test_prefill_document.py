@@ -115,12 +115,21 @@ def test_what_was_not_timed_is_said() -> None:
         update={"implementation": "mamba_ssm", "status": "refused", "reason": "no", "call": None}
     )
     left = FUSED.model_copy(update={"left_to_model": ("the convolution",)})
-    lost = LeftOutLength(seqlen=131_072, reason="the budget of 60 s was spent")
-    assert list(prefill.failures(found(refused, left, left_out=(lost,)))) == [
+    late = FUSED.model_copy(update={"call": None, "speedup": None, "reason": "the turns need 9 s"})
+    spent = "the budget of 60 s was spent"
+    lost = LeftOutLength(seqlen=131_072, reason=spent)
+    some = LeftOutLength(seqlen=16_384, surroundings="model", implementations=("fused", "fla"), reason=spent)
+    reported = found(refused, left, late, left_out=(lost, some))
+    assert list(prefill.failures(reported)) == [
         "mamba_ssm with bundled surroundings at 1,024 tokens: refused: no.",
         "fused hopper at 1,024 tokens: the model itself computed the convolution.",
-        "131,072 tokens was not timed: the budget of 60 s was spent.",
+        "fused hopper with bundled surroundings at 1,024 tokens: not timed: the turns need 9 s.",
+        "131,072 tokens: left out: the budget of 60 s was spent.",
+        "fused and fla with model surroundings at 16,384 tokens: left out: the budget of 60 s was spent.",
     ]
+    times = prefill.times(reported)
+    assert times is not None
+    assert [row[3] for row in times.rows] == ["refused", "1.00 ms", "not timed"]
 
 
 def test_fewer_layers_than_the_model_has_are_in_every_table() -> None:
@@ -138,7 +147,7 @@ def test_both_renderers_show_it_and_a_partial_report_says_so() -> None:
     assert "causal-conv1d 1.5" in whole
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(tables.render_document(prefill_document.compose(report("partial")), good=prefill_document.GOOD))
-    assert "Partial: not every length was timed." in console.export_text()
+    assert "Partial: the command did not end." in console.export_text()
     assert prefill_document.compose(report("partial")).failed
     assert not prefill_document.compose(report()).failed
 

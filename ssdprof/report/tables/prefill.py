@@ -36,7 +36,7 @@ def times(prefill: Prefill) -> Table | None:
                     fmt.tokens(length.seqlen, length.batch),
                     case.surroundings,
                     name(case),
-                    fmt.duration(case.call.median_us) if case.call else case.status,
+                    fmt.duration(case.call.median_us) if case.call else _untimed(case),
                     _interval(case),
                     fmt.speedup(speedup.ratio, speedup.interval) if speedup else fmt.MISSING,
                     speedup.verdict if speedup else fmt.MISSING,
@@ -123,12 +123,28 @@ def failures(prefill: Prefill) -> Iterator[str]:
     for length in prefill.lengths:
         for case in length.cases:
             at = fmt.tokens(length.seqlen, length.batch)
-            if case.status != "passed":
-                yield f"{name(case)} with {case.surroundings} surroundings at {at}: {case.status}: {case.reason}."
+            if case.status != "passed" or case.reason:
+                yield f"{name(case)} with {case.surroundings} surroundings at {at}: {_untimed(case)}: {case.reason}."
             for left in case.left_to_model:
                 yield f"{name(case)} at {at}: the model itself computed {left}."
     for left_out in prefill.left_out:
-        yield f"{fmt.tokens(left_out.seqlen)} was not timed: {left_out.reason}."
+        who = f"{fmt.words(left_out.implementations)} " if left_out.implementations else ""
+        surroundings = f"with {left_out.surroundings} surroundings " if left_out.surroundings else ""
+        at = f"{who}{surroundings}at " if who or surroundings else ""
+        yield f"{at}{fmt.tokens(left_out.seqlen)}: left out: {left_out.reason}."
+
+
+def steps(prefill: Prefill) -> Table | None:
+    """Where the time of the command went."""
+    if not prefill.steps:
+        return None
+    return Table(
+        title="Wall clock of each step",
+        headers=("step", "seconds"),
+        rows=tuple((step.what, f"{step.seconds:.1f}") for step in prefill.steps),
+        align=columns(1, 1),
+        note="Compilation, and what other libraries tune themselves for, are in the first call of an operator.",
+    )
 
 
 def differences(prefill: Prefill) -> Iterator[str]:
@@ -185,6 +201,10 @@ def _cell(case: PrefillCase, us: float) -> str:
     assert case.call is not None
     shown = fmt.duration(us) if us >= 0 else f"-{fmt.duration(-us)}"
     return f"{shown} ({100 * us / case.call.median_us:.1f}%)"
+
+
+def _untimed(case: PrefillCase) -> str:
+    return "not timed" if case.status == "passed" else case.status
 
 
 def _interval(case: PrefillCase) -> str:

@@ -20,6 +20,15 @@ def _block(dim: int, most: int) -> int:
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
 
+def _unrolled(key_dim: int, value_dim: int) -> bool:
+    """Whether Triton unrolls a loop over blocks of 32, of K or of V, because there is one block.
+
+    Triton 3.6 then compiles some tf32x3 products by warp groups wrongly: they read a wrong address in shared memory, or
+    have the precision of one tf32 product (seen on an H200).  Two warps multiply by mma.sync instead.
+    """
+    return min(key_dim, value_dim) <= 32
+
+
 @dataclass(frozen=True, kw_only=True)
 class GateCumsumConfig:
     """block_h: heads per program.  g has heads innermost: 8 of them in fp32 fill a 32-byte sector."""
@@ -70,6 +79,8 @@ class RecomputeWUConfig:
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> RecomputeWUConfig:
         """Three stages: the next two blocks are loaded during a product."""
         if operand == torch.float32:
+            if _unrolled(key_dim, value_dim):
+                return cls(block_k=16, block_v=16, num_warps=2, num_stages=2)
             return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_stages=2)
         return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 64))
 
@@ -111,7 +122,7 @@ class ChunkOutputConfig:
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkOutputConfig:
         """Up to 128 of V, so that q k^T is made once, with four warps: two programs on each multiprocessor."""
         if operand == torch.float32:
-            # with 8 warps and K = 16, Triton 3.6 makes products that read beyond the shared memory of an H200
-            num_warps = 8 if key_dim > 16 else 4
-            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_warps=num_warps)
+            if _unrolled(key_dim, value_dim):
+                return cls(block_k=16, block_v=16, num_warps=2)
+            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_warps=8)
         return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 128))

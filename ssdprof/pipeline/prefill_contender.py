@@ -1,0 +1,125 @@
+"""What stands in a model while a prefill of it runs: an implementation of its operators, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ssdprof.capture.intercept import CallCount, OperatorCall, Result
+from ssdprof.capture.prefill import prefill, split_prompt
+from ssdprof.capture.sites import Site
+from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.measure.rehearsal import Rehearsals
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.named import Named
+from ssdprof.pipeline.parts import marking, parts_marked
+from ssdprof.pipeline.substitute import Compute, substituted
+from ssdprof.schema import LayerRef, PrecisionRecord
+from ssdprof.schema.prefill import Surroundings
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contender:
+    """One implementation in the place of the operators, with the convolution and gated norm around it.
+
+    named: by operator.  version: of another library.  rehearsals: of own kernels' first calls.
+    """
+
+    name: str
+    named: Mapping[str, Named]
+    precision: PrecisionRecord
+    surroundings: Surroundings
+    version: str = ""
+    rehearsals: Rehearsals = field(default_factory=Rehearsals)
+
+    @property
+    def label(self) -> str:
+        """ "fused, bundled surroundings"."""
+        return f"{self.name}, {self.surroundings} surroundings"
+
+    @property
+    def _precision(self) -> Precision:
+        return Precision(
+            intermediates=self.precision.intermediates, state_dtype=dtype_named(self.precision.state_dtype)
+        )
+
+    def compute(self, call: OperatorCall) -> Result:
+        result: Result = self.implementation(call).run(call.inputs, self._precision)
+        return result
+
+    def plan(self, call: OperatorCall) -> Plan:
+        return self.implementation(call).plan(call.inputs, self._precision)
+
+    def rehearse(self, call: OperatorCall) -> None:
+        """UnfitError if it is an own kernel that fails at its first call."""
+        named = self.named[call.site.operator]
+        if named.kind == "own":
+            self.rehearsals.require(named, call.inputs, self.precision)
+
+    def implementation(self, call: OperatorCall) -> Implementation:
+        return self.named[call.site.operator].present
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompted:
+    """A model, and a prompt that it is to run on.
+
+    model: a causal language model in eval mode.  ids: (b, l) int64 on its device.
+    sites: all of its mixers.  layer: whose operator is timed alone, one of the sites.
+    bundled: the bundled surroundings of the model; not needed where no contender has them.
+    """
+
+    model: Any
+    ids: torch.Tensor
+    segment_length: int
+    sites: tuple[Site, ...]
+    layer: LayerRef
+    bundled: BundledSurroundings
+
+    @property
+    def segments(self) -> int:
+        return len(split_prompt(self.ids.shape[1], self.segment_length))
+
+    @property
+    def operator_calls(self) -> int:
+        return len(self.sites) * self.segments
+
+    def first_token_logits(self) -> torch.Tensor:
+        """(b, vocabulary)"""
+        return prefill(self.model, self.ids, self.segment_length, keeps_cache=True)[:, -1]
+
+    def first_token(self) -> torch.Tensor:
+        """What is timed: (b)."""
+        return self.first_token_logits().argmax(-1)
+
+    @contextmanager
+    def running(
+        self, contender: Contender, compute: Compute | None = None, *, marks: bool = False
+    ) -> Iterator[CallCount]:
+        """While the context is open the model runs with the contender, or with `compute` in its place.
+
+        marks: its parts are marked for a profile.
+        """
+        compute = compute or contender.compute
+        with ExitStack() as stack:
+            if contender.surroundings == "bundled":
+                stack.enter_context(self.bundled.installed())
+            if marks:
+                stack.enter_context(parts_marked(self.model, self.sites))
+            yield stack.enter_context(substituted(self.sites, marking(compute) if marks else compute))
+
+    def check(self, count: CallCount) -> None:
+        """Raises BadInputError if one whole prefill bypassed its operator."""
+        if count.steps or count.calls != self.operator_calls:
+            raise BadInputError(
+                f"This model made {count.calls} operator calls where {self.operator_calls} were expected: "
+                "part of it bypasses its operator.",
+                "Choose a --segment that leaves no single token, and load the model without use_kernels.",
+            )

@@ -1,0 +1,119 @@
+"""What is known of a contender, step by step, and the record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ssdprof.errors import BadInputError
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.registry import Plan
+from ssdprof.measure.amdahl import predicted_speedup
+from ssdprof.measure.call import UnfitError
+from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
+from ssdprof.pipeline.prefill_contender import Contender
+from ssdprof.schema import Status
+from ssdprof.schema.prefill import CallTime, PartTime, PrefillCase, PrefillSpeedup
+
+
+@dataclass(kw_only=True)
+class Found:
+    """status: "passed" while nothing has gone wrong.  compiled: one call of the operator has ended.
+
+    logits: (b, vocabulary), fp32, on the CPU.  alone_us: device time of one layer's operator.
+    """
+
+    status: Status = "passed"
+    reason: str = ""
+    compiled: bool = False
+    plan: Plan | None = None
+    logits: torch.Tensor | None = None
+    peak_bytes: int | None = None
+    alone_us: float | None = None
+    parts: tuple[PartTime, ...] = ()
+    samples: Samples | None = None
+
+    @property
+    def busy_us(self) -> float:
+        """The GPU's work in one prefill; 0 where it is not known."""
+        return sum(part.gpu_us for part in self.parts)
+
+
+@contextmanager
+def judging(found: Found, device: torch.device, label: str) -> Iterator[None]:
+    """Whatever an implementation raises becomes a status and a reason.
+
+    Raises BadInputError as it is, and MissingCapabilityError, with the label, if the GPU is lost for this process.
+    """
+    try:
+        yield
+    except UnfitError as error:
+        found.status, found.reason = error.status, str(error)
+    except UnsupportedError as error:
+        found.status, found.reason = "refused", str(error)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        found.status, found.reason = "out of memory", first_line(error)
+    except BadInputError:
+        raise
+    except Exception as error:
+        refuse_if_lost(device, label, error)
+        found.status, found.reason = "failed", f"{type(error).__name__}: {first_line(error)}"
+
+
+def case_of(contender: Contender, found: Found, left_to_model: tuple[str, ...]) -> PrefillCase:
+    return PrefillCase(
+        implementation=contender.name,
+        version=contender.version,
+        variant=found.plan.variant if found.plan else "",
+        plan=found.plan.reason if found.plan else "",
+        surroundings=contender.surroundings,
+        precision=contender.precision,
+        status=found.status,
+        reason=found.reason,
+        call=None if found.samples is None else _call_time(found.samples),
+        alone_us=found.alone_us,
+        parts=found.parts,
+        peak_bytes=found.peak_bytes,
+        left_to_model=left_to_model if contender.surroundings == "bundled" else (),
+    )
+
+
+def compared(
+    case: PrefillCase, own: Found, base: Found, *, operator_calls: int, smallest_difference: float
+) -> PrefillCase:
+    """The case with its answer and its time beside the baseline's, which may be its own: there is no speedup then."""
+    if own.logits is None or base.logits is None:
+        return case
+    difference = float((own.logits - base.logits).norm() / base.logits.norm())
+    same = bool((own.logits.argmax(-1) == base.logits.argmax(-1)).all())
+    speedup = None if own is base else _speedup(own, base, operator_calls, smallest_difference)
+    return case.model_copy(update={"logits_rms": difference, "same_token": same, "speedup": speedup})
+
+
+def _speedup(own: Found, base: Found, operator_calls: int, smallest_difference: float) -> PrefillSpeedup | None:
+    if base.samples is None or own.samples is None:
+        return None
+    interval = ratio_interval(base.samples, own.samples)
+    predicted = None
+    if base.alone_us is not None and own.alone_us is not None:
+        whole_us = median_us(base.samples)
+        predicted = predicted_speedup(whole_us, operator_calls * base.alone_us, operator_calls * own.alone_us)
+    return PrefillSpeedup(
+        ratio=ratio(base.samples, own.samples),
+        interval=interval,
+        verdict=verdict(interval, smallest_difference),
+        predicted=predicted,
+    )
+
+
+def _call_time(samples: Samples) -> CallTime:
+    return CallTime(
+        median_us=median_us(samples),
+        interval_us=median_interval(samples),
+        recordings=len(samples),
+        samples=sum(map(len, samples)),
+    )
