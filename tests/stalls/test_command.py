@@ -335,6 +335,22 @@ def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, in
     assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_run_whose_inputs_were_cast_has_no_stalls_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from report.make import make_report as run_report
+
+    from ssdprof import runs
+    from ssdprof.schema import Asked, Cast
+
+    monkeypatch.chdir(tmp_path)
+    asked = Asked(implementations=(), precisions=(), layers=(), cast=Cast(source="bf16", to="fp16"))
+    with runs.opened(tmp_path / "runs" / "a", "m") as opened:
+        opened.write(run_report().model_copy(update={"asked": asked}))
+    result = call("a")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "cast from bf16 to fp16" in " ".join(result.stderr.split())
+
+
 def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(
