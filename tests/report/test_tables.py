@@ -54,6 +54,9 @@ def test_the_warm_clock_has_a_table_of_its_own_with_the_cold_times_beside_it():
         own, default = dict(zip(table.headers, row, strict=True)), dict(zip(plain.headers, cold, strict=True))
         assert own["call time,\ncold"] == default["call\ntime"]
         assert own["device time,\ncold"] == default["device\ntime"]
+    for row, series in zip(table.rows, group.series(), strict=True):
+        tenths = sum(case.timing.device_median_us for case in series.cases) / 10
+        assert row[table.headers.index("warm\ntime")] == fmt.duration(tenths)
     assert table.rows[0][2] == "-", "the baseline"
     assert table.rows[-1][2:4] == ("3.00x [2.90, 3.10]", "faster")
     (without,) = groups(make_report())
