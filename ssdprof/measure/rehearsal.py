@@ -82,7 +82,9 @@ def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, lim
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
-        code = _run([sys.executable, "-m", "ssdprof.measure.rehearsal", name], folder / _WORDS, limit_s + _START_S)
+        code = _run(
+            [sys.executable, "-P", "-m", "ssdprof.measure.rehearsal", name], folder / _WORDS, limit_s + _START_S
+        )
         if code == 0 and (folder / _VERDICT).is_file():
             return Verdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")

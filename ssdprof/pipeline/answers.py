@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from ssdprof import operators, runs
-from ssdprof.operators.named import resolve
+from ssdprof.operators.named import Roster
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.compare_answers import compare_answers
@@ -51,9 +51,10 @@ def answers(
 
 def check(subject: Subject, wanted: AnswersRequest) -> None:
     """Raise what keeps this machine from it.  Loads nothing; `--dry-run` asks the same."""
+    roster = Roster(limits.device())
     for operator in {layer.operator for layer in subject.layers}:
         for name in wanted.implementations:
-            _ = resolve(operators.get(operator), name).present
+            _ = roster.get(operators.get(operator), name).present
     limits.check_replay(subject.seqlens)
     limits.check_weights(subject.located, subject.layers, whole=True)
 
