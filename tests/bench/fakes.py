@@ -94,7 +94,11 @@ def contender(
 
 
 def measured(
-    *contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL, match_with: str = "", warm: bool = False
+    *contenders: Contender,
+    bench: FakeBench | None = None,
+    cell: Cell = CELL,
+    match_with: str = "unfused",
+    warm: bool = False,
 ) -> tuple[BenchCase, ...]:
     """The cases of a cell, judged by the real comparator and timed by a fake stopwatch."""
     inputs = draw(cell, torch.device("cpu"))

@@ -250,18 +250,17 @@ def test_the_gate_on_match_is_about_the_unfused_kernels_whatever_the_baseline() 
             contender("fused", lambda _: 100.0),
         )
     )
-    peer, unfused, fused = (case.error.matches for case in made.cells[0].cases if case.error)
-    assert {one.match_pct for one in fused} == {100.0}
-    assert 70 < peer[0].match_pct < 80, "a quarter of its elements differ"
-    assert unfused == (), "it is the baseline of the match"
+    peer, unfused, fused = (case.accuracy[0].vs_baseline for case in made.cells[0].cases)
+    assert fused is not None
+    assert peer is not None
+    assert {one.match_pct for one in fused.matches} == {100.0}
+    assert 70 < peer.matches[0].match_pct < 80, "a quarter of its elements differ"
+    assert unfused is None, "it is the one that is matched with"
     assert gate.failed(gated(made, min_match={"1e-3": 100})) == ()
-    less = fused[0].model_copy(update={"match_pct": 99.0})
-    cells = made.model_dump()["cells"]
-    cells[0]["cases"][2]["error"]["matches"] = [less.model_dump()]
-    (line,) = gate.failed(gated(made.model_validate(made.model_dump() | {"cells": cells}), min_match={"0": 99.5}))
+    document = made.model_dump()
+    document["cells"][0]["cases"][2]["accuracy"][0]["vs_baseline"]["matches"][0]["match_pct"] = 99.0
+    (line,) = gate.failed(gated(made.model_validate(document), min_match={"0": 99.5}))
     assert line == "GATE FAILED: min-match 0:99.5: tiny, bf16, 1 x 40, fused, exact, fp32 states: 99%"
-    (table,) = (one for one in tables.tables(made) if one.title.startswith("Match with unfused: tiny"))
-    assert table.rows[1] == ("1 x 40", "fused", "exact, fp32", "100.000%", "100.000%", "100.000%")
     alone = report(*measured(contender("fused", lambda _: 1.0)))
     (line,) = gate.failed(gated(alone, min_match={"0": 1}))
     assert line.endswith("fused, exact, fp32 states: not compared with a baseline")
