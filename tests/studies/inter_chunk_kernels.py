@@ -16,13 +16,13 @@ Kernel = Callable[[InterChunkInputs], torch.Tensor]
 
 # blocks that neither divide a state nor have one program per head
 DIAGONAL: dict[str, Kernel] = {
-    "loop, read back": partial(loop, resident=False, config=LoopConfig(block=128, num_stages=1)),
-    "loop, rounded": partial(loop, resident=True, rounded=True, config=LoopConfig(block=128)),
-    "loop, fp32": partial(loop, resident=True, config=LoopConfig(block=128)),
-    "one launch a chunk": partial(one_launch_a_chunk, config=ChunkConfig(block=128)),
-    "chained": partial(chained, config=ChainedConfig(block=128)),
+    "loop, read back": partial(loop, resident=False, config=LoopConfig(rows=8, num_stages=1)),
+    "loop, rounded": partial(loop, resident=True, rounded=True, config=LoopConfig(rows=8)),
+    "loop, fp32": partial(loop, resident=True, config=LoopConfig(rows=8)),
+    "one launch a chunk": partial(one_launch_a_chunk, config=ChunkConfig(rows=8)),
+    "chained": partial(chained, config=ChainedConfig(rows=8)),
     "associative": partial(associative, config=AssociativeConfig(block=64, block_c=4)),
-    "look-back": partial(look_back, config=LookBackConfig(block=128, segment=3)),
+    "look-back": partial(look_back, config=LookBackConfig(rows=8, segment=3)),
 }
 LOW_RANK: dict[str, Kernel] = {
     f"{where}, {how}": partial(
@@ -41,8 +41,12 @@ def absent(dim: int, rank: int = 0) -> InterChunkInputs:
     """Inputs on torch's meta device."""
     rows = (4, 64, 16, dim)
     tensors = {"states": (*rows, dim), "decay": rows} | ({"w": (*rows, rank), "y": (*rows, rank)} if rank else {})
+    dtypes = {"decay": torch.float32}
     return InterChunkInputs(
-        **{name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in tensors.items()}
+        **{
+            name: torch.empty(shape, dtype=dtypes.get(name, torch.bfloat16), device="meta")
+            for name, shape in tensors.items()
+        }
     )
 
 
@@ -52,8 +56,8 @@ def _shipped(dim: int) -> dict[str, Callable[[], object]]:
         "loop, read back": partial(loop, inputs, resident=False, config=LoopConfig(num_stages=1)),
         "loop, rounded": partial(loop, inputs, resident=True, rounded=True),
         "loop, fp32": partial(loop, inputs, resident=True),
-        "loop, a row": partial(loop, inputs, resident=True, config=LoopConfig(block=dim, num_warps=1)),
-        "loop, a head": partial(loop, inputs, resident=True, config=LoopConfig(block=dim * dim, num_stages=2)),
+        "loop, a row": partial(loop, inputs, resident=True, config=LoopConfig(rows=1, num_warps=1)),
+        "loop, a head": partial(loop, inputs, resident=True, config=LoopConfig(rows=dim, num_stages=2)),
         "one launch a chunk": partial(one_launch_a_chunk, inputs),
         "chained": partial(chained, inputs),
         "associative": partial(associative, inputs),

@@ -6,7 +6,7 @@
 The state that enters a tile is added, decayed, to what the scan of the tile gives; the last state of a tile enters the
 next one.  Sums are in another order than the recurrence's: same bits in every call, but not those of a loop.
 
-In:   states (b, c, h, k, v) | decay (b, c, h, k)
+In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
 Grid: (b * h * kv-blocks).  One program owns a block of one head's state and walks over tiles of BLOCK_C chunks.
 Oracle: `reference.py`.
@@ -40,7 +40,7 @@ def _then(first_decay, first_added, second_decay, second_added):
     return first_decay * second_decay, first_added * second_decay + second_added
 
 
-@triton.jit(launch_metadata=metadata)
+@triton.jit(launch_metadata=metadata, do_not_specialize=["nheads", "nchunks"])
 def _associative_kernel(
     states_ptr, decay_ptr, out_ptr,
     states_strides, decay_strides, out_strides,
@@ -62,7 +62,7 @@ def _associative_kernel(
         m = (o_c < nchunks) & (o_kv < K * V)
         b_states = tl.load(states_ptr + ptr_offset((i_b, o_c, i_h, o_k, o_v), states_strides), mask=m, other=0.0)
         b_decay = tl.load(decay_ptr + ptr_offset((i_b, o_c, i_h, o_k), decay_strides), mask=m, other=1.0)
-        decays, added = tl.associative_scan((b_decay.to(tl.float32), b_states.to(tl.float32)), 0, _then)
+        decays, added = tl.associative_scan((b_decay, b_states.to(tl.float32)), 0, _then)
         state = entering * decays + added  # [BLOCK_C, BLOCK]
         stored = state.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + ptr_offset((i_b, o_c, i_h, o_k, o_v), out_strides), stored, mask=m)

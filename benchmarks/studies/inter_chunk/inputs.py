@@ -11,8 +11,8 @@ import torch
 class InterChunkInputs:
     """h_c = decay_c * (h_{c-1} - w_c (y_c^T h_{c-1})) + states_c, with h_{-1} = 0 and decay_c along the rows of h.
 
-    states: (b, c, h, k, v), the state that each chunk adds; decay: (b, c, h, k); w, y: (b, c, h, k, r), or None for a
-    diagonal transition.  All have one dtype, which is also that of the result.  Raises ValueError for other shapes.
+    states: (b, c, h, k, v), the state that each chunk adds; decay: (b, c, h, k), fp32; w, y: (b, c, h, k, r), or None for
+    a diagonal transition.  The result has the dtype of states.  Raises ValueError for shapes that do not fit together.
     """
 
     states: torch.Tensor
@@ -66,4 +66,4 @@ def draw(
         y = torch.randn(*rows, rank, generator=generator, device=device, dtype=torch.float32)
         y = torch.nn.functional.normalize(y, dim=3)
         y, w = y.to(dtype), (y / rank).to(dtype)
-    return InterChunkInputs(states=states.to(dtype), decay=decay.to(dtype), w=w, y=y)
+    return InterChunkInputs(states=states.to(dtype), decay=decay, w=w, y=y)

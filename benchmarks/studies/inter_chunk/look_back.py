@@ -10,9 +10,9 @@ taken by programs that run, so all that it waits for comes.
 Order: always from the nearest segment back to the first, whoever is ready, so that the bits are the same in every
 call; a look-back that stops at the first finished state would sum in an order that depends on timing.
 
-In:   states (b, c, h, k, v) | decay (b, c, h, k)
+In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
-Grid: (segments * b * h * kv-blocks).  One program owns a block of one head's state in one segment.
+Grid: (segments * b * h * k-blocks).  One program owns some rows of one head's state in one segment.
 Oracle: `reference.py`.
 """
 
@@ -34,68 +34,70 @@ FLAG_STRIDE = 8  # int32 numbers: flags of different programs in sectors of thei
 
 @dataclass(frozen=True, kw_only=True)
 class LookBackConfig:
-    """block: elements of a state per program; segment: chunks per program."""
+    """rows: of a state, per program; segment: chunks per program."""
 
-    block: int = 512
+    rows: int = 8
     segment: int = 16
     num_warps: int = 4
     num_stages: int = 3
 
 
-@triton.jit(launch_metadata=metadata)
+@triton.jit(launch_metadata=metadata, do_not_specialize=["nheads", "nchunks", "blocks"])
 def _look_back_kernel(
     states_ptr, decay_ptr, out_ptr, parts_ptr, sync_ptr,
     states_strides, decay_strides, out_strides,
     nheads, nchunks, blocks,
-    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # --- which part of which state, in which segment, is mine
-    BLOCKS: tl.constexpr = (K * V + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = (K + ROWS - 1) // ROWS
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_segment, i_block = ticket // blocks, ticket % blocks
     i_bh = i_block // BLOCKS
     i_b, i_h = i_bh // nheads, i_bh % nheads
-    o_block = tl.arange(0, BLOCK)
-    o_kv = (i_block % BLOCKS) * BLOCK + o_block
-    o_k, o_v = o_kv // V, o_kv % V
-    m = o_kv < K * V
+    o_row, o_v = tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
+    o_k = (i_block % BLOCKS) * ROWS + o_row
+    m_k = o_k < K
+    m = m_k[:, None] & (o_v < V)[None, :]
+    o_part = o_row[:, None] * BLOCK_V + o_v[None, :]
+    PART: tl.constexpr = ROWS * BLOCK_V + ROWS  # what a segment adds, and its decays
     first = i_segment * SEGMENT
     after = tl.minimum(first + SEGMENT, nchunks)
 
     # --- what my segment adds to a zero state, and its decay: published unless nothing comes after it
     if after < nchunks:
-        added = tl.zeros((BLOCK,), dtype=tl.float32)
-        decays = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+        added = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
+        decays = tl.full((ROWS,), 1.0, dtype=tl.float32)
         for i_c in tl.range(first, after, num_stages=NUM_STAGES):
-            b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k, o_v), states_strides), mask=m, other=0.0)
-            b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m, other=0.0)
-            added = added * b_decay.to(tl.float32) + b_states.to(tl.float32)
-            decays *= b_decay.to(tl.float32)
-        mine = parts_ptr + ticket.to(tl.int64) * (2 * BLOCK) + o_block
-        tl.store(mine, added)
-        tl.store(mine + BLOCK, decays)
+            b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+            b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+            added = added * b_decay[:, None] + b_states.to(tl.float32)
+            decays *= b_decay
+        mine = parts_ptr + ticket.to(tl.int64) * PART
+        tl.store(mine + o_part, added)
+        tl.store(mine + ROWS * BLOCK_V + o_row, decays)
         tl.debug_barrier()  # every thread has stored its part before the flag says so
         tl.atomic_add(sync_ptr + (1 + ticket.to(tl.int64)) * STRIDE, 1, sem="release")
 
     # --- the state that enters my segment
-    state = tl.zeros((BLOCK,), dtype=tl.float32)
-    passed = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+    state = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
+    passed = tl.full((ROWS,), 1.0, dtype=tl.float32)
     for back in range(0, i_segment):
         theirs = ((i_segment - 1 - back) * blocks + i_block).to(tl.int64)
         while tl.atomic_add(sync_ptr + (1 + theirs) * STRIDE, 0, sem="acquire") == 0:
             pass
-        part = parts_ptr + theirs * (2 * BLOCK) + o_block
-        state += passed * tl.load(part, cache_modifier=".cg")
-        passed *= tl.load(part + BLOCK, cache_modifier=".cg")
+        part = parts_ptr + theirs * PART
+        state += passed[:, None] * tl.load(part + o_part, cache_modifier=".cg")
+        passed *= tl.load(part + ROWS * BLOCK_V + o_row, cache_modifier=".cg")
 
     # --- the states
     for i_c in tl.range(first, after, num_stages=NUM_STAGES):
-        b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k, o_v), states_strides), mask=m, other=0.0)
-        b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m, other=0.0)
-        state = state * b_decay.to(tl.float32) + b_states.to(tl.float32)
+        b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+        b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+        state = state * b_decay[:, None] + b_states.to(tl.float32)
         stored = state.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + ptr_offset((i_b, i_c, i_h, o_k, o_v), out_strides), stored, mask=m)
+        tl.store(out_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), out_strides), stored, mask=m)
 
 
 def look_back(inputs: InterChunkInputs, *, config: LookBackConfig | None = None) -> torch.Tensor:
@@ -104,17 +106,18 @@ def look_back(inputs: InterChunkInputs, *, config: LookBackConfig | None = None)
     if inputs.rank:
         raise ValueError("look_back: diagonal transitions only")
     batch, nchunks, nheads, k, v = inputs.states.shape
-    blocks = batch * nheads * triton.cdiv(k * v, config.block)
+    blocks = batch * nheads * triton.cdiv(k, config.rows)
     programs = triton.cdiv(nchunks, config.segment) * blocks
     out = torch.empty_like(inputs.states)
-    parts = torch.empty(programs, 2, config.block, dtype=torch.float32, device=out.device)
+    block_v = triton.next_power_of_2(v)
+    parts = torch.empty(programs, config.rows * (block_v + 1), dtype=torch.float32, device=out.device)
     sync = torch.zeros((1 + programs) * FLAG_STRIDE, dtype=torch.int32, device=out.device)  # tickets, then flags
     launch(
         _look_back_kernel,
         programs,
         (inputs.states, inputs.decay, out, parts, sync),
         (inputs.states.stride(), inputs.decay.stride(), out.stride(), nheads, nchunks, blocks),
-        K=k, V=v, BLOCK=config.block, SEGMENT=config.segment, STRIDE=FLAG_STRIDE, NUM_STAGES=config.num_stages,
+        K=k, V=v, ROWS=config.rows, BLOCK_V=block_v, SEGMENT=config.segment, STRIDE=FLAG_STRIDE, NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     return out
