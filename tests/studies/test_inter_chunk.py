@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from inter_chunk.inputs import InterChunkInputs, draw
-from inter_chunk.reference import excess, reference
+from inter_chunk.reference import Judge, reference
 from studies.inter_chunk_kernels import DIAGONAL, LOW_RANK, Kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,20 +22,20 @@ def odd(chunks: int, *, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> I
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_a_diagonal_transition_against_fp64(name: str, chunks: int) -> None:
     inputs = odd(chunks)
-    assert excess(DIAGONAL[name](inputs), inputs) <= 1
+    assert Judge(inputs).excess(DIAGONAL[name](inputs)) <= 1
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16])
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_a_transition_of_low_rank_against_fp64(name: str, rank: int) -> None:
     inputs = odd(5, rank=rank)
-    assert excess(LOW_RANK[name](inputs), inputs) <= 1
+    assert Judge(inputs).excess(LOW_RANK[name](inputs)) <= 1
 
 
 @pytest.mark.parametrize(("name", "kernel"), [*DIAGONAL.items(), *LOW_RANK.items()])
 def test_fp32(name: str, kernel: Kernel) -> None:
     inputs = odd(4, rank=2 if name in LOW_RANK else 0, dtype=torch.float32)
-    assert excess(kernel(inputs), inputs) <= 1
+    assert Judge(inputs).excess(kernel(inputs)) <= 1
 
 
 @pytest.mark.parametrize("name", SAME_BITS[1:])
@@ -49,8 +49,8 @@ def test_a_state_kept_in_fp32_has_other_bits_and_is_nearer_to_exact() -> None:
     inputs = draw(batch=1, chunks=40, heads=2, dim=16, device=DEVICE)
     back, kept = DIAGONAL["loop, read back"](inputs), DIAGONAL["loop, fp32"](inputs)
     assert not torch.equal(back, kept)
-    exact = reference(inputs)
-    assert (kept.double() - exact).square().mean() < (back.double() - exact).square().mean()
+    judge = Judge(inputs)
+    assert judge.rms_error(kept) < judge.rms_error(back)
 
 
 def test_the_low_rank_of_nothing_is_diagonal() -> None:
@@ -63,12 +63,12 @@ def test_the_low_rank_of_nothing_is_diagonal() -> None:
 
 def test_the_comparison_sees_a_chunk_that_is_shifted_and_a_number_that_is_missing() -> None:
     inputs = odd(5)
-    right = reference(inputs).to(inputs.states.dtype)
-    assert excess(right, inputs) <= 1
-    assert excess(right.roll(1, dims=1), inputs) > 1
+    right, judge = reference(inputs).to(inputs.states.dtype), Judge(inputs)
+    assert judge.excess(right) <= 1
+    assert judge.excess(right.roll(1, dims=1)) > 1
     missing = right.clone()
     missing[1, 2, 0, 3, 4] = torch.nan
-    assert excess(missing, inputs) == float("inf")
+    assert judge.excess(missing) == float("inf")
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -89,4 +89,4 @@ def test_every_call_has_the_same_bits(name: str, kernel: Kernel) -> None:
     inputs = draw(batch=4, chunks=64, heads=16, dim=64, rank=4 if name in LOW_RANK else 0, device=DEVICE)
     first = kernel(inputs)
     assert all(torch.equal(kernel(inputs), first) for _ in range(20))
-    assert excess(first, inputs) <= 1
+    assert Judge(inputs).excess(first) <= 1

@@ -1,4 +1,4 @@
-"""The kernels of the studies compile for Hopper without a GPU, fit its shared memory, and spill only where it is said."""
+"""The kernels of the studies compile for Hopper without a GPU, fit it, and spill only where the study says so."""
 
 import os
 from pathlib import Path

@@ -61,7 +61,8 @@ def _chained_kernel(
     flag_ptr = sync_ptr + (1 + i_block.to(tl.int64)) * STRIDE
 
     # --- what needs no other program
-    b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+    here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
+    b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
     b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
 
     # --- the state of the chunk before
@@ -70,7 +71,7 @@ def _chained_kernel(
     before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
     state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
     state = state * b_decay[:, None] + b_states.to(tl.float32)
-    tl.store(out_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
+    tl.store(out_ptr + ptr_offset(here, out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
     tl.debug_barrier()  # every thread has stored its part of the state before the flag says so
     tl.atomic_add(flag_ptr, 1, sem="release")
 

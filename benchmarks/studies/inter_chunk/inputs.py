@@ -11,8 +11,9 @@ import torch
 class InterChunkInputs:
     """h_c = decay_c * (h_{c-1} - w_c (y_c^T h_{c-1})) + states_c, with h_{-1} = 0 and decay_c along the rows of h.
 
-    states: (b, c, h, k, v), the state that each chunk adds; decay: (b, c, h, k), fp32; w, y: (b, c, h, k, r), or None for
-    a diagonal transition.  The result has the dtype of states.  Raises ValueError for shapes that do not fit together.
+    states: (b, c, h, k, v), the state that each chunk adds; decay: (b, c, h, k), fp32; w, y: (b, c, h, k, r), or None
+    for a diagonal transition.  The result has the dtype of states.
+    Raises ValueError for shapes that do not fit together.
     """
 
     states: torch.Tensor

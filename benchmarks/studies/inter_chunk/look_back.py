@@ -70,7 +70,8 @@ def _look_back_kernel(
         added = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
         decays = tl.full((ROWS,), 1.0, dtype=tl.float32)
         for i_c in tl.range(first, after, num_stages=NUM_STAGES):
-            b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+            here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
+            b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
             b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
             added = added * b_decay[:, None] + b_states.to(tl.float32)
             decays *= b_decay
@@ -93,11 +94,12 @@ def _look_back_kernel(
 
     # --- the states
     for i_c in tl.range(first, after, num_stages=NUM_STAGES):
-        b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+        here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
+        b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
         b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
         state = state * b_decay[:, None] + b_states.to(tl.float32)
         stored = state.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), out_strides), stored, mask=m)
+        tl.store(out_ptr + ptr_offset(here, out_strides), stored, mask=m)
 
 
 def look_back(inputs: InterChunkInputs, *, config: LookBackConfig | None = None) -> torch.Tensor:
@@ -117,7 +119,8 @@ def look_back(inputs: InterChunkInputs, *, config: LookBackConfig | None = None)
         programs,
         (inputs.states, inputs.decay, out, parts, sync),
         (inputs.states.stride(), inputs.decay.stride(), out.stride(), nheads, nchunks, blocks),
-        K=k, V=v, ROWS=config.rows, BLOCK_V=block_v, SEGMENT=config.segment, STRIDE=FLAG_STRIDE, NUM_STAGES=config.num_stages,
+        K=k, V=v, ROWS=config.rows, BLOCK_V=block_v, SEGMENT=config.segment, STRIDE=FLAG_STRIDE,
+        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     return out

@@ -67,14 +67,15 @@ def _loop_kernel(
     # --- chunk after chunk
     state = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     for i_c in tl.range(0, nchunks, num_stages=NUM_STAGES):
-        b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+        here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
+        b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
         b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
         if not RESIDENT:
             before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
             state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
         state = state * b_decay[:, None] + b_states.to(tl.float32)
         stored = state.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), out_strides), stored, mask=m)
+        tl.store(out_ptr + ptr_offset(here, out_strides), stored, mask=m)
         if ROUND:
             state = stored.to(tl.float32)
         if not RESIDENT:
@@ -97,7 +98,8 @@ def loop(
         batch * nheads * triton.cdiv(k, config.rows),
         (inputs.states, inputs.decay, out),
         (inputs.states.stride(), inputs.decay.stride(), out.stride(), nheads, nchunks),
-        K=k, V=v, ROWS=config.rows, BLOCK_V=triton.next_power_of_2(v), RESIDENT=resident, ROUND=rounded, NUM_STAGES=config.num_stages,
+        K=k, V=v, ROWS=config.rows, BLOCK_V=triton.next_power_of_2(v),
+        RESIDENT=resident, ROUND=rounded, NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
     return out

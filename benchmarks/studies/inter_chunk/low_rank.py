@@ -70,8 +70,8 @@ def _low_rank_kernel(
     # --- chunk after chunk
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     for i_c in tl.range(0, nchunks, num_stages=NUM_STAGES):
-        states_offset = ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides)
-        b_states = tl.load(states_ptr + states_offset, mask=m, other=0.0)
+        here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
+        b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
         b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=o_k < K, other=0.0)
         if not RESIDENT:
             before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
@@ -93,8 +93,7 @@ def _low_rank_kernel(
             state = corrected
         state = state * b_decay[:, None] + b_states.to(tl.float32)
         stored = state.to(out_ptr.dtype.element_ty)
-        out_offset = ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), out_strides)
-        tl.store(out_ptr + out_offset, stored, mask=m)
+        tl.store(out_ptr + ptr_offset(here, out_strides), stored, mask=m)
         if ROUND:
             state = stored.to(tl.float32)
         if not RESIDENT:

@@ -48,12 +48,13 @@ def _one_chunk_kernel(
     m = m_k[:, None] & (o_v < V)[None, :]
 
     # --- one step
-    b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), states_strides), mask=m, other=0.0)
+    here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
+    b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
     b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
     before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
     state = tl.load(before, mask=m & (i_c > 0), other=0.0).to(tl.float32)
     state = state * b_decay[:, None] + b_states.to(tl.float32)
-    tl.store(out_ptr + ptr_offset((i_b, i_c, i_h, o_k[:, None], o_v[None, :]), out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
+    tl.store(out_ptr + ptr_offset(here, out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
 
 
 def one_launch_a_chunk(inputs: InterChunkInputs, *, config: ChunkConfig | None = None) -> torch.Tensor:

@@ -27,16 +27,28 @@ def reference(inputs: InterChunkInputs, *, rounded: bool = False) -> torch.Tenso
     return torch.stack(out, dim=1)
 
 
-def excess(out: torch.Tensor, inputs: InterChunkInputs) -> float:
-    """The largest |out - exact| of any head, as a share of what its roundings allow: above 1 is wrong.
+class Judge:
+    """Says how far an output is from the recurrence on these inputs."""
 
-    Allowed, as by ssdprof's own comparator: 2 * (max|rounded - exact| + eps * max|exact|), per head.
-    """
-    exact, rounded = reference(inputs), reference(inputs, rounded=True)
+    def __init__(self, inputs: InterChunkInputs) -> None:
+        self._exact = reference(inputs)
+        eps = torch.finfo(inputs.states.dtype).eps
+        rounding = _largest(reference(inputs, rounded=True) - self._exact)
+        self._allowed = 2 * (rounding + eps * _largest(self._exact))
 
-    def largest(difference: torch.Tensor) -> torch.Tensor:
-        return difference.abs().amax(dim=(0, 1, 3, 4))  # (h,)
+    def excess(self, out: torch.Tensor) -> float:
+        """The largest |out - exact| of any head, as a share of what its roundings allow: above 1 is wrong.
 
-    allowed = 2 * (largest(rounded - exact) + torch.finfo(out.dtype).eps * largest(exact))
-    found = largest(out.double() - exact)
-    return float(torch.where(found.isnan(), torch.inf, found / allowed).max())
+        Allowed, as by ssdprof's own comparator: 2 * (max|rounded - exact| + eps * max|exact|), per head.
+        """
+        share = _largest(out.double() - self._exact) / self._allowed
+        return float(torch.where(share.isnan(), torch.inf, share).max())
+
+    def rms_error(self, out: torch.Tensor) -> float:
+        """RMS of out - exact by that of exact."""
+        return float((out.double() - self._exact).square().mean().sqrt() / self._exact.square().mean().sqrt())
+
+
+def _largest(difference: torch.Tensor) -> torch.Tensor:
+    """Per head, (h,)."""
+    return difference.abs().amax(dim=(0, 1, 3, 4))

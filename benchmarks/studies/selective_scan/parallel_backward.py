@@ -6,8 +6,8 @@
 
 In:   x, dy (b, l, h) | decay (b, l, h) fp32 | B, C, states (b, l, h, n)
 Out:  dx, ddecay, dB, dC, each as x, decay, B, C
-Grid: (b * h).  One program owns one head of one sequence and walks over its tiles, from the last to the first; dh passes
-      from tile to tile in fp32.
+Grid: (b * h).  One program owns one head of one sequence and walks over its tiles, from the last to the first; dh
+      passes from tile to tile in fp32.
 Oracle: `reference.py`.  The same bits in every call.
 """
 

@@ -1,0 +1,146 @@
+"""Measure the inter-chunk state pass on the GPU here, and judge what its proposal claims.
+
+    python benchmarks/studies/scan_002.py --out DIR [--budget SECONDS] [--without-ncu]
+
+Writes scan-002.json, scan-002.md and scan-002.svg into DIR.  Every contender is compared with the recurrence in fp64
+before it is timed; one that is wrong has no time, and the exit code is then 1.  Cells and counters for which the
+budget leaves no time are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from inter_chunk import report
+from inter_chunk.cells import BATCH, HEADS, Cell, cells
+from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, diagonal, of_rank
+from inter_chunk.counters import Watched, count
+from inter_chunk.inputs import draw
+from inter_chunk.reference import Judge
+from inter_chunk.values import values_of
+from study import Result, row, timed, write
+
+from ssdprof.errors import MissingCapabilityError, SsdprofError
+from ssdprof.measure.launches import counted_launches, recorded_launches
+from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.measure.timing import CudaBench
+from ssdprof.report.plots.canvas import draw as drawn
+
+MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
+NCU_SECONDS = 40
+CELL_SECONDS = 0.8
+COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
+
+
+class Study:
+    """One run of all cells, then of ncu."""
+
+    def __init__(self, budget: float) -> None:
+        self.result = Result(study="scan-002")
+        self.budget = budget
+        self.wrong: list[str] = []
+        self.watched: list[Watched] = []
+        self.counters: list[dict[str, Any]] = []
+
+    def left(self) -> float:
+        return self.budget - self.result.seconds
+
+    def run(self, *, with_ncu: bool) -> None:
+        bench = CudaBench(torch.device("cuda"))
+        copy_gb_per_s = measure_ceilings(bench.device).copy_gb_per_s
+        reserved = NCU_SECONDS if with_ncu else 0
+        for cell in cells():
+            if self.left() - reserved < CELL_SECONDS:
+                self.result.missing[f"the cell {cell}"] = f"the budget of {self.budget:.0f} s was spent"
+                continue
+            self.measure(cell, bench, copy_gb_per_s)
+            print(f"{self.result.seconds:.0f} s: {cell}", file=sys.stderr, flush=True)
+        if with_ncu:
+            self.count()
+        else:
+            self.result.missing[COUNTED] = "not asked for"
+        self.result.values |= {"copy_gb_per_s": copy_gb_per_s, **values_of(self.result.rows, self.counters)}
+
+    def measure(self, cell: Cell, bench: CudaBench, copy_gb_per_s: float) -> None:
+        inputs = draw(
+            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device="cuda"
+        )
+        judge, kernels = Judge(inputs), (of_rank if cell["rank"] else diagonal)(cell["dim"])
+        outputs, facts = {}, {}
+        for name, kernel in kernels.items():
+            with recorded_launches() as launches, counted_launches() as launched:
+                out = kernel(inputs)
+            facts[name] = {
+                "launches": len(launched),
+                **launches[0].model_dump(include={"registers", "spills", "shared_bytes"}),
+                "excess": judge.excess(out),
+                "rms_error": judge.rms_error(out),
+            }
+            if facts[name]["excess"] > 1:
+                self.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
+                continue
+            outputs[name] = out
+            self.watch(cell, name, [launches[0].kernel] * len(launched))
+        baselines = {name: outputs[base] for name in outputs if (base := baseline_of(name)) in outputs}
+        for name, out in outputs.items():
+            facts[name]["same_bits"] = name in baselines and torch.equal(out, baselines[name])
+        floor_us = inputs.least_bytes() / copy_gb_per_s / 1e3
+
+        def changed(name: str, out: torch.Tensor) -> str:
+            return "" if torch.equal(out, outputs[name]) else "other bits after the timed loop"
+
+        runs = {name: partial(kernels[name], inputs) for name in outputs}
+        times, untimed = timed(runs, bench, CELL_SECONDS, changed)
+        self.result.missing |= {f"{name} at {cell}": why for name, why in untimed.items()}
+        for name in kernels:
+            self.result.rows.append(row(cell, name, times.get(name), **facts[name], floor_us=floor_us))
+
+    def watch(self, cell: Cell, name: str, kernels: list[str]) -> None:
+        if not cell["rank"] and len(kernels) <= MOST_WATCHED_LAUNCHES and wanted(cell, name):
+            self.watched.append(Watched(contender=name, chunks=cell["chunks"], dim=cell["dim"], kernels=tuple(kernels)))
+
+    def count(self) -> None:
+        """By ncu, in another process."""
+        try:
+            self.counters = count(self.watched, timeout_s=max(self.left(), 20.0))
+        except SsdprofError as error:
+            self.result.missing[COUNTED] = f"{error.message} {error.hint}"
+
+
+def wanted(cell: Cell, name: str) -> bool:
+    """Whether ncu looks at it: every contender at one size, those of the criteria at their sizes."""
+    criteria = cell["chunks"] in (32, 64, 128) and name in (BASELINE, NOT_AHEAD, PROPOSED)
+    return (cell["dim"] == 64 and (criteria or cell["chunks"] == 32)) or (cell["chunks"] == 64 and criteria)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
+    parser.add_argument("--budget", type=float, default=90, help="seconds, ncu's among them")
+    parser.add_argument("--without-ncu", action="store_true")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
+    study = Study(options.budget)
+    with torch.no_grad():
+        study.run(with_ncu=not options.without_ncu)
+    study.result.more["counters"] = study.counters
+    plot = drawn(partial(report.paint, study.result.rows), (11, 4.6))
+    write(study.result, options.out, report.tables(study.result.rows, study.counters), plot)
+    print((options.out / "scan-002.md").read_text(encoding="utf-8"))
+    for line in study.wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return 1 if study.wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SsdprofError as error:
+        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

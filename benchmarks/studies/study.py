@@ -1,0 +1,190 @@
+"""What the runners of the studies share: timing calls in turns, judging claims, and the files of a result."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ssdprof import __version__, environment
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaBench, time_in_turns
+
+PUBLISHED = Path(__file__).parent.parent / "published"
+_COMPARISON = re.compile(r"(\w+) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?)")
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+    "==": lambda a, b: a == b,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Medians, from a cold L2; low and high: 95 % interval of the device time.  See docs/measuring.md."""
+
+    device_us: float
+    device_low_us: float
+    device_high_us: float
+    call_us: float
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a runner found.
+
+    rows: a record per cell and contender.  values: the numbers that claims are about, by name.
+    missing: what was not measured, and why.  more: what else belongs into the file.
+    """
+
+    study: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "study": self.study,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": f"python benchmarks/studies/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+            "ssdprof_version": __version__,
+            "environment": environment.collect().model_dump(mode="json"),
+            "seconds": round(self.seconds, 1),
+            "values": self.values,
+            "missing": self.missing,
+            "rows": self.rows,
+            **self.more,
+        }
+
+
+def timed(
+    runs: Mapping[str, Callable[[], Any]], bench: CudaBench, seconds: float, wrong: Callable[[str, Any], str]
+) -> tuple[dict[str, Time], dict[str, str]]:
+    """Times of calls, taken in turns for about `seconds`; and of those without a time, why.
+
+    wrong(key, output): "" if the output is right, asked after the timed loop.
+    """
+    session = time_in_turns(runs, bench, SamplingPlan(seconds=seconds), check=wrong)
+    found = {}
+    for key, sampled in session.sampled.items():
+        timing = sampled.timing()
+        found[key] = Time(
+            device_us=timing.device_median_us,
+            device_low_us=timing.device_interval_us.low,
+            device_high_us=timing.device_interval_us.high,
+            call_us=timing.call_median_us,
+        )
+    return found, {**session.untimed, **session.changed}
+
+
+def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: Any) -> dict[str, Any]:
+    """A record of `Result.rows`."""
+    return {**cell, "contender": contender, **(asdict(time_of) if time_of else {}), **more}
+
+
+# --- claims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A published claim beside what was measured."""
+
+    claim: str
+    quoted: str
+    measured: str
+    verdict: str
+    note: str = ""
+
+
+def published(study: str) -> dict[str, Any]:
+    """What benchmarks/published states of a study."""
+    return tomllib.loads((PUBLISHED / f"{study}.toml").read_text(encoding="utf-8"))
+
+
+def verdicts(document: Mapping[str, Any], values: Mapping[str, float], gpu: str) -> list[Verdict]:
+    """Every claim of a published document: inside or outside what was quoted, other GPU, or not measured.
+
+    gpu: the one that measured.  A claim about a time holds for the quoted GPU alone, one about a ratio for any.
+    """
+    return [_verdict(claim, values, claim.get("gpu", document["gpu"]) not in gpu) for claim in document["claim"]]
+
+
+def _verdict(claim: Mapping[str, Any], values: Mapping[str, float], other_gpu: bool) -> Verdict:
+    comparisons = _COMPARISON.findall(claim.get("holds", ""))
+    names = list(dict.fromkeys(name for name, _, _ in comparisons))
+    absent = [name for name in names if name not in values]
+    if not comparisons or absent:
+        verdict, measured = "not measured", claim.get("why", f"missing: {', '.join(absent)}")
+    else:
+        holds = all(_HOLDS[sign](values[name], float(bound)) for name, sign, bound in comparisons)
+        verdict = "inside" if holds else "outside"
+        if other_gpu:
+            verdict = "other GPU" if claim.get("absolute") else f"{verdict} (other GPU)"
+        measured = ", ".join(f"{name} {number(values[name])}" for name in names)
+    return Verdict(
+        claim=claim["words"], quoted=claim["quoted"], measured=measured, verdict=verdict, note=claim.get("note", "")
+    )
+
+
+# --- files
+
+
+def number(value: Any) -> str:
+    """Four significant digits."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown; numbers to the right."""
+    return tabulate([[number(cell) for cell in line] for line in rows], head, "pipe", disable_numparse=True)
+
+
+def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) -> None:
+    """<study>.json, <study>.md with its claims first, and <study>.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document, stated = result.document(), published(result.study)
+    machine = document["environment"]
+    gpu, packages = machine["gpu"] or {"name": "no GPU", "driver": "", "cuda": ""}, machine["packages"]
+    found = verdicts(stated, result.values, gpu["name"])
+    document["claims"] = [asdict(one) for one in found]
+    missing = "\n".join(f"- {what}: {why}" for what, why in result.missing.items())
+    lines = [
+        f"# {stated['title']}",
+        f"{stated['source']}  Quoted from {stated['gpu']}; measured on {gpu['name']}.",
+        f"![{stated['title']}]({result.study}.svg)",
+        "## Claims",
+        table(
+            ("claim", "quoted", "measured", "verdict"),
+            ((one.claim, one.quoted, one.measured, one.verdict) for one in found),
+        ),
+        *(f"- {one.claim}: {one.note}" for one in found if one.note),
+        "## What the source leaves open, and what was chosen",
+        "\n".join(f"- {choice}" for choice in stated["choices"]),
+        *(part for title, text in sections.items() if text for part in (f"## {title}", text)),
+        *(("## Not measured", missing) if missing else ()),
+        f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, torch {packages['torch']}, Triton "
+        f"{packages['triton']}, Python {machine['python']}; {document['created']}; {document['seconds']} s; "
+        f"`{document['command']}`.",
+    ]
+    (folder / f"{result.study}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{result.study}.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    (folder / f"{result.study}.svg").write_text(plot, encoding="utf-8")
