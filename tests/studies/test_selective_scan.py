@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from selective_scan.autograd import Form, scan
-from selective_scan.inputs import ScanInputs, draw
+from selective_scan.autograd import Form
+from selective_scan.contenders import both, run_both
+from selective_scan.inputs import ScanInputs, draw_layer
 from selective_scan.parallel import parallel
-from selective_scan.reference import GRADIENTS, excess, reference
+from selective_scan.reference import GRADIENTS, Judge, by_doubling, reference
 from selective_scan.sequential import ScanConfig, sequential
 from selective_scan.sequential_backward import sequential_backward
 
@@ -19,7 +20,8 @@ TILE = ScanConfig(block_t=16, num_warps=4)
 
 def odd(seqlen: int, dtype: torch.dtype = torch.bfloat16) -> ScanInputs:
     """A state of 20, which no block divides, in tensors that are not contiguous."""
-    whole = draw(batch=2, seqlen=seqlen, heads=3, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
+    layer = draw_layer(batch=2, seqlen=seqlen, heads=3, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
+    whole = layer.scan_inputs()
     return replace(whole, B=whole.B[..., :20], C=whole.C[..., 4:])
 
 
@@ -28,10 +30,9 @@ def gradient_of_y(inputs: ScanInputs) -> torch.Tensor:
     return torch.randn(inputs.x.shape, generator=generator, device=DEVICE).to(inputs.x.dtype)
 
 
-def forward_and_backward(inputs: ScanInputs, dy: torch.Tensor, form: Form) -> dict[str, torch.Tensor]:
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs.tensors]
-    y = scan(ScanInputs(**dict(zip(("x", "decay", "B", "C"), leaves, strict=True))), form, config=TILE)
-    return {"y": y.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(y, leaves, dy), strict=True))}
+def judge_of(inputs: ScanInputs, dy: torch.Tensor) -> Judge:
+    """By autograd of the recurrence."""
+    return Judge(inputs, dy, reference(inputs, dy))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -40,9 +41,30 @@ def forward_and_backward(inputs: ScanInputs, dy: torch.Tensor, form: Form) -> di
 def test_forward_and_backward_against_autograd_in_fp64(form: Form, seqlen: int, dtype: torch.dtype) -> None:
     inputs = odd(seqlen, dtype)
     dy = gradient_of_y(inputs)
-    found = excess(forward_and_backward(inputs, dy, form), inputs, dy)
+    found = judge_of(inputs, dy).excess(run_both(inputs, dy, form=form, config=TILE))
     assert found.keys() == {"y", *GRADIENTS}
     assert max(found.values()) <= 1, found
+
+
+@pytest.mark.parametrize("seqlen", [1, 16, 37])
+def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen: int) -> None:
+    inputs = odd(seqlen)
+    dy = gradient_of_y(inputs)
+    found, exact = by_doubling(inputs, dy), reference(inputs, dy)
+    assert found.keys() == exact.keys()
+    for name, tensor in exact.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_and_its_scan_are_the_same() -> None:
+    layer = draw_layer(batch=1, seqlen=9, heads=2, dstate=4, device=DEVICE)
+    inputs = layer.scan_inputs(torch.float64)
+    state = torch.zeros(1, 2, 4, dtype=torch.float64, device=DEVICE)
+    for t in range(9):
+        dt = layer.dt[:, t].double()
+        state = state * torch.exp(dt * layer.A.double())[..., None]
+        state = state + (dt * layer.x[:, t].double())[..., None] * layer.B[:, t].double()
+        torch.testing.assert_close(reference(inputs)["y"][:, t], (layer.C[:, t].double() * state).sum(-1))
 
 
 def test_states_that_are_not_kept_change_nothing() -> None:
@@ -66,12 +88,12 @@ def test_states_of_another_tile_size_are_refused() -> None:
 def test_the_comparison_sees_a_position_that_is_shifted_and_a_gradient_of_another_head() -> None:
     inputs = odd(20)
     dy = gradient_of_y(inputs)
-    right = reference(inputs, dy)
-    assert max(excess(right, inputs, dy).values()) <= 1
+    right, judge = reference(inputs, dy), judge_of(inputs, dy)
+    assert max(judge.excess(right).values()) <= 1
     for name, tensor in right.items():
-        assert excess({name: tensor.roll(1, dims=1)}, inputs, dy)[name] > 1
-        assert excess({name: tensor.roll(1, dims=2)}, inputs, dy)[name] > 1
-        assert excess({name: tensor * torch.nan}, inputs, dy)[name] == float("inf")
+        assert judge.excess({name: tensor.roll(1, dims=1)})[name] > 1
+        assert judge.excess({name: tensor.roll(1, dims=2)})[name] > 1
+        assert judge.excess({name: tensor * torch.nan})[name] == float("inf")
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -83,12 +105,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_every_call_has_the_same_bits(form: Form) -> None:
-    inputs = draw(batch=16, seqlen=1024, heads=8, dstate=64, device=DEVICE)
+@pytest.mark.parametrize("name", both())
+def test_every_call_has_the_same_bits(name: str) -> None:
+    inputs = draw_layer(batch=16, seqlen=4096, heads=8, dstate=64, device=DEVICE).scan_inputs()
     dy = gradient_of_y(inputs)
-    run = partial(forward_and_backward, inputs, dy, form)
+    run = partial(both()[name], inputs, dy)
     first = run()
     for _ in range(5):
-        assert all(torch.equal(first[name], tensor) for name, tensor in run().items())
-    assert max(excess(first, inputs, dy).values()) <= 1
+        assert all(torch.equal(first[key], tensor) for key, tensor in run().items())
+    assert max(Judge(inputs, dy).excess(first).values()) <= 1

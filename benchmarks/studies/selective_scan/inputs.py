@@ -37,7 +37,27 @@ class ScanInputs:
         return sum(t.numel() * t.element_size() for t in (*self.tensors, *written))
 
 
-def draw(
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The same scan as a layer of Mamba-2 with heads of one channel has it: decay = exp(dt A), and x times dt.
+
+    x: (b, l, h); dt: (b, l, h) fp32; A: (h) fp32; B, C: (b, l, h, n).
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+
+    def scan_inputs(self, dtype: torch.dtype | None = None) -> ScanInputs:
+        """dtype: of x, B, C and decay; None: x, B and C as they are, decay in fp32."""
+        x = (self.x.double() * self.dt.double()).to(dtype or self.x.dtype)
+        decay = torch.exp(self.dt.double() * self.A.double()).to(dtype or torch.float32)
+        return ScanInputs(x=x, decay=decay, B=self.B.to(x.dtype), C=self.C.to(x.dtype))
+
+
+def draw_layer(
     *,
     batch: int,
     seqlen: int,
@@ -46,23 +66,21 @@ def draw(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
-) -> ScanInputs:
-    """As a layer of Mamba-2 has them: decay = exp(dt A) and x times dt, dt log-uniform in 1e-3 .. 1e-1, A in -16 .. -1;
-    x, B and C ~ N(0, 1)."""
+) -> Layer:
+    """x, B and C ~ N(0, 1), dt log-uniform in 1e-3 .. 1e-1, A uniform in -16 .. -1."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator, device=device, dtype=torch.float32)
 
     positions = (batch, seqlen, heads)
-    dt = 10 ** (-3 + 2 * uniform(*positions))
-    A = -1 - 15 * uniform(heads)
-    return ScanInputs(
-        x=(normal(*positions) * dt).to(dtype),
-        decay=torch.exp(dt * A),
-        B=normal(*positions, dstate).to(dtype),
-        C=normal(*positions, dstate).to(dtype),
+    return Layer(
+        x=normal(*positions),
+        dt=10 ** (-3 + 2 * uniform(*positions)),
+        A=-1 - 15 * uniform(heads),
+        B=normal(*positions, dstate),
+        C=normal(*positions, dstate),
     )
