@@ -20,7 +20,7 @@ import torch
 from selective_scan import report
 from selective_scan.cells import BATCH, DSTATE, HEADS, LOOP_LENGTHS, Cell, cells
 from selective_scan.clocks import kernel_us, warm_us
-from selective_scan.contenders import both, forward, tiles
+from selective_scan.contenders import both, forward, kept_bytes, tiles
 from selective_scan.inputs import Layer, ScanInputs, draw_layer
 from selective_scan.peer import MOST_RMS_ERROR, MambaSsm
 from selective_scan.peer import NAME as PEER
@@ -111,6 +111,9 @@ class Study:
                 self.wrong.append(f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows")
             else:
                 runs[name] = run
+        if cell[0] == "forward":
+            for name, kept in kept_bytes(inputs).items():
+                facts[name]["kept_bytes"] = kept
         del judge
         if self.peer and cell[0] != "tiles":
             run = peer_run(self.peer, layer, dy)

@@ -176,7 +176,7 @@ def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) 
             ("claim", "quoted", "measured", "verdict"),
             ((one.claim, one.quoted, one.measured, one.verdict) for one in found),
         ),
-        *(f"- {one.claim}: {one.note}" for one in found if one.note),
+        "\n".join(f"- {one.claim}: {one.note}" for one in found if one.note),
         "## What the source leaves open, and what was chosen",
         "\n".join(f"- {choice}" for choice in stated["choices"]),
         *(part for title, text in sections.items() if text for part in (f"## {title}", text)),

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inter_chunk.contenders import BASELINE, diagonal
 from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge, reference
+from inter_chunk.values import ROUNDED
 from studies.inter_chunk_kernels import DIAGONAL, LOW_RANK, Kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,6 +82,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     for kernel in DIAGONAL.values():
         with pytest.raises(ValueError, match="diagonal transitions only"):
             kernel(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_at_the_sizes_of_the_study(dim: int) -> None:
+    inputs = draw(batch=4, chunks=64, heads=16, dim=dim, device=DEVICE)
+    judge, kernels = Judge(inputs), diagonal(dim)
+    back = kernels[BASELINE](inputs)
+    for name, kernel in kernels.items():
+        assert judge.excess(kernel(inputs)) <= 1, name
+    for name in ROUNDED:
+        assert torch.equal(kernels[name](inputs), back), name
 
 
 @pytest.mark.gpu

@@ -6,16 +6,12 @@ from pathlib import Path
 import pytest
 from kernels.compile_target import SHARED_BYTES, Compiled, compiled
 from studies.inter_chunk_kernels import LAUNCHES as INTER_CHUNK
+from studies.selective_scan_launches import LAUNCHES as SELECTIVE_SCAN
 
 pytestmark = pytest.mark.compiler
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("tests", "tests/studies", "benchmarks/studies")
-
-
-@pytest.fixture(scope="module")
-def inter_chunk() -> dict[str, list[Compiled]]:
-    return compiled_here("inter_chunk_kernels")
 
 
 def compiled_here(module: str) -> dict[str, list[Compiled]]:
@@ -25,11 +21,20 @@ def compiled_here(module: str) -> dict[str, list[Compiled]]:
 
 
 @pytest.mark.parametrize("label", INTER_CHUNK)
-def test_the_inter_chunk_kernels(inter_chunk: dict[str, list[Compiled]], label: str) -> None:
-    kernels = inter_chunk[label]
-    assert kernels
-    for kernel in kernels:
+def test_the_inter_chunk_kernels(label: str) -> None:
+    for kernel in compiled_here("inter_chunk_kernels")[label]:
         assert kernel.spilled_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
         assert kernel.fuses, "a loop and a chain would round differently"
         assert kernel.metadata["bytes"] > 0
+
+
+@pytest.mark.parametrize("label", SELECTIVE_SCAN)
+def test_the_scans(label: str) -> None:
+    """Tiles of 256 and 512 positions spill with four warps; the study measures what that costs."""
+    (kernel,) = compiled_here("selective_scan_launches")[label]
+    spills = label.endswith(("256", "512"))
+    assert (kernel.spilled_bytes > 0) == spills, kernel
+    assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+    assert kernel.fuses
+    assert kernel.metadata["flops"] > 0

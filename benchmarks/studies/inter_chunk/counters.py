@@ -51,10 +51,10 @@ def count(watched: Sequence[Watched], timeout_s: float) -> list[dict[str, Any]]:
             f"ncu profiled {len(kernels)} launches in another order than the {len(names)} that were made.",
             "Does another process use the GPU?",
         )
-    return list(_records(watched, kernels))
+    return records(watched, kernels)
 
 
-def _records(watched: Sequence[Watched], kernels: Sequence[RawKernel]) -> list[dict[str, Any]]:
+def records(watched: Sequence[Watched], kernels: Sequence[RawKernel]) -> list[dict[str, Any]]:
     found, left = [], list(kernels)
     for one in watched:
         own, left = left[: len(one.kernels)], left[len(one.kernels) :]

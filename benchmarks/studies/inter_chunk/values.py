@@ -7,8 +7,11 @@ from typing import Any
 
 from inter_chunk.cells import CHUNKS, DIMS, RANK_CHUNKS, RANKS
 from inter_chunk.contenders import BASELINE, NOT_AHEAD, PRODUCTS, PROPOSED
+from inter_chunk.loop import LoopConfig
 
 Row = Mapping[str, Any]
+OTHERS = ("one launch a chunk", "chained", "associative", "look-back", "registers, a row a program",
+          "registers, a head a program", "registers, fp32")  # fmt: skip
 ROUNDED = (PROPOSED, NOT_AHEAD, "chained", "one launch a chunk")
 
 
@@ -21,9 +24,12 @@ def values_of(rows: Sequence[Row], counters: Sequence[Row]) -> dict[str, float]:
     timed = [r for r in rows if "device_us" in r]
     for dim in DIMS:
         for chunks in CHUNKS:
-            _speeds(values, _of(timed, dim=dim, chunks=chunks, rank=0), f"d{dim}_g{chunks}")
+            _speeds(values, _of(timed, dim=dim, chunks=chunks, rank=0), dim, f"d{dim}_g{chunks}")
         for rank in RANKS:
             _rank_speeds(values, _of(timed, dim=dim, chunks=RANK_CHUNKS, rank=rank), f"d{dim}_r{rank}")
+            if {f"speedup_d{dim}_r{rank}", f"speedup_d{dim}_g{RANK_CHUNKS}"} <= values.keys():
+                of_rank, diagonal = values[f"speedup_d{dim}_r{rank}"], values[f"speedup_d{dim}_g{RANK_CHUNKS}"]
+                values[f"gain_over_diagonal_d{dim}_r{rank}"] = of_rank / diagonal
     speedups = {chunks: values.get(f"speedup_d64_g{chunks}") for chunks in CHUNKS}
     if None not in speedups.values():
         values["least_chunks_faster_d64"] = float(min((g for g, s in speedups.items() if s and s > 1), default=0))
@@ -42,8 +48,12 @@ def _of(rows: Sequence[Row], **cell: int) -> dict[str, Row]:
     return {r["contender"]: r for r in rows if all(r[key] == value for key, value in cell.items())}
 
 
-def _speeds(values: dict[str, float], of: Mapping[str, Row], place: str) -> None:
-    """Of one cell with a diagonal transition."""
+def _word(contender: str) -> str:
+    return contender.replace(", ", "_").replace(" ", "_").replace("-", "_")
+
+
+def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: str) -> None:
+    """Of one cell with a diagonal transition.  X_by_registers: how many times as long X takes."""
     if not {BASELINE, PROPOSED, NOT_AHEAD} <= of.keys():
         return
     base, ours, bare = of[BASELINE], of[PROPOSED], of[NOT_AHEAD]
@@ -55,9 +65,11 @@ def _speeds(values: dict[str, float], of: Mapping[str, Row], place: str) -> None
     values[f"floor_pct_{place}"] = 100 * ours["floor_us"] / ours["device_us"]
     waiting = bare["device_us"] - bare["floor_us"]
     values[f"hidden_pct_{place}"] = 100 * (bare["device_us"] - ours["device_us"]) / waiting
-    values[f"shared_bytes_{place}"] = float(ours["shared_bytes"])
-    if "one launch a chunk" in of:
-        values[f"speedup_over_launches_{place}"] = of["one launch a chunk"]["device_us"] / ours["device_us"]
+    programs_per_head = -(-dim // LoopConfig().rows)
+    values[f"shared_bytes_per_head_{place}"] = float(programs_per_head * ours["shared_bytes"])
+    for name in OTHERS:
+        if name in of:
+            values[f"{_word(name)}_by_registers_{place}"] = of[name]["device_us"] / ours["device_us"]
 
 
 def _rank_speeds(values: dict[str, float], of: Mapping[str, Row], place: str) -> None:

@@ -35,6 +35,12 @@ def forward() -> dict[str, Forward]:
     }
 
 
+def kept_bytes(inputs: ScanInputs) -> dict[str, int]:
+    """What the forward pass keeps for the gradients, beside its inputs."""
+    entering, states = sequential(inputs)[1], parallel(inputs)[1]
+    return {SEQUENTIAL: entering.nbytes, tile(128): 0 if states is None else states.nbytes}
+
+
 def tiles() -> dict[str, Forward]:
     """The parallel form with tiles of several sizes, the larger ones with more warps too."""
     wanted = [*((t, CONFIG.num_warps) for t in TILES), (256, 8), (512, 8)]

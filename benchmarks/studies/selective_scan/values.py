@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from selective_scan.cells import BATCH, BOTH_LENGTHS, DSTATE, FORWARD_LENGTHS, HEADS, TILES_LENGTH
+from selective_scan.cells import BATCH, BOTH_LENGTHS, FORWARD_LENGTHS, HEADS, TILES_LENGTH
 from selective_scan.contenders import SEQUENTIAL, TILES, tile
 from selective_scan.peer import NAME as PEER
 
@@ -57,7 +57,9 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float) -> dict[str, float]:
     launches = of.get(("forward", 2048, PEER), {}).get("launches")
     if launches:
         values["peer_launches"] = float(launches)
-    values["kept_by_sequential_of_parallel"] = _kept_ratio()
+    kept = [of.get(("forward", 2048, name), {}).get("kept_bytes") for name in (SEQUENTIAL, tile(128))]
+    if kept[0] and kept[1]:
+        values["kept_by_sequential_of_parallel"] = kept[0] / kept[1]
     return values
 
 
@@ -72,9 +74,3 @@ def _backward(values: dict[str, float], of: Mapping[tuple[str, int, str], Row], 
             values[f"{clock}_{name}_backward_by_forward_l{length}"] = alone[name] / forward
     if len(alone) == 2:
         values[f"{clock}_backward_speedup_l{length}"] = alone["peer"] / alone["parallel"]
-
-
-def _kept_ratio() -> float:
-    """Bytes that the sequential form keeps for the gradients, by those of the parallel form."""
-    block_t, fp32, bf16 = 128, 4, 2
-    return (DSTATE * fp32 / block_t) / (DSTATE * bf16)
