@@ -33,6 +33,7 @@ from ssdprof.report.plots.canvas import draw as drawn
 
 MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
 NCU_SECONDS = 40
+DEVICE = "cuda"
 CELL_SECONDS = 0.8
 COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
 
@@ -51,7 +52,7 @@ class Study:
         return self.budget - self.result.seconds
 
     def run(self, *, with_ncu: bool) -> None:
-        bench = CudaBench(torch.device("cuda"))
+        bench = CudaBench(torch.device(DEVICE))
         copy_gb_per_s = measure_ceilings(bench.device).copy_gb_per_s
         reserved = NCU_SECONDS if with_ncu else 0
         for cell in cells():
@@ -68,7 +69,7 @@ class Study:
 
     def measure(self, cell: Cell, bench: CudaBench, copy_gb_per_s: float) -> None:
         inputs = draw(
-            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device="cuda"
+            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device=DEVICE
         )
         judge, kernels = Judge(inputs), (of_rank if cell["rank"] else diagonal)(cell["dim"])
         outputs, facts = {}, {}

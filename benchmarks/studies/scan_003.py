@@ -24,9 +24,10 @@ from selective_scan.contenders import both, forward, kept_bytes, tiles
 from selective_scan.inputs import Layer, ScanInputs, draw_layer
 from selective_scan.peer import MOST_RMS_ERROR, MambaSsm
 from selective_scan.peer import NAME as PEER
+from selective_scan.quoted import quoted
 from selective_scan.reference import Judge, scan
 from selective_scan.values import values_of
-from study import Result, row, timed, write
+from study import Result, gpu_name, published, row, timed, write
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.measure.events import cuda_event
@@ -36,6 +37,7 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.timing import CudaBench
 from ssdprof.report.plots.canvas import draw as drawn
 
+DEVICE = "cuda"
 CELL_SECONDS = 0.8  # of sampling by our clock
 WARM_SECONDS = 0.15  # of the source's clock, for each contender
 LOOP = "a loop in Python"
@@ -50,7 +52,7 @@ class Study:
         self.result = Result(study="scan-003")
         self.budget = budget
         self.wrong: list[str] = []
-        self.bench = CudaBench(torch.device("cuda"))
+        self.bench = CudaBench(torch.device(DEVICE))
         self.peer: MambaSsm | None = None
         try:
             self.peer = MambaSsm()
@@ -69,10 +71,10 @@ class Study:
 
     def measure(self, cell: Cell) -> None:
         of_pass, seqlen = cell
-        layer = draw_layer(batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device="cuda")
+        layer = draw_layer(batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device=DEVICE)
         inputs, dy = layer.scan_inputs(), None
         if of_pass == "forward and backward":
-            dy = torch.randn(inputs.x.shape, device="cuda").to(inputs.x.dtype)
+            dy = torch.randn(inputs.x.shape, device=DEVICE).to(inputs.x.dtype)
         runs, facts = self.verified(cell, layer, inputs, dy)
         outputs = {name: run() for name, run in runs.items()}
 
@@ -184,7 +186,8 @@ def main() -> int:
     study = Study(options.budget)
     study.run()
     plot = drawn(partial(report.paint, study.result.rows), (9, 4.2))
-    write(study.result, options.out, report.tables(study.result.rows), plot)
+    beside = quoted(published("scan-003"), study.result.rows, gpu_name())
+    write(study.result, options.out, {"Times": beside, **report.tables(study.result.rows)}, plot)
     print((options.out / "scan-003.md").read_text(encoding="utf-8"))
     for line in study.wrong:
         print(f"wrong: {line}", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ssdprof import __version__, environment
+from ssdprof.environment.machine import gpu
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench, time_in_turns
 
@@ -154,8 +155,24 @@ def number(value: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown; numbers to the right."""
-    return tabulate([[number(cell) for cell in line] for line in rows], head, "pipe", disable_numparse=True)
+    """Markdown, without the columns that are empty."""
+    lines = [[number(cell) for cell in line] for line in rows]
+    kept = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    cut = [[line[i] for i in kept] for line in lines]
+    return tabulate(cut, [head[i] for i in kept], "pipe", disable_numparse=True)
+
+
+def ticks(panel: Any, values: Iterable[int]) -> None:
+    """Names the measured places of a logarithmic x axis, and no others."""
+    places = sorted(set(values))
+    panel.set_xticks(places, [f"{place:,}" for place in places], rotation=45 if max(places, default=0) > 999 else 0)
+    panel.minorticks_off()
+
+
+def gpu_name() -> str:
+    """As torch calls the current GPU; "no GPU" if there is none."""
+    found = gpu()
+    return found.name if found else "no GPU"
 
 
 def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) -> None:
@@ -163,13 +180,14 @@ def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) 
     folder.mkdir(parents=True, exist_ok=True)
     document, stated = result.document(), published(result.study)
     machine = document["environment"]
-    gpu, packages = machine["gpu"] or {"name": "no GPU", "driver": "", "cuda": ""}, machine["packages"]
-    found = verdicts(stated, result.values, gpu["name"])
+    versions, packages = machine["gpu"] or {"driver": "none", "cuda": "none"}, machine["packages"]
+    name = gpu_name()
+    found = verdicts(stated, result.values, name)
     document["claims"] = [asdict(one) for one in found]
     missing = "\n".join(f"- {what}: {why}" for what, why in result.missing.items())
     lines = [
         f"# {stated['title']}",
-        f"{stated['source']}  Quoted from {stated['gpu']}; measured on {gpu['name']}.",
+        f"{stated['source']}  Quoted from {stated['gpu']}; measured on {name}.",
         f"![{stated['title']}]({result.study}.svg)",
         "## Claims",
         table(
@@ -181,7 +199,7 @@ def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) 
         "\n".join(f"- {choice}" for choice in stated["choices"]),
         *(part for title, text in sections.items() if text for part in (f"## {title}", text)),
         *(("## Not measured", missing) if missing else ()),
-        f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, torch {packages['torch']}, Triton "
+        f"{name}, driver {versions['driver']}, CUDA {versions['cuda']}, torch {packages['torch']}, Triton "
         f"{packages['triton']}, Python {machine['python']}; {document['created']}; {document['seconds']} s; "
         f"`{document['command']}`.",
     ]

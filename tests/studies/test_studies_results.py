@@ -20,6 +20,7 @@ from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, d
 from selective_scan.cells import cells as scan_cells
 from selective_scan.contenders import SEQUENTIAL, both, forward, tile, tiles
 from selective_scan.peer import NAME as PEER
+from selective_scan.quoted import quoted
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.report.plots.canvas import draw
@@ -151,6 +152,24 @@ def test_verdicts() -> None:
     assert of("NVIDIA H200", 1.2, 5)[:2] == ["outside (other GPU)", "other GPU"]
     last = study.verdicts(document, {}, "NVIDIA H200")
     assert [one.measured for one in last[2:]] == ["missing: absent", "it needs a model"]
+
+
+def test_quoted_times() -> None:
+    rows = [
+        {"pass": "forward", "seqlen": 32768, "contender": tile(64), "warm_us": 2200.0},
+        {"pass": "forward", "seqlen": 512, "contender": SEQUENTIAL, "warm_us": 100.0},
+    ]
+
+    def verdicts_of(gpu: str) -> dict[tuple[str, str, str], str]:
+        cells = [[cell.strip() for cell in line.split("|")] for line in quoted(document, rows, gpu).splitlines()[2:]]
+        return {(line[2], line[3], line[4]): line[8] for line in cells if line[1] == "forward"}
+
+    document = study.published("scan-003")
+    found = verdicts_of("NVIDIA H200")
+    assert found[tile(64), "32,768", "calls back to back"] == "inside"  # 2,021 us
+    assert found[SEQUENTIAL, "512", "calls back to back"] == "outside"  # 178 us
+    assert found[PEER, "512", "calls back to back"] == "not measured"
+    assert verdicts_of("NVIDIA H100")[tile(64), "32,768", "calls back to back"] == "other GPU"
 
 
 @pytest.mark.parametrize("name", STUDIES)

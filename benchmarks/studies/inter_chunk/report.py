@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from study import table
+from study import table, ticks
 
-from inter_chunk.cells import DIMS, RANK_CHUNKS, Cell, cells
+from inter_chunk.cells import CHUNKS, DIMS, RANK_CHUNKS, RANKS, Cell, cells
 from inter_chunk.contenders import BASELINE, PRODUCTS, baseline_of, diagonal, of_rank
 from ssdprof.report.plots.canvas import COLORS, GREY, legend_below
 
@@ -65,13 +65,16 @@ def paint(measured: Sequence[Row], figure: Figure) -> None:
         if floors:
             panel.plot(*zip(*floors, strict=True), color=GREY, ls=":")
         panel.set(xscale="log", yscale="log", xlabel="chunks", title=f"states {dim} x {dim}")
+        ticks(panel, CHUNKS)
     own = [r for r in measured if r["dim"] == DIMS[0] and r["rank"]]
     for name in of_rank(DIMS[0]):
         color = COLORS[0] if name.endswith(PRODUCTS[0]) else COLORS[1]
         _line(panels[-1], own, name, "rank", color=color, label=name, ls="--" if name.startswith(BASELINE) else "-")
     panels[-1].set(xscale="log", yscale="log", xlabel="rank", title=f"low rank, {RANK_CHUNKS} chunks, 64 x 64")
+    ticks(panels[-1], RANKS)
     panels[0].set_ylabel("device time, us (dotted: floor)")
-    legend_below(figure, 4)
+    if measured:
+        legend_below(figure, 4)
 
 
 def _line(panel: Any, rows: Sequence[Row], name: str, key: str, **style: Any) -> None:

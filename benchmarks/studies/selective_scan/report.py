@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from study import table
+from study import table, ticks
 
-from selective_scan.cells import cells
+from selective_scan.cells import BOTH_LENGTHS, FORWARD_LENGTHS, cells
 from selective_scan.contenders import both, forward
 from selective_scan.peer import NAME as PEER
 from ssdprof.report.plots.canvas import COLORS, legend_below
@@ -55,5 +55,7 @@ def paint(rows: Sequence[Row], figure: Figure) -> None:
                     label = name if style == "-" and of_pass == "forward" else "_"
                     panel.plot(*zip(*points, strict=True), color=color, ls=style, marker=".", label=label)
         panel.set(xscale="log", yscale="log", xlabel="positions", title=of_pass)
+        ticks(panel, FORWARD_LENGTHS if of_pass == "forward" else BOTH_LENGTHS)
     panels[0].set_ylabel("us (dashed: the source's clock)")
-    legend_below(figure, 3)
+    if rows:
+        legend_below(figure, 3)

@@ -1,0 +1,115 @@
+"""The runners from the command line to their files, on a CPU: small cells, in the interpreter, without a clock."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import scan_002
+import scan_003
+import study
+import torch
+from inter_chunk.contenders import PROPOSED
+from inter_chunk.contenders import diagonal as diagonal_contenders
+from selective_scan.contenders import SEQUENTIAL, tile
+
+from ssdprof import environment
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.schema import Launch
+
+ENVIRONMENT = environment.collect()  # before torch is said to have a GPU
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
+
+
+@contextmanager
+def one_launch() -> Iterator[list[Any]]:
+    yield [Launch(kernel="_kernel", config={}, registers=32, spills=0, shared_bytes=64)]
+
+
+def timed(
+    runs: Mapping[str, Callable[[], Any]], _bench: Any, _seconds: float, wrong: Callable[[str, Any], str]
+) -> tuple[dict[str, study.Time], dict[str, str]]:
+    reasons = {name: reason for name, run in runs.items() if (reason := wrong(name, run()))}
+    time = study.Time(device_us=2.0, device_low_us=1.0, device_high_us=3.0, call_us=4.0)
+    return {name: time for name in runs if name not in reasons}, reasons
+
+
+def no_counters(*_: Any, **__: Any) -> None:
+    raise MissingCapabilityError("No ncu here.", "Install it.")
+
+
+@pytest.fixture(params=[scan_002, scan_003])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path)])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    module: Any = request.param
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "CudaBench", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(module, "measure_ceilings", lambda _: SimpleNamespace(copy_gb_per_s=4000.0))
+    for name in ("recorded_launches", "counted_launches"):
+        monkeypatch.setattr(module, name, one_launch)
+    monkeypatch.setattr(module, "timed", timed)
+    monkeypatch.setattr(study, "gpu", lambda: None)
+    monkeypatch.setattr(study.environment, "collect", lambda: ENVIRONMENT)
+    for name, size in (("BATCH", 1), ("HEADS", 2), ("DSTATE", 16)):
+        monkeypatch.setattr(module, name, size, raising=False)
+    if module is scan_002:
+        cells = [{"dim": 64, "chunks": 4, "rank": 0}, {"dim": 64, "chunks": 4, "rank": 2}]
+        monkeypatch.setattr(module, "cells", lambda: cells)
+        monkeypatch.setattr(module, "count", no_counters)
+    else:
+        monkeypatch.setattr(module, "cells", lambda: [("forward", 20), ("forward and backward", 20)])
+        monkeypatch.setattr(module, "warm_us", lambda *_: (7.0, 1))
+        monkeypatch.setattr(module, "kernel_us", lambda *_: 0.0)
+    return module
+
+
+def stored_in(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("*.json")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def test_from_the_command_line_to_the_files(runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main() == 0
+    stored = stored_in(tmp_path)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".md", ".svg"}
+    rows = [r for r in stored["rows"] if "excess" in r]
+    assert all(r["device_us"] == 2.0 and r["excess"] <= 1 for r in rows)
+    if runner is scan_002:
+        assert {r["contender"] for r in rows if not r["rank"]} == set(diagonal_contenders(64))
+        assert {r["same_bits"] for r in rows if r["contender"] == PROPOSED} == {True}
+        assert stored["missing"] == {scan_002.COUNTED: "No ncu here. Install it."}
+    else:
+        assert {r["contender"] for r in rows if r["pass"] == "forward and backward"} == {SEQUENTIAL, tile(128)}
+        assert stored["missing"].keys() == {"mamba_ssm", "times of kernels by torch's profiler"}
+    assert "## Claims" in capsys.readouterr().out
+
+
+def test_a_contender_that_is_wrong_has_no_time(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if runner is scan_002:
+        broken = {**diagonal_contenders(64), PROPOSED: lambda inputs: torch.zeros_like(inputs.states)}
+        monkeypatch.setattr(runner, "diagonal", lambda _: broken)
+    else:
+        broken = {**runner.forward(), SEQUENTIAL: lambda inputs: torch.zeros_like(inputs.x)}
+        monkeypatch.setattr(runner, "forward", lambda: broken)
+    assert runner.main() == 1
+    name = PROPOSED if runner is scan_002 else SEQUENTIAL
+    assert f"wrong: {name}" in capsys.readouterr().err
+    of_broken = [r for r in stored_in(tmp_path)["rows"] if r["contender"] == name]
+    assert "device_us" not in of_broken[0]
+    assert of_broken[0]["excess"] > 1
+
+
+def test_cells_without_time_left_are_named(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "0"])
+    assert runner.main() == 0
+    stored = stored_in(tmp_path)
+    assert stored["rows"] == []
+    assert sum("the budget of 0 s was spent" in why for why in stored["missing"].values()) == 2
+    assert {claim["verdict"] for claim in stored["claims"]} == {"not measured"}
