@@ -43,7 +43,7 @@ def no_counters(*_: Any, **__: Any) -> None:
 
 @pytest.fixture(params=[scan_002, scan_003])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "9999"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     module: Any = request.param
     monkeypatch.setattr(module, "DEVICE", "cpu")
@@ -54,14 +54,14 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "timed", timed)
     monkeypatch.setattr(study, "gpu", lambda: None)
     monkeypatch.setattr(study.environment, "collect", lambda: ENVIRONMENT)
-    for name, size in (("BATCH", 1), ("HEADS", 2), ("DSTATE", 16)):
+    for name, size in (("BATCH", 1), ("HEADS", 1), ("DSTATE", 4)):
         monkeypatch.setattr(module, name, size, raising=False)
     if module is scan_002:
-        cells = [{"dim": 64, "chunks": 4, "rank": 0}, {"dim": 64, "chunks": 4, "rank": 2}]
+        cells = [{"dim": 16, "chunks": 3, "rank": 0}, {"dim": 16, "chunks": 3, "rank": 2}]
         monkeypatch.setattr(module, "cells", lambda: cells)
         monkeypatch.setattr(module, "count", no_counters)
     else:
-        monkeypatch.setattr(module, "cells", lambda: [("forward", 20), ("forward and backward", 20)])
+        monkeypatch.setattr(module, "cells", lambda: [("forward", 5), ("forward and backward", 5)])
         monkeypatch.setattr(module, "warm_us", lambda *_: (7.0, 1))
         monkeypatch.setattr(module, "kernel_us", lambda *_: 0.0)
     return module
@@ -80,7 +80,7 @@ def test_from_the_command_line_to_the_files(runner: Any, tmp_path: Path, capsys:
     rows = [r for r in stored["rows"] if "excess" in r]
     assert all(r["device_us"] == 2.0 and r["excess"] <= 1 for r in rows)
     if runner is scan_002:
-        assert {r["contender"] for r in rows if not r["rank"]} == set(diagonal_contenders(64))
+        assert {r["contender"] for r in rows if not r["rank"]} == set(diagonal_contenders(16))
         assert {r["same_bits"] for r in rows if r["contender"] == PROPOSED} == {True}
         assert stored["missing"] == {scan_002.COUNTED: "No ncu here. Install it."}
     else:
@@ -93,7 +93,7 @@ def test_a_contender_that_is_wrong_has_no_time(
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if runner is scan_002:
-        broken = {**diagonal_contenders(64), PROPOSED: lambda inputs: torch.zeros_like(inputs.states)}
+        broken = {**diagonal_contenders(16), PROPOSED: lambda inputs: torch.zeros_like(inputs.states)}
         monkeypatch.setattr(runner, "diagonal", lambda _: broken)
     else:
         broken = {**runner.forward(), SEQUENTIAL: lambda inputs: torch.zeros_like(inputs.x)}

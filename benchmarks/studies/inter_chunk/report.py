@@ -73,7 +73,7 @@ def paint(measured: Sequence[Row], figure: Figure) -> None:
     panels[-1].set(xscale="log", yscale="log", xlabel="rank", title=f"low rank, {RANK_CHUNKS} chunks, 64 x 64")
     ticks(panels[-1], RANKS)
     panels[0].set_ylabel("device time, us (dotted: floor)")
-    if measured:
+    if any(panel.lines for panel in panels):
         legend_below(figure, 4)
 
 

@@ -53,7 +53,7 @@ def _word(contender: str) -> str:
 
 
 def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: str) -> None:
-    """Of one cell with a diagonal transition.  X_by_registers: how many times as long X takes."""
+    """For one cell with a diagonal transition.  X_by_registers: how many times as long X takes."""
     if not {BASELINE, PROPOSED, NOT_AHEAD} <= of.keys():
         return
     base, ours, bare = of[BASELINE], of[PROPOSED], of[NOT_AHEAD]
@@ -87,7 +87,7 @@ def _rank_speeds(values: dict[str, float], of: Mapping[str, Row], place: str) ->
 
 
 def _counted(values: dict[str, float], of: Mapping[str, Row], place: str) -> None:
-    """Of one cell that ncu watched."""
+    """For one cell that ncu watched."""
     if not {BASELINE, PROPOSED} <= of.keys():
         return
     base, ours = of[BASELINE], of[PROPOSED]

@@ -19,7 +19,7 @@ _TRACED_RUNS = 10
 def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
     """(mean microseconds, number of calls): 100 calls, then 500 back to back between two events, caches warm.
 
-    Of both, fewer calls where they would take longer than `seconds`.
+    There are fewer of both where they would take longer than `seconds`.
     """
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -82,7 +82,7 @@ class Judge:
         }
 
     def excess(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Of each tensor, the largest |found - exact| of any head, as a share of what roundings allow.
+        """For each tensor, the largest |found - exact| of any head, as a share of what roundings allow.
 
         Above 1 is wrong.  Allowed, as by ssdprof's own comparator: 2 * (max|rounded - exact| + eps * max|exact|).
         """

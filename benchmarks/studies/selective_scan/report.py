@@ -57,5 +57,5 @@ def paint(rows: Sequence[Row], figure: Figure) -> None:
         panel.set(xscale="log", yscale="log", xlabel="positions", title=of_pass)
         ticks(panel, FORWARD_LENGTHS if of_pass == "forward" else BOTH_LENGTHS)
     panels[0].set_ylabel("us (dashed: the source's clock)")
-    if rows:
+    if any(panel.lines for panel in panels):
         legend_below(figure, 3)
