@@ -72,13 +72,16 @@ class Study:
             batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device=DEVICE
         )
         judge, kernels = Judge(inputs), (of_rank if cell["rank"] else diagonal)(cell["dim"])
-        outputs, facts = {}, {}
-        for name, kernel in kernels.items():
-            with recorded_launches() as launches, counted_launches() as launched:
-                out = kernel(inputs)
+        found, counts, facts, outputs = {}, {}, {}, {}
+        with recorded_launches() as launches:  # one compiled kernel for each contender
+            for name, kernel in kernels.items():
+                with counted_launches() as launched:
+                    found[name] = kernel(inputs)
+                counts[name] = len(launched)
+        for (name, out), launch in zip(found.items(), launches, strict=True):
             facts[name] = {
-                "launches": len(launched),
-                **launches[0].model_dump(include={"registers", "spills", "shared_bytes"}),
+                "launches": counts[name],
+                **launch.model_dump(include={"registers", "spills", "shared_bytes"}),
                 "excess": judge.excess(out),
                 "rms_error": judge.rms_error(out),
             }
@@ -86,7 +89,7 @@ class Study:
                 self.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
                 continue
             outputs[name] = out
-            self.watch(cell, name, [launches[0].kernel] * len(launched))
+            self.watch(cell, name, [launch.kernel] * counts[name])
         baselines = {name: outputs[base] for name in outputs if (base := baseline_of(name)) in outputs}
         for name, out in outputs.items():
             facts[name]["same_bits"] = name in baselines and torch.equal(out, baselines[name])

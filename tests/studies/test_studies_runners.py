@@ -24,9 +24,24 @@ ENVIRONMENT = environment.collect()  # before torch is said to have a GPU
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
 
-@contextmanager
-def one_launch() -> Iterator[list[Any]]:
-    yield [Launch(kernel="_kernel", config={}, registers=32, spills=0, shared_bytes=64)]
+class Launches:
+    """One kernel for every call in the block."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[list[Any]]:
+        self._calls += 1
+        yield [None]
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Launch]]:
+        found: list[Launch] = []
+        before = self._calls
+        yield found
+        launch = Launch(kernel="_kernel", config={}, registers=32, spills=0, shared_bytes=64)
+        found += [launch] * (self._calls - before)
 
 
 def timed(
@@ -49,8 +64,9 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module, "CudaBench", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(module, "measure_ceilings", lambda _: SimpleNamespace(copy_gb_per_s=4000.0))
-    for name in ("recorded_launches", "counted_launches"):
-        monkeypatch.setattr(module, name, one_launch)
+    launches = Launches()
+    monkeypatch.setattr(module, "recorded_launches", launches.recorded)
+    monkeypatch.setattr(module, "counted_launches", launches.counted)
     monkeypatch.setattr(module, "timed", timed)
     monkeypatch.setattr(study, "gpu", lambda: None)
     monkeypatch.setattr(study.environment, "collect", lambda: ENVIRONMENT)
