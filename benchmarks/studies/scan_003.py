@@ -20,7 +20,7 @@ import torch
 from selective_scan import report
 from selective_scan.cells import BATCH, DSTATE, HEADS, LOOP_LENGTHS, Cell, cells
 from selective_scan.clocks import kernel_us, warm_us
-from selective_scan.contenders import both, forward, kept_bytes, tile, tiles
+from selective_scan.contenders import Forward, both, forward, kept_bytes, tile, tiles
 from selective_scan.inputs import Layer, ScanInputs, draw_layer
 from selective_scan.peer import MOST_RMS_ERROR, MambaSsm
 from selective_scan.peer import NAME as PEER
@@ -168,7 +168,11 @@ def ours(cell: Cell, inputs: ScanInputs, dy: torch.Tensor | None) -> Iterator[tu
         return
     kernels = tiles() if cell[0] == "tiles" else forward()
     for name, kernel in kernels.items():
-        yield name, lambda kernel=kernel: {"y": kernel(inputs)}
+        yield name, partial(_forward, kernel, inputs)
+
+
+def _forward(kernel: Forward, inputs: ScanInputs) -> Found:
+    return {"y": kernel(inputs)}
 
 
 def peer_run(peer: MambaSsm, layer: Layer, dy: torch.Tensor | None) -> Run:

@@ -85,6 +85,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_offsets_beyond_32_bits(name: str) -> None:
+    inputs = draw(batch=2, chunks=5, heads=2, dim=16, device=DEVICE)
+    _, *strides = inputs.states.stride()
+    far = torch.empty_strided(inputs.states.shape, (2**31, *strides), dtype=torch.bfloat16, device=DEVICE)
+    far.copy_(inputs.states)
+    assert torch.equal(DIAGONAL[name](replace(inputs, states=far)), DIAGONAL[name](inputs))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_at_the_sizes_of_the_study(dim: int) -> None:
     inputs = draw(batch=4, chunks=64, heads=16, dim=dim, device=DEVICE)

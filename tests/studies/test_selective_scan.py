@@ -105,6 +105,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_offsets_beyond_32_bits(form: Form) -> None:
+    inputs = draw_layer(batch=2, seqlen=40, heads=2, dstate=16, device=DEVICE).scan_inputs()
+    dy = gradient_of_y(inputs)
+    _, *strides = inputs.B.stride()
+    far = torch.empty_strided(inputs.B.shape, (2**31, *strides), dtype=torch.bfloat16, device=DEVICE)
+    far.copy_(inputs.B)
+    near, found = run_both(inputs, dy, form=form), run_both(replace(inputs, B=far), dy, form=form)
+    assert all(torch.equal(near[name], tensor) for name, tensor in found.items())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", both())
 def test_every_call_has_the_same_bits(name: str) -> None:
     inputs = draw_layer(batch=16, seqlen=4096, heads=8, dstate=64, device=DEVICE).scan_inputs()

@@ -26,7 +26,7 @@ class _Scan(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, decay, B, C, kept = ctx.saved_tensors
         run = sequential_backward if ctx.form == "sequential" else parallel_backward
         return None, None, *run(ScanInputs(x=x, decay=decay, B=B, C=C), dy, kept, config=ctx.config)
@@ -34,5 +34,5 @@ class _Scan(torch.autograd.Function):
 
 def scan(inputs: ScanInputs, form: Form, *, config: ScanConfig | None = None) -> torch.Tensor:
     """y (b, l, h), of which torch can take the gradient by x, decay, B and C."""
-    y: torch.Tensor = _Scan.apply(form, config, *inputs.tensors)
+    y: torch.Tensor = _Scan.apply(form, config, *inputs.tensors)  # type: ignore[no-untyped-call]
     return y

@@ -72,7 +72,7 @@ def _parallel_backward_kernel(
 
 def parallel_backward(
     inputs: ScanInputs, dy: torch.Tensor, states: torch.Tensor, *, config: ScanConfig | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """(dx, ddecay, dB, dC).  states: of the forward kernel."""
     config = config or CONFIG
     batch, _, nheads, n = inputs.B.shape

@@ -81,7 +81,7 @@ def _sequential_backward_kernel(
 
 def sequential_backward(
     inputs: ScanInputs, dy: torch.Tensor, entering: torch.Tensor, *, config: ScanConfig | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """(dx, ddecay, dB, dC).  entering: of the forward kernel with the same block_t."""
     config = config or ScanConfig()
     batch, seqlen, nheads, n = inputs.B.shape

@@ -39,8 +39,8 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float) -> dict[str, float]:
         for name, contender in (("peer", PEER), ("parallel", tile(64))):
             long, short = ("forward", 2048, contender), ("forward", 512, contender)
             ratio(f"{clock}_{name}_2048_by_512", long, short, clock)
-        place = "forward and backward"
-        ratio(f"{clock}_both_8192_by_2048", (place, 8192, tile(128)), (place, 2048, tile(128)), clock)
+        long, short = (("forward and backward", length, tile(128)) for length in (8192, 2048))
+        ratio(f"{clock}_both_8192_by_2048", long, short, clock)
         for t in TILES:
             tiles = ("tiles", TILES_LENGTH)
             ratio(f"{clock}_t{t}_by_t128", (*tiles, tile(t)), (*tiles, tile(128)), clock)
