@@ -17,11 +17,13 @@ import selective_scan.values
 import study
 from inter_chunk.cells import cells as inter_chunk_cells
 from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, diagonal, of_rank
+from inter_chunk.counters import L2_READS, Watched, count, records
 from selective_scan.cells import cells as scan_cells
 from selective_scan.contenders import SEQUENTIAL, both, forward, tile, tiles
 from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 
+from ssdprof.environment.checks import find_ncu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.report.plots.canvas import draw
 from ssdprof.stalls.raw import RawKernel
@@ -209,8 +211,6 @@ def test_a_baseline_has_the_same_products() -> None:
 
 
 def test_counters_are_added_up_over_the_launches_of_a_call() -> None:
-    from inter_chunk.counters import L2_READS, Watched, records
-
     def launch(sectors: int) -> RawKernel:
         metrics = {L2_READS: sectors, "dram__bytes_read.sum": 10, "launch__registers_per_thread": 32}
         return RawKernel(function="_one_chunk_kernel", metrics=metrics)
@@ -242,3 +242,17 @@ def test_a_runner_in_a_short_time(runner: Any, monkeypatch: pytest.MonkeyPatch, 
     (stored,) = (json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*.json"))
     assert stored["rows"]
     assert all(r["device_us"] > 0 for r in stored["rows"] if "device_us" in r)
+
+
+@pytest.mark.gpu
+@pytest.mark.ncu
+@pytest.mark.skipif(find_ncu() is None, reason="needs Nsight Compute")
+def test_what_ncu_counts_is_what_a_kernel_must_read() -> None:
+    names = {BASELINE: ("_loop_kernel",), PROPOSED: ("_loop_kernel",), "one launch a chunk": ("_one_chunk_kernel",) * 8}
+    watched = [Watched(contender=name, chunks=8, dim=64, kernels=kernels) for name, kernels in names.items()]
+    back, kept, launches = count(watched, timeout_s=120)
+    states = 4 * 8 * 16 * 64 * 64 * 2 / 32  # sectors
+    assert kept["l2_read_sectors"] == pytest.approx(states, rel=0.1)
+    for record in (back, launches):  # but for the first chunk, the state before is read too
+        assert record["l2_read_sectors"] == pytest.approx(states * (2 - 1 / 8), rel=0.1)
+    assert 0 < kept["occupancy_pct"] <= 100
