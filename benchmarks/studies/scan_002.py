@@ -11,31 +11,37 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from inter_chunk import report
+from inter_chunk import peer, report
 from inter_chunk.cells import BATCH, HEADS, Cell, cells
 from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, diagonal, of_rank
 from inter_chunk.counters import Watched, count
-from inter_chunk.inputs import draw
+from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge
 from inter_chunk.values import values_of
 from study import Result, row, timed, write
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
+from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.timing import CudaBench
 from ssdprof.report.plots.canvas import draw as drawn
+from ssdprof.schema import Launch
 
 MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
 NCU_SECONDS = 40
 DEVICE = "cuda"
 CELL_SECONDS = 0.8
 COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
+
+
+Run = Callable[[], torch.Tensor | peer.Passed]
 
 
 class Study:
@@ -47,6 +53,11 @@ class Study:
         self.wrong: list[str] = []
         self.watched: list[Watched] = []
         self.counters: list[dict[str, Any]] = []
+        self.peer: peer.MambaSsm | None = None
+        try:
+            self.peer = peer.MambaSsm()
+        except ImportError as error:
+            self.result.missing[peer.NAME] = f"mamba_ssm cannot be imported here: {error}"
 
     def left(self) -> float:
         return self.budget - self.result.seconds
@@ -79,12 +90,7 @@ class Study:
                     found[name] = kernel(inputs)
                 counts[name] = len(launched)
         for (name, out), launch in zip(found.items(), launches, strict=True):
-            facts[name] = {
-                "launches": counts[name],
-                **launch.model_dump(include={"registers", "spills", "shared_bytes"}),
-                "excess": judge.excess(out),
-                "rms_error": judge.rms_error(out),
-            }
+            facts[name] = facts_of(launch, counts[name], judge, out)
             if facts[name]["excess"] > 1:
                 self.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
                 continue
@@ -95,14 +101,45 @@ class Study:
             facts[name]["same_bits"] = name in baselines and torch.equal(out, baselines[name])
         floor_us = inputs.least_bytes() / copy_gb_per_s / 1e3
 
-        def changed(name: str, out: torch.Tensor) -> str:
-            return "" if torch.equal(out, outputs[name]) else "other bits after the timed loop"
+        runs: dict[str, Run] = {name: partial(kernels[name], inputs) for name in outputs}
+        run, known = self.peer_call(cell, inputs)
+        if known:
+            facts[peer.NAME] = known
+        if run:
+            runs[peer.NAME] = run
+        firsts = {name: run() for name, run in runs.items()}
 
-        runs = {name: partial(kernels[name], inputs) for name in outputs}
+        def changed(name: str, out: torch.Tensor | peer.Passed) -> str:
+            now, first = ((one,) if isinstance(one, torch.Tensor) else one for one in (out, firsts[name]))
+            return "" if all(map(torch.equal, now, first)) else "other bits after the timed loop"
+
         times, untimed = timed(runs, bench, CELL_SECONDS, changed)
         self.result.missing |= {f"{name} at {cell}": why for name, why in untimed.items()}
-        for name in kernels:
+        for name in facts:
             self.result.rows.append(row(cell, name, times.get(name), **facts[name], floor_us=floor_us))
+
+    def peer_call(self, cell: Cell, inputs: InterChunkInputs) -> tuple[Run | None, dict[str, Any]]:
+        """On the same states, with one decay for each chunk and head, and what is known of it.
+
+        None if it is not there, or not right; whatever it raises, the others go on.
+        """
+        if self.peer is None or cell["rank"]:
+            return None, {}
+        own = peer.scalar(inputs)
+        run = partial(self.peer.run, *peer.arguments(own))
+        try:
+            run()  # tunes itself
+            with recorded_launches() as launches, counted_launches() as launched:
+                out = peer.leaving(run(), own)
+        except Exception as error:
+            refuse_if_lost(torch.device(DEVICE), peer.NAME, error)
+            self.result.missing[f"{peer.NAME} at {cell}"] = first_line(error)
+            return None, {}
+        known = facts_of(launches[0], len(launched), Judge(own), out)
+        if known["excess"] > 1:
+            self.result.missing[f"{peer.NAME} at {cell}"] = "its output is not right"
+            return None, known
+        return run, known
 
     def watch(self, cell: Cell, name: str, kernels: list[str]) -> None:
         if not cell["rank"] and len(kernels) <= MOST_WATCHED_LAUNCHES and wanted(cell, name):
@@ -114,6 +151,16 @@ class Study:
             self.counters = count(self.watched, timeout_s=max(self.left(), 20.0))
         except SsdprofError as error:
             self.result.missing[COUNTED] = f"{error.message} {error.hint}"
+
+
+def facts_of(launch: Launch, count: int, judge: Judge, out: torch.Tensor) -> dict[str, Any]:
+    """What is known of a contender beside its time."""
+    return {
+        "launches": count,
+        **launch.model_dump(include={"registers", "spills", "shared_bytes"}),
+        "excess": judge.excess(out),
+        "rms_error": judge.rms_error(out),
+    }
 
 
 def wanted(cell: Cell, name: str) -> bool:

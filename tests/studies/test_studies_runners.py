@@ -1,10 +1,11 @@
 """The runners from the command line to their files, on a CPU: small cells, in the interpreter, without a clock."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import study
 import torch
 from inter_chunk.contenders import PROPOSED
 from inter_chunk.contenders import diagonal as diagonal_contenders
+from inter_chunk.inputs import draw
 from selective_scan.contenders import SEQUENTIAL, tile
 
 from ssdprof import environment
@@ -98,11 +100,44 @@ def test_from_the_command_line_to_the_files(runner: Any, tmp_path: Path, capsys:
     if runner is scan_002:
         assert {r["contender"] for r in rows if not r["rank"]} == set(diagonal_contenders(16))
         assert {r["same_bits"] for r in rows if r["contender"] == PROPOSED} == {True}
-        assert stored["missing"] == {scan_002.COUNTED: "No ncu here. Install it."}
+        assert stored["missing"].keys() == {scan_002.COUNTED, "mamba_ssm's state pass"}
+        assert stored["missing"][scan_002.COUNTED] == "No ncu here. Install it."
     else:
         assert {r["contender"] for r in rows if r["pass"] == "forward and backward"} == {SEQUENTIAL, tile(128)}
         assert stored["missing"].keys() == {"mamba_ssm", "times of kernels by torch's profiler"}
     assert "## Claims" in capsys.readouterr().out
+
+
+def passed_on(
+    states: torch.Tensor, log_decay: torch.Tensor, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As mamba_ssm's state pass: the states that enter chunks, and the last one in fp32."""
+    state = torch.zeros_like(states[:, 0], dtype=torch.float32)
+    entering = []
+    for c in range(states.shape[1]):
+        entering.append(state.to(out_dtype))
+        state = state * log_decay[:, :, c, None].exp() + states[:, c].float()
+    return torch.stack(entering, dim=1), state
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = draw(batch=2, chunks=4, heads=3, dim=8)
+    fake = ModuleType("mamba_ssm.ops.triton.ssd_state_passing")
+    fake._state_passing_fwd = passed_on if right else lambda states, *_, **__: (states, states[:, 0])  # type: ignore[attr-defined]
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(scan_002, "recorded_launches", two_launches)
+    monkeypatch.setattr(scan_002, "counted_launches", two_launches)
+    run, known = scan_002.Study(60).peer_call({"dim": 8, "chunks": 4, "rank": 0}, inputs)
+    assert (run is not None) == right
+    assert (known["excess"] <= 1) == right
+
+
+@contextmanager
+def two_launches() -> Iterator[list[Launch]]:
+    yield [Launch(kernel="_kernel", config={})] * 2
 
 
 def test_a_contender_that_is_wrong_has_no_time(

@@ -7,5 +7,6 @@ one_launch_a_chunk.py    a launch for each chunk
 chained.py               a program for each chunk, which waits for the chunk before (atomic flags)
 associative.py           an associative scan over tiles of chunks
 look_back.py             segments of chunks in parallel, whose sums are passed on by flags
+peer.py                  mamba_ssm's state pass, which keeps its state in registers
 low_rank.py              the loop with A_c = diag(decay) (I - W Y^T)
 """

@@ -9,6 +9,7 @@ from study import table, ticks
 
 from inter_chunk.cells import CHUNKS, DIMS, RANK_CHUNKS, RANKS, Cell, cells
 from inter_chunk.contenders import BASELINE, PRODUCTS, baseline_of, diagonal, of_rank
+from inter_chunk.peer import NAME as PEER
 from ssdprof.report.plots.canvas import COLORS, GREY, legend_below
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _times(rows: Sequence[Row]) -> str:
         lines.append((
             r["contender"], own or "not timed", r.get("call_us"), f"{base / own:.2f}x" if own and base else "",
             f"{100 * r['floor_us'] / own:.0f} %" if own else "", r["launches"], r["registers"], r["spills"],
-            "yes" if r.get("same_bits") else "no", f"{r['rms_error']:.1e}",
+            {True: "yes", False: "no"}.get(r.get("same_bits"), ""), f"{r['rms_error']:.1e}",
         ))  # fmt: skip
     head = ("contender", "device us", "call us", "speedup", "of the floor", "launches", "registers", "spills",
             "same bits", "error, RMS")  # fmt: skip
@@ -59,7 +60,7 @@ def paint(measured: Sequence[Row], figure: Figure) -> None:
     panels = figure.subplots(1, len(DIMS) + 1)
     for panel, dim in zip(panels, DIMS, strict=False):
         own = [r for r in measured if r["dim"] == dim and not r["rank"]]
-        for color, name in zip((*COLORS, "#000000"), diagonal(dim), strict=True):
+        for color, name in zip((*COLORS, "#000000", GREY), (*diagonal(dim), PEER), strict=True):
             _line(panel, own, name, "chunks", color=color, label=name if dim == DIMS[0] else "_")
         floors = sorted({(r["chunks"], r["floor_us"]) for r in own})
         if floors:

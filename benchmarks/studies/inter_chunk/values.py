@@ -8,10 +8,11 @@ from typing import Any
 from inter_chunk.cells import CHUNKS, DIMS, RANK_CHUNKS, RANKS
 from inter_chunk.contenders import BASELINE, NOT_AHEAD, PRODUCTS, PROPOSED
 from inter_chunk.loop import LoopConfig
+from inter_chunk.peer import NAME as PEER
 
 Row = Mapping[str, Any]
 OTHERS = ("one launch a chunk", "chained", "associative", "look-back", "registers, a row a program",
-          "registers, a head a program", "registers, fp32")  # fmt: skip
+          "registers, a head a program", "registers, fp32", PEER)  # fmt: skip
 ROUNDED = (PROPOSED, NOT_AHEAD, "chained", "one launch a chunk")
 
 
@@ -49,7 +50,7 @@ def _of(rows: Sequence[Row], **cell: int) -> dict[str, Row]:
 
 
 def _word(contender: str) -> str:
-    return contender.replace(", ", "_").replace(" ", "_").replace("-", "_")
+    return contender.replace(", ", "_").replace(" ", "_").replace("-", "_").replace("'", "_")
 
 
 def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: str) -> None:
@@ -64,7 +65,8 @@ def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: st
     values[f"speedup_by_loads_ahead_{place}"] = bare["device_us"] / ours["device_us"]
     values[f"floor_pct_{place}"] = 100 * ours["floor_us"] / ours["device_us"]
     waiting = bare["device_us"] - bare["floor_us"]
-    values[f"hidden_pct_{place}"] = 100 * (bare["device_us"] - ours["device_us"]) / waiting
+    if waiting > 0:
+        values[f"hidden_pct_{place}"] = 100 * (bare["device_us"] - ours["device_us"]) / waiting
     programs_per_head = -(-dim // LoopConfig().rows)
     values[f"shared_bytes_per_head_{place}"] = float(programs_per_head * ours["shared_bytes"])
     for name in OTHERS:
