@@ -24,7 +24,7 @@ from inter_chunk.counters import Watched, count
 from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge
 from inter_chunk.values import values_of
-from study import Result, row, timed, write
+from study import Result, exit_code, measured, row, timed, write
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.measure.faults import first_line, refuse_if_lost
@@ -50,7 +50,6 @@ class Study:
     def __init__(self, budget: float) -> None:
         self.result = Result(study="scan-002")
         self.budget = budget
-        self.wrong: list[str] = []
         self.watched: list[Watched] = []
         self.counters: list[dict[str, Any]] = []
         self.peer: peer.MambaSsm | None = None
@@ -65,6 +64,7 @@ class Study:
     def run(self, *, with_ncu: bool) -> None:
         bench = CudaBench(torch.device(DEVICE))
         copy_gb_per_s = measure_ceilings(bench.device).copy_gb_per_s
+        self.result.values["copy_gb_per_s"] = copy_gb_per_s
         reserved = NCU_SECONDS if with_ncu else 0
         for cell in cells():
             if self.left() - reserved < CELL_SECONDS:
@@ -76,7 +76,6 @@ class Study:
             self.count()
         else:
             self.result.missing[COUNTED] = "not asked for"
-        self.result.values |= {"copy_gb_per_s": copy_gb_per_s, **values_of(self.result.rows, self.counters)}
 
     def measure(self, cell: Cell, bench: CudaBench, copy_gb_per_s: float) -> None:
         inputs = draw(
@@ -92,7 +91,7 @@ class Study:
         for (name, out), launch in zip(found.items(), launches, strict=True):
             facts[name] = facts_of(launch, counts[name], judge, out)
             if facts[name]["excess"] > 1:
-                self.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
+                self.result.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
                 continue
             outputs[name] = out
             self.watch(cell, name, [launch.kernel] * counts[name])
@@ -179,14 +178,13 @@ def main() -> int:
         raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
     study = Study(options.budget)
     with torch.no_grad():
-        study.run(with_ncu=not options.without_ncu)
+        finished = measured(study.result, partial(study.run, with_ncu=not options.without_ncu))
+    study.result.values |= values_of(study.result.rows, study.counters)
     study.result.more["counters"] = study.counters
     plot = drawn(partial(report.paint, study.result.rows), (11, 4.6))
     write(study.result, options.out, report.tables(study.result.rows, study.counters), plot)
     print((options.out / "scan-002.md").read_text(encoding="utf-8"))
-    for line in study.wrong:
-        print(f"wrong: {line}", file=sys.stderr)
-    return 1 if study.wrong else 0
+    return exit_code(study.result, finished)
 
 
 if __name__ == "__main__":

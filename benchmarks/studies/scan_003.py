@@ -27,7 +27,7 @@ from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 from selective_scan.reference import Judge, scan
 from selective_scan.values import values_of
-from study import Result, gpu_name, published, row, timed, write
+from study import Result, exit_code, gpu_name, measured, published, row, timed, write
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.measure.events import cuda_event
@@ -52,7 +52,6 @@ class Study:
     def __init__(self, budget: float) -> None:
         self.result = Result(study="scan-003")
         self.budget = budget
-        self.wrong: list[str] = []
         self.launches: dict[tuple[str, str], dict[str, Any]] = {}
         self.bench = CudaBench(torch.device(DEVICE))
         self.peer: MambaSsm | None = None
@@ -62,14 +61,13 @@ class Study:
             self.result.missing[PEER] = f"it cannot be imported here: {error}"
 
     def run(self) -> None:
-        copy_gb_per_s = measure_ceilings(self.bench.device).copy_gb_per_s
+        self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
         for cell in cells():
             if self.budget - self.result.seconds < 2 * CELL_SECONDS:
                 self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
                 continue
             self.measure(cell)
             print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
-        self.result.values = values_of(self.result.rows, copy_gb_per_s)
 
     def measure(self, cell: Cell) -> None:
         of_pass, seqlen = cell
@@ -130,7 +128,7 @@ class Study:
             facts[name]["excess"] = max(judge.excess(found).values())
             facts[name]["rms_error"] = max(judge.rms_errors(found).values())
             if facts[name]["excess"] > 1:
-                self.wrong.append(f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows")
+                self.result.wrong.append(f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows")
             else:
                 runs[name] = run
         if cell[0] == "forward":
@@ -200,14 +198,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
     study = Study(options.budget)
-    study.run()
+    finished = measured(study.result, study.run)
+    study.result.values |= values_of(study.result.rows, study.result.values.get("copy_gb_per_s"))
     plot = drawn(partial(report.paint, study.result.rows), (9, 4.2))
     beside = quoted(published("scan-003"), study.result.rows, gpu_name())
     write(study.result, options.out, {"Times": beside, **report.tables(study.result.rows)}, plot)
     print((options.out / "scan-003.md").read_text(encoding="utf-8"))
-    for line in study.wrong:
-        print(f"wrong: {line}", file=sys.stderr)
-    return 1 if study.wrong else 0
+    return exit_code(study.result, finished)
 
 
 if __name__ == "__main__":

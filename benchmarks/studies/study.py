@@ -17,9 +17,11 @@ from tabulate import tabulate
 
 from ssdprof import __version__, environment
 from ssdprof.environment.machine import gpu
+from ssdprof.errors import ExitCode
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench, time_in_turns
 
+INTERRUPTED = 130
 PUBLISHED = Path(__file__).parent.parent / "published"
 _COMPARISON = re.compile(r"(\w+) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?)")
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
@@ -45,7 +47,7 @@ class Time:
 class Result:
     """What a runner found.
 
-    rows: a record per cell and contender.  values: the numbers that claims are about, by name.
+    rows: a record per cell and contender.  values: the numbers that claims are about, by name.  wrong: outputs of ours.
     missing: what was not measured, and why.  more: what else belongs into the file.
     """
 
@@ -53,6 +55,7 @@ class Result:
     rows: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
@@ -70,6 +73,7 @@ class Result:
             "seconds": round(self.seconds, 1),
             "values": self.values,
             "missing": self.missing,
+            "wrong": self.wrong,
             "rows": self.rows,
             **self.more,
         }
@@ -98,6 +102,25 @@ def timed(
 def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: Any) -> dict[str, Any]:
     """A record of `Result.rows`."""
     return {**cell, "contender": contender, **(asdict(time_of) if time_of else {}), **more}
+
+
+def measured(result: Result, run: Callable[[], None]) -> bool:
+    """Runs it, until it is interrupted: what it found by then is kept.  Whether it came to its end."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        result.missing["what comes after"] = "the run was interrupted"
+        return False
+    return True
+
+
+def exit_code(result: Result, finished: bool) -> int:
+    """1 for a wrong output, 130 for an interruption; says on stderr what is wrong."""
+    for line in result.wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    if result.wrong:
+        return int(ExitCode.GATE_FAILED)
+    return int(ExitCode.OK) if finished else INTERRUPTED
 
 
 # --- claims
@@ -189,6 +212,7 @@ def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) 
         f"# {stated['title']}",
         f"{stated['source']}  Quoted from {stated['gpu']}; measured on {name}.",
         f"![{stated['title']}]({result.study}.svg)",
+        *(("## Wrong outputs", "\n".join(f"- {one}" for one in result.wrong)) if result.wrong else ()),
         "## Claims",
         table(
             ("claim", "quoted", "measured", "verdict"),

@@ -152,9 +152,25 @@ def test_a_contender_that_is_wrong_has_no_time(
     assert runner.main() == 1
     name = PROPOSED if runner is scan_002 else SEQUENTIAL
     assert f"wrong: {name}" in capsys.readouterr().err
+    assert stored_in(tmp_path)["wrong"][0].startswith(name)
     of_broken = [r for r in stored_in(tmp_path)["rows"] if r["contender"] == name]
     assert "device_us" not in of_broken[0]
     assert of_broken[0]["excess"] > 1
+
+
+def test_an_interrupted_run_keeps_what_it_has(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = runner.Study.measure
+
+    def stop_at_the_second(self: Any, cell: Any, *rest: Any) -> None:
+        if self.result.rows:
+            raise KeyboardInterrupt
+        measure(self, cell, *rest)
+
+    monkeypatch.setattr(runner.Study, "measure", stop_at_the_second)
+    assert runner.main() == study.INTERRUPTED
+    stored = stored_in(tmp_path)
+    assert stored["rows"]
+    assert stored["missing"]["what comes after"] == "the run was interrupted"
 
 
 def test_cells_without_time_left_are_named(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

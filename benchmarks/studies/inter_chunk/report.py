@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 Row = Mapping[str, Any]
+SAME = {True: "yes", False: "no", None: ""}
 
 
 def tables(measured: Sequence[Row], counters: Sequence[Row]) -> dict[str, str]:
@@ -48,7 +49,7 @@ def _times(rows: Sequence[Row]) -> str:
         lines.append((
             r["contender"], own or "not timed", r.get("call_us"), f"{base / own:.2f}x" if own and base else "",
             f"{100 * r['floor_us'] / own:.0f} %" if own else "", r["launches"], r["registers"], r["spills"],
-            {True: "yes", False: "no"}.get(r.get("same_bits"), ""), f"{r['rms_error']:.1e}",
+            SAME[r.get("same_bits")], f"{r['rms_error']:.1e}",
         ))  # fmt: skip
     head = ("contender", "device us", "call us", "speedup", "of the floor", "launches", "registers", "spills",
             "same bits", "error, RMS")  # fmt: skip

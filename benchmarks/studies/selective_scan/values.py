@@ -14,10 +14,10 @@ CLOCKS = ("warm", "device", "call", "kernel")  # warm, kernel: the source's; dev
 _BYTES_PER_POSITION = 392  # of a head: what the source's GB/s and milliseconds make
 
 
-def values_of(rows: Sequence[Row], copy_gb_per_s: float) -> dict[str, float]:
+def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, float]:
     """By name: clock, what was measured, length (l) or tile (t).  A number that was not measured has no name here."""
     of = {(r["pass"], r["seqlen"], r["contender"]): r for r in rows}
-    values = {"copy_gb_per_s": copy_gb_per_s}
+    values: dict[str, float] = {}
 
     def ratio(name: str, above: tuple[str, int, str], below: tuple[str, int, str], clock: str) -> None:
         """How many times as long `above` takes."""
@@ -49,7 +49,8 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float) -> dict[str, float]:
             if us:
                 rate = _BYTES_PER_POSITION * BATCH * HEADS * length / us / 1e3
                 values[f"{clock}_gb_per_s_l{length}"] = rate
-                values[f"{clock}_copy_share_pct_l{length}"] = 100 * rate / copy_gb_per_s
+                if copy_gb_per_s:
+                    values[f"{clock}_copy_share_pct_l{length}"] = 100 * rate / copy_gb_per_s
     for t in TILES:
         spills = of.get(("tiles", TILES_LENGTH, tile(t)), {}).get("spills")
         if spills is not None:
