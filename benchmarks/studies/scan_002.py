@@ -112,8 +112,8 @@ class Study:
             now, first = ((one,) if isinstance(one, torch.Tensor) else one for one in (out, firsts[name]))
             return "" if all(map(torch.equal, now, first)) else "other bits after the timed loop"
 
-        times, untimed = timed(runs, bench, CELL_SECONDS, changed)
-        self.result.missing |= {f"{name} at {cell}": why for name, why in untimed.items()}
+        times, untimed, wrong = timed(runs, bench, CELL_SECONDS, changed)
+        self.result.missing |= {f"{name} at {cell}": why for name, why in (untimed | wrong).items()}
         for name in facts:
             self.result.rows.append(row(cell, name, times.get(name), **facts[name], floor_us=floor_us))
 

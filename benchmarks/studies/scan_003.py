@@ -84,10 +84,10 @@ class Study:
             same = all(torch.equal(found[key], tensor) for key, tensor in outputs[name].items())
             return "" if same else "other bits after the timed loop"
 
-        times, untimed = timed(runs, self.bench, CELL_SECONDS, changed)
-        self.result.missing |= {f"{name}, {words(cell)}": why for name, why in untimed.items()}
+        times, untimed, wrong = timed(runs, self.bench, CELL_SECONDS, changed)
+        self.result.missing |= {f"{name}, {words(cell)}": why for name, why in (untimed | wrong).items()}
         for name, own in facts.items():
-            if name in times:
+            if name in runs and name not in wrong:
                 own["warm_us"], own["warm_runs"] = warm_us(runs[name], WARM_SECONDS)
                 if of_pass == "forward" and name in KERNEL_TIMED:
                     own |= self.kernel_time(runs[name])

@@ -81,8 +81,8 @@ class Result:
 
 def timed(
     runs: Mapping[str, Callable[[], Any]], bench: CudaBench, seconds: float, wrong: Callable[[str, Any], str]
-) -> tuple[dict[str, Time], dict[str, str]]:
-    """Times of calls, taken in turns for about `seconds`; and of those without a time, why.
+) -> tuple[dict[str, Time], dict[str, str], dict[str, str]]:
+    """Times of calls, taken in turns for about `seconds`; why others have none; and what is wrong with an output.
 
     wrong(key, output): "" if the output is right, asked after the timed loop.
     """
@@ -96,7 +96,7 @@ def timed(
             device_high_us=timing.device_interval_us.high,
             call_us=timing.call_median_us,
         )
-    return found, {**session.untimed, **session.changed}
+    return found, session.untimed, session.changed
 
 
 def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: Any) -> dict[str, Any]:

@@ -48,10 +48,10 @@ class Launches:
 
 def timed(
     runs: Mapping[str, Callable[[], Any]], _bench: Any, _seconds: float, wrong: Callable[[str, Any], str]
-) -> tuple[dict[str, study.Time], dict[str, str]]:
+) -> tuple[dict[str, study.Time], dict[str, str], dict[str, str]]:
     reasons = {name: reason for name, run in runs.items() if (reason := wrong(name, run()))}
     time = study.Time(device_us=2.0, device_low_us=1.0, device_high_us=3.0, call_us=4.0)
-    return {name: time for name in runs if name not in reasons}, reasons
+    return {name: time for name in runs if name not in reasons}, {}, reasons
 
 
 def no_counters(*_: Any, **__: Any) -> None:
