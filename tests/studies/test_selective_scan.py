@@ -36,7 +36,7 @@ def judge_of(inputs: ScanInputs, dy: torch.Tensor) -> Judge:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("seqlen", [1, 16, 37], ids=["one position", "one tile", "a tile that is not full"])
+@pytest.mark.parametrize("seqlen", [1, 16, 21], ids=["one position", "one tile", "a tile that is not full"])
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_and_backward_against_autograd_in_fp64(form: Form, seqlen: int, dtype: torch.dtype) -> None:
     inputs = odd(seqlen, dtype)
@@ -46,7 +46,7 @@ def test_forward_and_backward_against_autograd_in_fp64(form: Form, seqlen: int, 
     assert max(found.values()) <= 1, found
 
 
-@pytest.mark.parametrize("seqlen", [1, 16, 37])
+@pytest.mark.parametrize("seqlen", [1, 16, 21])
 def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen: int) -> None:
     inputs = odd(seqlen)
     dy = gradient_of_y(inputs)
