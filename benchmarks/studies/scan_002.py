@@ -1,0 +1,195 @@
+"""Measure the inter-chunk state pass on the GPU here, and judge what its proposal claims.
+
+    python benchmarks/studies/scan_002.py --out DIR [--budget SECONDS] [--without-ncu]
+
+Writes scan-002.json, scan-002.md and scan-002.svg into DIR.  Every contender is compared with the recurrence in fp64
+before it is timed; one that is wrong has no time, and the exit code is then 1.  Cells and counters for which the
+budget leaves no time are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from inter_chunk import peer, report
+from inter_chunk.cells import BATCH, HEADS, Cell, cells
+from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, diagonal, of_rank
+from inter_chunk.counters import Watched, count
+from inter_chunk.inputs import InterChunkInputs, draw
+from inter_chunk.reference import Judge
+from inter_chunk.values import values_of
+from study import Result, exit_code, measured, row, timed, write
+
+from ssdprof.errors import MissingCapabilityError, SsdprofError
+from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.launches import counted_launches, recorded_launches
+from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.measure.timing import CudaBench
+from ssdprof.report.plots.canvas import draw as drawn
+from ssdprof.schema import Launch
+
+MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
+NCU_SECONDS = 40
+DEVICE = "cuda"
+CELL_SECONDS = 0.8
+COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
+
+
+Run = Callable[[], torch.Tensor | peer.Passed]
+
+
+class Study:
+    """One run of all cells, then of ncu."""
+
+    def __init__(self, budget: float) -> None:
+        self.result = Result(study="scan-002")
+        self.budget = budget
+        self.watched: list[Watched] = []
+        self.counters: list[dict[str, Any]] = []
+        self.peer: peer.MambaSsm | None = None
+        try:
+            self.peer = peer.MambaSsm()
+        except ImportError as error:
+            self.result.missing[peer.NAME] = f"mamba_ssm cannot be imported here: {error}"
+
+    def left(self) -> float:
+        return self.budget - self.result.seconds
+
+    def run(self, *, with_ncu: bool) -> None:
+        bench = CudaBench(torch.device(DEVICE))
+        copy_gb_per_s = measure_ceilings(bench.device).copy_gb_per_s
+        self.result.values["copy_gb_per_s"] = copy_gb_per_s
+        reserved = NCU_SECONDS if with_ncu else 0
+        for cell in cells():
+            if self.left() - reserved < CELL_SECONDS:
+                self.result.missing[f"the cell {cell}"] = f"the budget of {self.budget:.0f} s was spent"
+                continue
+            self.measure(cell, bench, copy_gb_per_s)
+            print(f"{self.result.seconds:.0f} s: {cell}", file=sys.stderr, flush=True)
+        if with_ncu:
+            self.count()
+        else:
+            self.result.missing[COUNTED] = "not asked for"
+
+    def measure(self, cell: Cell, bench: CudaBench, copy_gb_per_s: float) -> None:
+        inputs = draw(
+            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device=DEVICE
+        )
+        judge, kernels = Judge(inputs), (of_rank if cell["rank"] else diagonal)(cell["dim"])
+        found, counts, facts, outputs = {}, {}, {}, {}
+        with recorded_launches() as launches:  # one compiled kernel for each contender
+            for name, kernel in kernels.items():
+                with counted_launches() as launched:
+                    found[name] = kernel(inputs)
+                counts[name] = len(launched)
+        for (name, out), launch in zip(found.items(), launches, strict=True):
+            facts[name] = facts_of(launch, counts[name], judge, out)
+            if facts[name]["excess"] > 1:
+                self.result.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
+                continue
+            outputs[name] = out
+            self.watch(cell, name, [launch.kernel] * counts[name])
+        baselines = {name: outputs[base] for name in outputs if (base := baseline_of(name)) in outputs}
+        for name, out in outputs.items():
+            facts[name]["same_bits"] = name in baselines and torch.equal(out, baselines[name])
+        floor_us = inputs.least_bytes() / copy_gb_per_s / 1e3
+
+        runs: dict[str, Run] = {name: partial(kernels[name], inputs) for name in outputs}
+        run, known = self.peer_call(cell, inputs)
+        if known:
+            facts[peer.NAME] = known
+        if run:
+            runs[peer.NAME] = run
+        firsts = {name: run() for name, run in runs.items()}
+
+        def changed(name: str, out: torch.Tensor | peer.Passed) -> str:
+            now, first = ((one,) if isinstance(one, torch.Tensor) else one for one in (out, firsts[name]))
+            return "" if all(map(torch.equal, now, first)) else "other bits after the timed loop"
+
+        times, untimed, wrong = timed(runs, bench, CELL_SECONDS, changed)
+        self.result.missing |= {f"{name} at {cell}": why for name, why in (untimed | wrong).items()}
+        for name in facts:
+            self.result.rows.append(row(cell, name, times.get(name), **facts[name], floor_us=floor_us))
+
+    def peer_call(self, cell: Cell, inputs: InterChunkInputs) -> tuple[Run | None, dict[str, Any]]:
+        """On the same states, with one decay for each chunk and head, and what is known of it.
+
+        None if it is not there, or not right; whatever it raises, the others go on.
+        """
+        if self.peer is None or cell["rank"]:
+            return None, {}
+        own = peer.scalar(inputs)
+        run = partial(self.peer.run, *peer.arguments(own))
+        try:
+            run()  # tunes itself
+            with recorded_launches() as launches, counted_launches() as launched:
+                out = peer.leaving(run(), own)
+        except Exception as error:
+            refuse_if_lost(torch.device(DEVICE), peer.NAME, error)
+            self.result.missing[f"{peer.NAME} at {cell}"] = first_line(error)
+            return None, {}
+        known = facts_of(launches[0], len(launched), Judge(own), out)
+        if known["excess"] > 1:
+            self.result.missing[f"{peer.NAME} at {cell}"] = "its output is not right"
+            return None, known
+        return run, known
+
+    def watch(self, cell: Cell, name: str, kernels: list[str]) -> None:
+        if not cell["rank"] and len(kernels) <= MOST_WATCHED_LAUNCHES and wanted(cell, name):
+            self.watched.append(Watched(contender=name, chunks=cell["chunks"], dim=cell["dim"], kernels=tuple(kernels)))
+
+    def count(self) -> None:
+        """By ncu, in another process."""
+        try:
+            self.counters = count(self.watched, timeout_s=max(self.left(), 20.0))
+        except SsdprofError as error:
+            self.result.missing[COUNTED] = f"{error.message} {error.hint}"
+
+
+def facts_of(launch: Launch, count: int, judge: Judge, out: torch.Tensor) -> dict[str, Any]:
+    """What is known of a contender beside its time."""
+    return {
+        "launches": count,
+        **launch.model_dump(include={"registers", "spills", "shared_bytes"}),
+        "excess": judge.excess(out),
+        "rms_error": judge.rms_error(out),
+    }
+
+
+def wanted(cell: Cell, name: str) -> bool:
+    """Whether ncu looks at it: every contender at one size, those of the criteria at their sizes."""
+    criteria = cell["chunks"] in (32, 64, 128) and name in (BASELINE, NOT_AHEAD, PROPOSED)
+    return (cell["dim"] == 64 and (criteria or cell["chunks"] == 32)) or (cell["chunks"] == 64 and criteria)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
+    parser.add_argument("--budget", type=float, default=90, help="seconds, ncu's among them")
+    parser.add_argument("--without-ncu", action="store_true")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
+    study = Study(options.budget)
+    with torch.no_grad():
+        finished = measured(study.result, partial(study.run, with_ncu=not options.without_ncu))
+    study.result.values |= values_of(study.result.rows, study.counters)
+    study.result.more["counters"] = study.counters
+    plot = drawn(partial(report.paint, study.result.rows), (11, 4.6))
+    write(study.result, options.out, report.tables(study.result.rows, study.counters), plot)
+    print((options.out / "scan-002.md").read_text(encoding="utf-8"))
+    return exit_code(study.result, finished)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SsdprofError as error:
+        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

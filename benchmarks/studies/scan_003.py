@@ -1,0 +1,215 @@
+"""Measure the selective scan on the GPU here, and judge what was published about it.
+
+    python benchmarks/studies/scan_003.py --out DIR [--budget SECONDS]
+
+Writes scan-003.json, scan-003.md and scan-003.svg into DIR.  mamba_ssm takes part if it can be imported.  Every
+contender is compared with the scan in fp64 before it is timed; one of ours that is wrong has no time, and the exit code
+is then 1.  Cells for which the budget leaves no time are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from selective_scan import report
+from selective_scan.cells import BATCH, DSTATE, HEADS, LOOP_LENGTHS, Cell, cells
+from selective_scan.clocks import kernel_us, warm_us
+from selective_scan.contenders import Forward, both, forward, kept_bytes, tile, tiles
+from selective_scan.inputs import Layer, ScanInputs, draw_layer
+from selective_scan.peer import MOST_RMS_ERROR, MambaSsm
+from selective_scan.peer import NAME as PEER
+from selective_scan.quoted import quoted
+from selective_scan.reference import Judge, scan
+from selective_scan.values import values_of
+from study import Result, exit_code, gpu_name, measured, published, row, timed, write
+
+from ssdprof.errors import MissingCapabilityError, SsdprofError
+from ssdprof.measure.events import cuda_event
+from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.launches import counted_launches, recorded_launches
+from ssdprof.measure.roofline import measure_ceilings
+from ssdprof.measure.timing import CudaBench
+from ssdprof.report.plots.canvas import draw as drawn
+
+DEVICE = "cuda"
+CELL_SECONDS = 0.8  # of sampling by our clock
+WARM_SECONDS = 0.15  # of the source's clock, for each contender
+LOOP = "a loop in Python"
+KERNEL_TIMED = (tile(64), tile(128), PEER)  # starting the profiler takes long
+Found = dict[str, torch.Tensor]
+Run = Callable[[], Found]
+
+
+class Study:
+    """One run of all cells."""
+
+    def __init__(self, budget: float) -> None:
+        self.result = Result(study="scan-003")
+        self.budget = budget
+        self.launches: dict[tuple[str, str], dict[str, Any]] = {}
+        self.bench = CudaBench(torch.device(DEVICE))
+        self.peer: MambaSsm | None = None
+        try:
+            self.peer = MambaSsm()
+        except ImportError as error:
+            self.result.missing[PEER] = f"it cannot be imported here: {error}"
+
+    def run(self) -> None:
+        self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
+        for cell in cells():
+            if self.budget - self.result.seconds < 2 * CELL_SECONDS:
+                self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
+                continue
+            self.measure(cell)
+            print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
+
+    def measure(self, cell: Cell) -> None:
+        of_pass, seqlen = cell
+        layer = draw_layer(batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device=DEVICE)
+        inputs, dy = layer.scan_inputs(), None
+        if of_pass == "forward and backward":
+            dy = torch.randn(inputs.x.shape, device=DEVICE).to(inputs.x.dtype)
+        runs, facts = self.verified(cell, layer, inputs, dy)
+        outputs = {name: run() for name, run in runs.items()}
+
+        def changed(name: str, found: Found) -> str:
+            if name == PEER:  # whose gradients are sums in an order that changes
+                return "" if all(bool(tensor.isfinite().all()) for tensor in found.values()) else "not finite"
+            same = all(torch.equal(found[key], tensor) for key, tensor in outputs[name].items())
+            return "" if same else "other bits after the timed loop"
+
+        times, untimed, wrong = timed(runs, self.bench, CELL_SECONDS, changed)
+        self.result.missing |= {f"{name}, {words(cell)}": why for name, why in (untimed | wrong).items()}
+        for name, own in facts.items():
+            if name in runs and name not in wrong:
+                own["warm_us"], own["warm_runs"] = warm_us(runs[name], WARM_SECONDS)
+                if of_pass == "forward" and name in KERNEL_TIMED:
+                    own |= self.kernel_time(runs[name])
+            self.result.rows.append(row({"pass": of_pass, "seqlen": seqlen}, name, times.get(name), **own))
+        if of_pass == "forward" and seqlen in LOOP_LENGTHS:
+            self.result.rows.append(row({"pass": of_pass, "seqlen": seqlen}, LOOP, None, wall_us=loop_us(inputs)))
+
+    def kernel_time(self, run: Run) -> dict[str, float]:
+        """As the source has it, for those of which it has it."""
+        us = kernel_us(run, self.bench.device)
+        if us:
+            return {"kernel_us": us}
+        self.result.missing["times of kernels by torch's profiler"] = "it sees no kernel here"
+        return {}
+
+    def first_call(self, cell: Cell, name: str, run: Run) -> tuple[Found, dict[str, Any]]:
+        """What a call computes, and what it launches: the same for every length."""
+        place = (cell[0], name)
+        if place in self.launches:
+            return run(), dict(self.launches[place])
+        with recorded_launches() as launches, counted_launches() as launched:
+            found = run()
+        largest: Mapping[str, int | None] = {
+            key: max((getattr(one, key) or 0 for one in launches), default=None) for key in ("registers", "spills")
+        }
+        self.launches[place] = {"launches": len(launched), **largest}
+        return found, dict(self.launches[place])
+
+    def verified(
+        self, cell: Cell, layer: Layer, inputs: ScanInputs, dy: torch.Tensor | None
+    ) -> tuple[dict[str, Run], dict[str, dict[str, Any]]]:
+        """The calls that are right, and what is known of each call."""
+        runs: dict[str, Run] = {}
+        facts: dict[str, dict[str, Any]] = {}
+        judge = Judge(inputs, dy)
+        for name, run in ours(cell, inputs, dy):
+            found, facts[name] = self.first_call(cell, name, run)
+            facts[name]["excess"] = max(judge.excess(found).values())
+            facts[name]["rms_error"] = max(judge.rms_errors(found).values())
+            if facts[name]["excess"] > 1:
+                self.result.wrong.append(f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows")
+            else:
+                runs[name] = run
+        if cell[0] == "forward":
+            for name, kept in kept_bytes(inputs).items():
+                facts[name]["kept_bytes"] = kept
+        del judge
+        if self.peer and cell[0] != "tiles":
+            run = peer_run(self.peer, layer, dy)
+            try:
+                run()  # compiles and tunes itself
+                with counted_launches() as launched:
+                    found = run()
+                facts[PEER] = {"launches": len(launched)}
+            except Exception as error:  # whatever another library raises: the others go on without it
+                refuse_if_lost(self.bench.device, PEER, error)
+                self.result.missing[f"{PEER}, {words(cell)}"] = first_line(error)
+                return runs, facts
+            errors = Judge(layer.scan_inputs(torch.float64), None if dy is None else dy.double()).rms_errors(found)
+            facts[PEER]["rms_error"] = max(errors.values())
+            if facts[PEER]["rms_error"] <= MOST_RMS_ERROR:
+                runs[PEER] = run
+            else:
+                self.result.missing[f"{PEER}, {words(cell)}"] = f"its errors are {errors}"
+        return runs, facts
+
+
+def words(cell: Cell) -> str:
+    return f"{cell[0]}, {cell[1]:,} positions"
+
+
+def ours(cell: Cell, inputs: ScanInputs, dy: torch.Tensor | None) -> Iterator[tuple[str, Run]]:
+    if dy is not None:
+        for name, run in both().items():
+            yield name, partial(run, inputs, dy)
+        return
+    kernels = tiles() if cell[0] == "tiles" else forward()
+    for name, kernel in kernels.items():
+        yield name, partial(_forward, kernel, inputs)
+
+
+def _forward(kernel: Forward, inputs: ScanInputs) -> Found:
+    return {"y": kernel(inputs)}
+
+
+def peer_run(peer: MambaSsm, layer: Layer, dy: torch.Tensor | None) -> Run:
+    if dy is None:
+        return lambda: {"y": peer.forward(layer)}
+    return partial(peer.forward_and_backward, layer, dy)
+
+
+def loop_us(inputs: ScanInputs) -> float:
+    """One call of a loop over positions, in fp32."""
+    tensors = [tensor.float() for tensor in inputs.tensors]
+    start, stop = cuda_event(), cuda_event()
+    start.record()
+    scan(*tensors)
+    stop.record()
+    stop.synchronize()
+    return 1e3 * start.elapsed_time(stop)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
+    parser.add_argument("--budget", type=float, default=60, help="seconds")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
+    study = Study(options.budget)
+    finished = measured(study.result, study.run)
+    study.result.values |= values_of(study.result.rows, study.result.values.get("copy_gb_per_s"))
+    plot = drawn(partial(report.paint, study.result.rows), (9, 4.2))
+    beside = quoted(published("scan-003"), study.result.rows, gpu_name())
+    write(study.result, options.out, {"Times": beside, **report.tables(study.result.rows)}, plot)
+    print((options.out / "scan-003.md").read_text(encoding="utf-8"))
+    return exit_code(study.result, finished)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SsdprofError as error:
+        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

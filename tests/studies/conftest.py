@@ -1,0 +1,1 @@
+from kernels.conftest import poisoned_memory  # noqa: F401  memory that a kernel should have written holds NaN
