@@ -1,0 +1,104 @@
+"""Runs the commands of a document within a budget, and keeps what they reported."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from reproducing import reports
+from reproducing.published import Measure, Published
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.report import format as fmt
+
+HERE = Path(__file__).parent.parent
+TO_STOP_S = 30  # beyond its budget, until a command is interrupted, and again until it is killed
+LEAST_S = 10  # with less, a measurement is not begun
+Run = Callable[[list[str], float], int]
+
+
+def measure(
+    document: Published, budget: float, published: Path | None, run: Run | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reports as JSON by the names of their measurements; and of those without one, why.
+
+    published: a checkout of the published kernel.  Raises MissingCapabilityError where a command says that the machine
+    lacks something, and BadInputError where one does not understand its words.
+    """
+    end = time.monotonic() + budget
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for one in document.measure:
+        left = end - time.monotonic()
+        if left < LEAST_S:
+            missing[f"measurement {one.name}"] = f"the budget of {budget:.0f} s was spent"
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            report, why = _one(one, Path(scratch), left * one.share, published, run or run_within)
+        if why:
+            missing[f"measurement {one.name}"] = why
+        if report is not None:
+            found[one.name] = report
+    return found, missing
+
+
+def _one(
+    one: Measure, scratch: Path, seconds: float, published: Path | None, run: Run
+) -> tuple[dict[str, Any] | None, str]:
+    """A report, if there is one; and what went wrong, if anything did.  A report that is there counts anyway."""
+    out, end = scratch / f"{one.name}.json", time.monotonic() + seconds
+    why = ""
+    for command in one.commands:
+        left = max(end - time.monotonic(), 1.0)
+        places = {"out": str(out), "scratch": str(scratch), "budget": f"{left:.0f}"}
+        words = words_of(command, places, published)
+        print(f"{one.name}, {left:.0f} s: {shlex.join(words)}", file=sys.stderr, flush=True)
+        code = run(words, left)
+        if code == ExitCode.MISSING_CAPABILITY:
+            raise MissingCapabilityError(f"The measurement {one.name} cannot run here.", "Its message stands above.")
+        if code == ExitCode.BAD_INPUT:
+            raise BadInputError(f"{shlex.join(words)} was not understood.", "Its message stands above.")
+        if code not in (ExitCode.OK, ExitCode.GATE_FAILED):
+            why = f"{shlex.join(words[:4])} ended with exit code {code}"
+            break
+    file = Path(one.file.format(scratch=scratch)) if one.file else out
+    if not file.is_file():
+        return None, why or "it wrote no result"
+    return reports.read(one.reads, file).model_dump(mode="json"), why
+
+
+def words_of(command: str, places: Mapping[str, str], published: Path | None) -> list[str]:
+    """A command as the system runs it.  Without a checkout, `published` is asked for by its name and is absent."""
+    program, *rest = shlex.split(command)
+    words = [word.format_map(places) for word in rest]
+    if published is not None:
+        words = [
+            ",".join(f"published={published}" if name == "published" else name for name in word.split(","))
+            if before in ("--impl", "--against", "--match-with", "--baseline")
+            else word
+            for before, word in zip(["", *words], words, strict=False)
+        ]
+    if program == "ssdprof":
+        return [sys.executable, "-m", "ssdprof", *words]
+    if program == "python":
+        script, *rest = words
+        return [sys.executable, str(HERE / script), *rest]
+    raise BadInputError(f"{program!r} is no program of a measurement.", f"There are {fmt.words(['ssdprof', 'python'])}.")
+
+
+def run_within(words: list[str], seconds: float) -> int:
+    """The command's exit code.  It is interrupted when it should have ended long ago, and then killed."""
+    process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr)
+    for wait_s, then in ((seconds + TO_STOP_S, signal.SIGINT), (TO_STOP_S, signal.SIGKILL)):
+        try:
+            return process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(then)
+    return process.wait()
