@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from reproducing.published import COMPARISON, Claim, Numbers, Published, names_in
+from reproducing.published import COMPARISON, Claim, Numbers, Published, is_number, names_in
 
 HOLDS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
@@ -59,7 +59,8 @@ def _claim(claim: Claim, values: Mapping[str, float], other: bool) -> Verdict:
         measured, verdict = claim.why or f"missing: {', '.join(absent)}", NOT_MEASURED
     else:
         held = all(
-            HOLDS[sign](values[name], float(bound)) for name, sign, bound in COMPARISON.findall(claim.holds)
+            HOLDS[sign](values[left], float(right) if is_number(right) else values[right])
+            for left, sign, right in COMPARISON.findall(claim.holds)
         )
         measured = ", ".join(f"{name} {number(values[name])}" for name in names)
         verdict = _worded(held, other, claim.absolute)

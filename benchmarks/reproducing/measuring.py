@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,10 @@ Run = Callable[[list[str], float], int]
 
 def measure(
     document: Published, budget: float, published: Path | None, run: Run | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Reports as JSON by the names of their measurements; and of those without one, why.
+) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """After each measurement: reports as JSON by the names of their measurements so far; and of those without one, why.
 
-    published: a checkout of the published kernel.  Raises MissingCapabilityError where a command says that the machine
-    lacks something, and BadInputError where one does not understand its words.
+    published: a checkout of the published kernel.  Raises MissingCapabilityError if in the end nothing was measured.
     """
     end = time.monotonic() + budget
     found: dict[str, Any] = {}
@@ -39,34 +38,32 @@ def measure(
         left = end - time.monotonic()
         if left < LEAST_S:
             missing[f"measurement {one.name}"] = f"the budget of {budget:.0f} s was spent"
-            continue
-        with tempfile.TemporaryDirectory() as scratch:
-            report, why = _one(one, Path(scratch), left * one.share, published, run or run_within)
-        if why:
-            missing[f"measurement {one.name}"] = why
-        if report is not None:
-            found[one.name] = report
-    return found, missing
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                report, why = _one(one, Path(scratch), left * one.share, published, run or run_within)
+            if why:
+                missing[f"measurement {one.name}"] = why
+            if report is not None:
+                found[one.name] = report
+        yield found, missing
+    if not found:
+        reasons = "; ".join(f"{what}: {why}" for what, why in missing.items())
+        raise MissingCapabilityError(f"Nothing was measured: {reasons}.", "What the commands said stands above.")
 
 
 def _one(
     one: Measure, scratch: Path, seconds: float, published: Path | None, run: Run
 ) -> tuple[dict[str, Any] | None, str]:
     """A report, if there is one; and what went wrong, if anything did.  A report that is there counts anyway."""
-    out, end = scratch / f"{one.name}.json", time.monotonic() + seconds
-    why = ""
+    out, end, why = scratch / f"{one.name}.json", time.monotonic() + seconds, ""
     for command in one.commands:
         left = max(end - time.monotonic(), 1.0)
         places = {"out": str(out), "scratch": str(scratch), "budget": f"{left:.0f}"}
         words = words_of(command, places, published)
         print(f"{one.name}, {left:.0f} s: {shlex.join(words)}", file=sys.stderr, flush=True)
         code = run(words, left)
-        if code == ExitCode.MISSING_CAPABILITY:
-            raise MissingCapabilityError(f"The measurement {one.name} cannot run here.", "Its message stands above.")
-        if code == ExitCode.BAD_INPUT:
-            raise BadInputError(f"{shlex.join(words)} was not understood.", "Its message stands above.")
         if code not in (ExitCode.OK, ExitCode.GATE_FAILED):
-            why = f"{shlex.join(words[:4])} ended with exit code {code}"
+            why = f"`{command}` ended with exit code {code}"
             break
     file = Path(one.file.format(scratch=scratch)) if one.file else out
     if not file.is_file():
@@ -90,7 +87,9 @@ def words_of(command: str, places: Mapping[str, str], published: Path | None) ->
     if program == "python":
         script, *rest = words
         return [sys.executable, str(HERE / script), *rest]
-    raise BadInputError(f"{program!r} is no program of a measurement.", f"There are {fmt.words(['ssdprof', 'python'])}.")
+    raise BadInputError(
+        f"{program!r} is no program of a measurement.", f"There are {fmt.words(['ssdprof', 'python'])}."
+    )
 
 
 def run_within(words: list[str], seconds: float) -> int:

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ssdprof.errors import BadInputError
 
 FOLDER = Path(__file__).parent.parent / "published"
-COMPARISON = re.compile(r"(\w+(?:\[[^\]]+\])?) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?)")
+_NAME = r"[A-Za-z_]\w*(?:\[[^\]]+\])?"
+COMPARISON = re.compile(rf"({_NAME}) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?|{_NAME})")
 AND = " and "
 
 
@@ -176,7 +177,13 @@ class Published(Part):
 
 def names_in(claim: Claim) -> list[str]:
     """The values that a claim is about, each once."""
-    return list(dict.fromkeys(name for name, _, _ in COMPARISON.findall(claim.holds)))
+    sides = [side for left, _, right in COMPARISON.findall(claim.holds) for side in (left, right)]
+    return list(dict.fromkeys(side for side in sides if not is_number(side)))
+
+
+def is_number(side: str) -> bool:
+    """Of a comparison; else it is a value's name."""
+    return side[0] in "-0123456789"
 
 
 def known(folder: Path = FOLDER) -> list[str]:

@@ -1,4 +1,4 @@
-"""What reports of ssdprof say, as far as values need it: cases of a bench or a run; the GPU; what is wrong or absent."""
+"""What reports of ssdprof say, as far as values need it: cases, the GPU, what is wrong, and what is missing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _of_bench(report: BenchReport) -> Iterator[Case]:
 
 def _labels(report: BenchReport) -> Callable[[BenchCell], str]:
     """What tells the cells apart: their tokens, or their shapes, or both."""
-    shapes, tokens = ([getattr(cell, name) for cell in report.cells] for name in ("shape", "tokens"))
+    shapes = [cell.shape for cell in report.cells]
     if len(set(shapes)) == 1:
         return lambda cell: cell.tokens
     if len(set(shapes)) == len(shapes):
