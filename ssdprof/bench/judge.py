@@ -12,13 +12,12 @@ from ssdprof.bench.first_call import Patience, TimeIsUp, first_call
 from ssdprof.bench.schema import Error, FirstCall
 from ssdprof.measure.accuracy import Comparison
 from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.cases import batches_of
 from ssdprof.measure.engine import Verified, verify
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.memory import outputs_that_fit
 from ssdprof.operators.operator import Output
-from ssdprof.schema import Status
-
-SLOPPY = 0.01  # RMS error of another library that is outside the budget, and still computes the same thing
+from ssdprof.schema import Status, TensorAccuracy
 
 
 class BudgetSpent(Exception):
@@ -27,12 +26,13 @@ class BudgetSpent(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the comparison with the oracle said.  sloppy: see `schema.BenchCase`."""
+    """What the comparison with the oracle said.  sloppy, accuracy: see `schema.BenchCase`."""
 
     status: Status
     reason: str = ""
     sloppy: str = ""
     error: Error | None = None
+    accuracy: tuple[TensorAccuracy, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,12 @@ def judge(
     entries: Sequence[Entry],
     on_progress: Callable[[int], None] = lambda _: None,
     patience: Patience = Patience(),  # noqa: B008
+    *,
+    match_with: str = "",
 ) -> list[Judged]:
     """Run every entry and compare it with the oracle; the entries' inputs differ in their chunk size only.
+
+    match_with: the implementation with whose output the others' are compared too: see `reference_of`.
 
     One pass over the oracle serves as many outputs as fit into memory together.  The chunk size of the comparison is
     the smallest one: more chunks round 16-bit states more often, and no entry shall be held to fewer.
@@ -58,11 +62,38 @@ def judge(
     Raises BudgetSpent.
     """
     inputs = min(entries, key=lambda entry: entry.chunk_size or math.inf).call.inputs
-    capacity = max(1, outputs_that_fit(inputs))
-    judged: list[Judged] = []
-    for first in range(0, len(entries), capacity):
-        judged += _judge_together(entries[first : first + capacity], inputs, on_progress, patience)
-    return judged
+    references = {entry: reference_of(entry, entries, match_with) for entry in entries}
+    judged: dict[Entry, Judged] = {}
+    for batch in _batches(references, outputs_that_fit(inputs)):
+        for one in _judge_together(batch, references, inputs, on_progress, patience):
+            judged.setdefault(one.entry, one)  # a reference runs again for every batch that needs it
+    return [judged[entry] for entry in entries]
+
+
+def reference_of(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
+    """The entry of the implementation `name` that is most like `entry`: with exact intermediates, the same states, the
+    same chunk size, in this order.  None if that is `entry` itself, or if there is none.
+    """
+
+    def likeness(other: Entry) -> tuple[bool, bool, bool]:
+        ours, theirs = entry.contender.precision, other.contender.precision
+        same_states = ours.state_dtype == theirs.state_dtype
+        return theirs.intermediates == "exact", same_states, entry.chunk_size == other.chunk_size
+
+    found = max((other for other in entries if other.contender.name == name), key=likeness, default=None)
+    return None if found is entry else found
+
+
+def _batches(references: Mapping[Entry, Entry | None], capacity: int) -> list[list[Entry]]:
+    """Entries whose outputs are held together.  Where two do not fit, nothing is matched."""
+    if capacity < 2:
+        return [[entry] for entry in references]
+    groups: dict[Entry, list[Entry]] = {}
+    for entry, reference in references.items():
+        group = groups.setdefault(reference or entry, [reference or entry])
+        if reference:
+            group.append(entry)
+    return batches_of([tuple(group) for group in groups.values()], capacity)
 
 
 def run_unjudged(
@@ -100,11 +131,16 @@ def objection_to(entry: Entry) -> Callable[[Comparison], str]:
 
 
 def _judge_together(
-    entries: Sequence[Entry], inputs: Any, on_progress: Callable[[int], None], patience: Patience
+    entries: Sequence[Entry],
+    references: Mapping[Entry, Entry | None],
+    inputs: Any,
+    on_progress: Callable[[int], None],
+    patience: Patience,
 ) -> list[Judged]:
     tried = {entry: _attempt(entry, patience) for entry in entries}
     attempts = {entry.call: attempted for entry, (attempted, _) in tried.items()}
-    verified = verify(attempts, inputs, on_progress=on_progress)
+    baselines = {entry.call: reference.call for entry in entries if (reference := references[entry])}
+    verified = verify(attempts, inputs, baselines=baselines, on_progress=on_progress)
     judged = []
     for entry, (attempted, first) in tried.items():
         one = verified[entry.call]
@@ -146,7 +182,6 @@ def _verdict(comparison: Comparison, *, ours: bool) -> Verdict:
         final_states=states.vs_oracle.rms_ratio,
         final_states_floor=states.floor.rms_ratio,
     )
-    close = max(error.out, error.final_states) <= SLOPPY
-    if comparison.status == "inaccurate" and close and not ours:
-        return Verdict(status="passed", sloppy=comparison.reason, error=error)
-    return Verdict(status=comparison.status, reason=comparison.reason, error=error)
+    if comparison.sloppy and not ours:
+        return Verdict(status="passed", sloppy=comparison.reason, error=error, accuracy=comparison.tensors)
+    return Verdict(status=comparison.status, reason=comparison.reason, error=error, accuracy=comparison.tensors)

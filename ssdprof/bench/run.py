@@ -20,13 +20,14 @@ from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
+from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench
-from ssdprof.operators.drawing import Cell, InputDType, Peer, Tokens
+from ssdprof.operators.drawing import Cell, InputDType, Tokens
+from ssdprof.operators.named import Named
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 
@@ -46,26 +47,32 @@ class BenchRequest:
 
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
-    also: forms of ours beside the usual ones.
-    baseline: an implementation's name.
+    named: who takes part.  Those that are not there are left out, and the report says so.
+    baseline: an implementation's name.  match_with: of the one that outputs are matched with; "" for the baseline.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
-    smallest_difference: that counts, relative.
+    smallest_difference: that counts, relative.  warm: time by a second clock, too: see `SamplingPlan`.
     """
 
     operator: Operator[Any]
     cells: tuple[Cell, ...]
     precisions: Callable[[InputDType], tuple[schema.PrecisionRecord, ...]]
-    peers: tuple[Peer, ...] = ()
-    also: tuple[Implementation, ...] = ()
+    named: tuple[Named, ...]
     baseline: str = "unfused"
+    match_with: str = ""
     chunk_sizes: tuple[int, ...] = ()
     check: Literal["full", "short"] = "full"
     budget: float | None = None
     first_call: float = math.inf
     smallest_difference: float = 0.01
+    warm: bool = False
     gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
+
+    @property
+    def present(self) -> tuple[Named, ...]:
+        """Who is there."""
+        return tuple(one for one in self.named if one.implementation is not None)
 
 
 def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object]) -> BenchReport:
@@ -83,8 +90,10 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),
-        peers={peer.implementation.name: peer.version for peer in request.peers},
+        peers={one.name: one.source for one in request.present if one.kind == "library"},
+        absent=tuple(one.absent for one in request.named if one.absent),
         baseline=request.baseline,
+        matched_with=request.match_with or request.baseline,
         gates=request.gates,
         ceilings=measure_ceilings(device),
     )
@@ -123,10 +132,12 @@ class _Cells:
     def __init__(self, request: BenchRequest, device: torch.device, ceilings: schema.Ceilings | None) -> None:
         assert ceilings is not None
         self._request = request
+        self._match_with = request.match_with or request.baseline
         self._device = device
         self._ceilings = ceilings
         self._bench = CudaBench(device)
         self._limits = Limits.of(device)
+        self._rehearsals = Rehearsals(min(request.first_call, FIRST_CALL_S))
         self._verdicts: dict[Cell, dict[Hashable, Verdict]] = {}
 
     def measure(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell:
@@ -136,20 +147,28 @@ class _Cells:
         if patience.exhausted:
             raise BudgetSpent("")
         contenders = line_up(
-            request.operator, cell, request.precisions(cell.dtype), request.peers, request.chunk_sizes, request.also
+            request.operator,
+            cell,
+            request.precisions(cell.dtype),
+            request.present,
+            request.chunk_sizes,
+            self._rehearsals,
         )
         inputs = self._draw(cell)
         entries = [entry for contender in contenders for entry in contender.entries(request.operator, inputs)]
         checked = self._checked(cell)
         with watcher.step(f"{cell}: comparing with the fp64 oracle", unit="tokens") as advance:
             if checked == cell:
-                judged = judge(entries, advance, patience)
+                judged = judge(entries, advance, patience, match_with=self._match_with)
             else:
                 judged = self._judge_short(entries, contenders, checked, patience)
         watch = Stopwatch(
             bench=self._bench,
             sampling=SamplingPlan(
-                smallest_difference=request.smallest_difference, max_rounds=MAX_ROUNDS, seconds=seconds
+                smallest_difference=request.smallest_difference,
+                max_rounds=MAX_ROUNDS,
+                seconds=seconds,
+                warm=request.warm,
             ),
             ceilings=self._ceilings,
             limits=self._limits,
@@ -187,7 +206,9 @@ class _Cells:
             return run_unjudged(entries, self._verdicts[checked], patience)
         operator, inputs = self._request.operator, self._draw(checked)
         short = judge(
-            [one for contender in contenders for one in contender.entries(operator, inputs)], patience=patience
+            [one for contender in contenders for one in contender.entries(operator, inputs)],
+            patience=patience,
+            match_with=self._match_with,
         )
         self._verdicts[checked] = {one.entry.key: one.verdict for one in short}
         judged = run_unjudged(entries, self._verdicts[checked], patience)

@@ -21,9 +21,7 @@ def answers(
     segment: options.Segment = None,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
-    implementations: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="Implementations to put in the operator's place.")
-    ] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
     reference: Annotated[
         Literal["auto", "oracle", "unfused"],
         typer.Option(
@@ -80,7 +78,7 @@ def answers(
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     wanted = AnswersRequest(
         precisions=precisions_for("bf16", dtypes, parse_states(states)),
-        implementations=parse_implementations(implementations),
+        implementations=parse_implementations("--impl", impl),
         reference=reference,
         weights=weights,
         per_layer=per_layer,

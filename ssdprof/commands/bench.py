@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,16 +48,15 @@ def bench(
     draw: Annotated[
         str, typer.Option(metavar="W[,W...]", help="Draw inputs otherwise: normalised, quarter-ungated (GDN).")
     ] = "",
-    against: Annotated[
-        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
-    ] = "",
+    impl: options.Implementations = "unfused,fused",
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl; the baseline first.")] = "",
     published: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
+        typer.Option(metavar="DIR", help="The same as --against published=DIR.", exists=True, file_okay=False),
     ] = None,
     also: Annotated[
         str,
-        typer.Option(metavar="I[,I...]", help="Further forms: fused_portable (GDN), recurrent_in_place (SSD)."),
+        typer.Option(metavar="I[,I...]", help="Further names: fused_portable (GDN), recurrent_in_place (SSD)."),
     ] = "",
     baseline: Annotated[
         str | None,
@@ -68,8 +66,21 @@ def bench(
             show_default="the first of --against, else unfused",
         ),
     ] = None,
+    match_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The implementation whose outputs the others' are compared with, element by element.",
+            show_default="the baseline",
+        ),
+    ] = None,
     chunk_size: Annotated[
-        Literal["best", "128", "256"], typer.Option(help="Chunk size of implementations that do not choose their own.")
+        str,
+        typer.Option(
+            metavar="Q[,Q...]",
+            help="Chunk sizes from which implementations that do not choose their own take the fastest.",
+            show_default="128,256 of SSD",
+        ),
     ] = "best",
     check: Annotated[
         Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
@@ -87,6 +98,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    clock: options.Clock = "cold",
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
@@ -98,53 +110,63 @@ def bench(
     refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
     from ssdprof import files, operators
-    from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
+    from ssdprof.bench.grid import expand, parse_chunk_sizes, parse_dtypes, parse_tokens
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import parse_percent, parse_states
+    from ssdprof.pipeline.request import parse_implementations, parse_percent, parse_states
     from ssdprof.settings import gates
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
+    sizes = parse_chunk_sizes(chunk_size)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
+    names = parse_implementations("--impl", impl)
+    further = parse_implementations("--also", also) if also else ()
     limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
     # these import torch: after all words that can be checked without
+    import torch
+
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import alternatives, load_peers, peer_names, ways
+    from ssdprof.bench.contenders import ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
+    from ssdprof.operators.named import Roster
     from ssdprof.schema import precisions_for
 
     record = operators.get(operator)
     drawing = record.drawing
-    if chunk_size != "best" and not drawing.chunk_sizes:
+    if sizes and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
-    names = peer_names(record, against, published)
-    forms = alternatives(record, also)
+    libraries = _libraries(against, published)
+    roster = Roster(torch.device("cuda"))
+    named = [roster.get(record, word) for word in (*libraries, *names, *further)]
+    over = roster.get(record, baseline or next(iter(libraries), record.baseline))
+    matched = roster.get(record, match_with) if match_with else over
     grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
-    baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
+    _ = over.present, matched.present
     options.use_tuned(no_tuned)
     request = BenchRequest(
         operator=record,
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
-        peers=load_peers(record, names, published),
-        also=forms,
-        baseline=baseline,
-        chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
+        named=tuple({one.name: one for one in (*named, over, matched)}.values()),
+        baseline=over.name,
+        match_with=matched.name,
+        chunk_sizes=sizes or drawing.chunk_sizes,
         check=check,
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
-        gates=limits.model_copy(update={"min_match": {}}),  # a bench records no match
+        warm=clock == "warm",
+        gates=limits.model_copy(update={"min_match": {}}),  # of a run: drawn inputs match differently
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()
@@ -166,14 +188,8 @@ def bench(
         terminal.gate_failed(broken)
 
 
-def _baseline(wanted: str | None, libraries: Sequence[str]) -> str:
-    from ssdprof.errors import BadInputError
-
-    if wanted is None:
-        return next(iter(libraries), "unfused")
-    if wanted not in ("unfused", *libraries):
-        raise BadInputError(
-            f"The baseline {wanted!r} does not take part.",
-            f"Take unfused{''.join(f' or {name}' for name in libraries)}, or name it in --against.",
-        )
-    return wanted
+def _libraries(against: str, published: Path | None) -> tuple[str, ...]:
+    """Names of --against; --published gives one of them its checkout."""
+    names = [word.strip() for word in against.split(",") if word.strip()]
+    checkout = [] if published is None else [f"published={published}"]
+    return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))

@@ -105,6 +105,20 @@ TensorParallel = Annotated[
         metavar="N", min=1, help="Replay what one of N GPUs computes that share each layer's heads.", show_default=True
     ),
 ]
+Implementations = Annotated[
+    str,
+    typer.Option(
+        "--impl",
+        "--implementations",
+        metavar="I[,I...]",
+        help="Implementations: unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), "
+        "or your own kernel: MODULE:FUNCTION.",
+    ),
+]
+Baseline = Annotated[str, typer.Option(metavar="NAME", help="The implementation that the others are compared with.")]
+FirstCall = Annotated[
+    float, typer.Option(metavar="SECONDS", min=1, help="Longest first call of your own kernel, compilation included.")
+]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
     typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
@@ -123,6 +137,12 @@ SmallestDifference = Annotated[
     str,
     typer.Option(
         metavar="P%", help="Report a kernel as faster or slower only if its 95 % interval lies beyond this difference."
+    ),
+]
+Clock = Annotated[
+    Literal["cold", "warm"],
+    typer.Option(
+        help="With warm, also time calls back to back with a warm cache, as many papers do: shown beside the others."
     ),
 ]
 DryRun = Annotated[

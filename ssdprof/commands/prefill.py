@@ -11,8 +11,6 @@ from ssdprof.commands import options, terminal
 from ssdprof.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ssdprof.operators.drawing import Peer
-    from ssdprof.pipeline.subject import Subject
     from ssdprof.schema.prefill import PrefillReport
 
 Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Rows of the prompt, all alike.")]
@@ -34,9 +32,10 @@ def prefill(
     segment: options.Segment = None,
     dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
-    against: Annotated[
-        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm; fla, flash_qla, flashinfer.")
-    ] = "",
+    impl: options.Implementations = "unfused,fused",
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl.")] = "",
+    baseline: options.Baseline = "unfused",
+    first_call: options.FirstCall = 180,
     surroundings: SurroundingsOption = "both",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each set of prefills.")] = 20,
     budget: Annotated[
@@ -60,9 +59,10 @@ def prefill(
     NVIDIA GPU.  Exit code 1 says that an implementation failed.
     """
     from ssdprof import files
-    from ssdprof.pipeline.request import parse_percent
+    from ssdprof.pipeline.request import parse_implementations, parse_percent
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    names = parse_implementations("--impl", f"{impl},{against}" if against else impl)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     for file in (out, markdown):
         if file is not None:
@@ -70,6 +70,7 @@ def prefill(
 
     # these import torch: after all words that can be checked without
     from ssdprof.environment.present import require_gpu
+    from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.schema import PrecisionRecord
 
@@ -88,7 +89,8 @@ def prefill(
         batch=batch,
         precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
         surroundings=SURROUNDINGS if surroundings == "both" else (surroundings,),
-        peers=_peers(subject, against),
+        lineup=line_up(names, baseline, subject.layers),
+        first_call_s=first_call,
         seconds=seconds,
         budget=budget,
         smallest_difference=smallest,
@@ -105,21 +107,6 @@ def prefill(
     _show(report, markdown, as_json)
     if report.prefill.failed:
         raise typer.Exit(ExitCode.GATE_FAILED)
-
-
-def _peers(subject: Subject, against: str) -> tuple[Peer, ...]:
-    """Other libraries of the model's operators.  BadInputError for one of another operator."""
-    from ssdprof import operators
-    from ssdprof.bench.contenders import load_peers, peer_names
-    from ssdprof.errors import BadInputError
-
-    names = dict.fromkeys(layer.operator for layer in subject.layers)
-    if against and len(names) > 1:
-        raise BadInputError(
-            f"{subject.ref.repo_id} has several operators, and a library has one.", "Leave --against out."
-        )
-    operator = operators.get(next(iter(names)))
-    return load_peers(operator, peer_names(operator, against, None), None)
 
 
 def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:

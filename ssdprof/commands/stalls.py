@@ -22,7 +22,7 @@ def stalls(
     layer: Annotated[
         int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="of a run the middle one")
     ] = None,
-    impl: Annotated[str, typer.Option(metavar="I[,I...]", help="Implementations to profile.")] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
     seq: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
     ] = None,
@@ -124,16 +124,19 @@ def _one_length(seq: str) -> int:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Implementations that there are, each once."""
-    from ssdprof import kernels, operators
+    """Implementations that an operator has, each once; whether they can run here is not known yet."""
+    from ssdprof import operators
     from ssdprof.errors import BadInputError
+    from ssdprof.operators import named
+    from ssdprof.pipeline.request import parse_implementations
 
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    known = {name: None for operator in operators.names() for name in kernels.names(operator) if name != "reference"}
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
+    names = parse_implementations("--impl", text)
+    records = [operators.get(name) for name in operators.names()]
+    unknown = [name for name in names if name == "reference" or not any(named.knows(one, name) for one in records)]
+    if unknown:
+        known = dict.fromkeys(name for one in records for name in named.known(one) if name != "reference")
         raise BadInputError(
-            f"--impl does not know {', '.join(map(repr, unknown)) or 'what to profile'}.",
-            f"There are: {', '.join(known)}.",
+            f"--impl does not know {', '.join(map(repr, unknown))}.",
+            f"There are: {', '.join(known)}; or MODULE:FUNCTION.",
         )
     return names

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import DType, PrecisionRecord
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,33 +28,43 @@ Group = tuple[Case, ...]  # the baseline first, then what is compared with it
 
 
 def groups_of(
-    precisions: Iterable[PrecisionRecord], implementations: Sequence[str], baseline: str
+    precisions: Sequence[PrecisionRecord],
+    implementations: Sequence[str],
+    baseline: str,
+    fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
 ) -> tuple[Group, ...]:
     """One group for each state dtype, because a comparison holds only between equal states.
 
     Its baseline is `baseline` with exact intermediates, asked for or not.
+    fixed: implementations with precisions of their own.  A baseline of that kind that lacks the states of a group is
+        there with the first of its own precisions, and such groups are one.
     """
-    by_state: dict[str, list[PrecisionRecord]] = {}
-    for precision in precisions:
-        by_state.setdefault(precision.state_dtype, []).append(precision)
-    groups = []
-    for of_state in by_state.values():
-        exact = PrecisionRecord(intermediates="exact", state_dtype=of_state[0].state_dtype)
-        cases = [Case(implementation=baseline, precision=exact)]
-        cases += [Case(implementation=name, precision=precision) for precision in of_state for name in implementations]
-        groups.append(tuple(dict.fromkeys(cases)))
-    return tuple(groups)
+    wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
+    wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
+    cases = [Case(implementation=name, precision=precision) for name, precision in wanted]
+    own = fixed.get(baseline)
+
+    def first(state_dtype: DType) -> Case:
+        exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
+        return Case(implementation=baseline, precision=exact if own is None or exact in own else own[0])
+
+    groups: dict[Case, list[Case]] = {first(one.state_dtype): [] for one in precisions}
+    for case in cases:
+        groups.setdefault(first(case.precision.state_dtype), []).append(case)
+    return tuple(tuple(dict.fromkeys([baseline_case, *others])) for baseline_case, others in groups.items())
 
 
-def batches_of(groups: Iterable[Group], capacity: int) -> list[list[Case]]:
+def batches_of(groups: Iterable[tuple[C, ...]], capacity: int) -> list[list[C]]:
     """Cases whose outputs are held together: at most `capacity` (at least 2), each with its group's baseline.
+
+    groups: each begins with its baseline.
 
     A pass over the oracle serves a batch, so groups share one where they fit.  A group that does not fit is split, and
     its baseline is in every part.
     """
     capacity = max(2, capacity)
-    batches: list[list[Case]] = []
-    current: list[Case] = []
+    batches: list[list[C]] = []
+    current: list[C] = []
     for group in groups:
         if len(current) + len(group) > capacity and current:
             batches.append(current)

@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from ssdprof import runs
+from ssdprof import operators, runs
+from ssdprof.operators.named import resolve
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.model import load
-from ssdprof.pipeline.replay import refuse_unknown
 from ssdprof.pipeline.request import CaptureRequest, Keep
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
@@ -52,7 +52,8 @@ def answers(
 def check(subject: Subject, wanted: AnswersRequest) -> None:
     """Raise what keeps this machine from it.  Loads nothing; `--dry-run` asks the same."""
     for operator in {layer.operator for layer in subject.layers}:
-        refuse_unknown(wanted.implementations, operator)
+        for name in wanted.implementations:
+            _ = resolve(operators.get(operator), name).present
     limits.check_replay(subject.seqlens)
     limits.check_weights(subject.located, subject.layers, whole=True)
 

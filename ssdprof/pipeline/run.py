@@ -17,14 +17,17 @@ from ssdprof.capture import CapturedLayer, store
 from ssdprof.environment import ClockWatch
 from ssdprof.errors import BadInputError
 from ssdprof.measure.memory import forget_peak, peak_bytes
+from ssdprof.measure.rehearsal import Rehearsals
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits, tensor_parallel
 from ssdprof.pipeline.answers_request import AnswersRequest
+from ssdprof.pipeline.cast import cast as cast_inputs
 from ssdprof.pipeline.compare_answers import compare_answers
+from ssdprof.pipeline.lineup import Lineup, line_up
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
-from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
+from ssdprof.pipeline.replay import ReplayOptions, replay_layer, unready
 from ssdprof.pipeline.request import STEPS, CaptureRequest, Keep, ReplayRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject, find_to_replay, refuse_larger
@@ -50,7 +53,7 @@ def run(
     if isinstance(found, Stored):
         return _run_stored(found, replay, keep, watcher)
     with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
-        check(found, replay)
+        lineup = check(found, replay)
         loaded = load(request, found, watcher)
         dtype = dtype_name(loaded.model.dtype)
         report = draft(
@@ -59,28 +62,31 @@ def run(
             found.ref,
             loaded.prompts,
             max(loaded.segment_lengths),
-            asked=replay.asked(found.layers, dtype, decode=found.serving.decode > 0),
+            asked=lineup.asked(replay, found.layers, dtype, decode=found.serving.decode > 0),
+            baseline=lineup.baseline,
+            left_out=lineup.absent,
             gates=replay.gates,
         )
         recorder = stack.enter_context(recorded(folder, report, watcher))
-        on_layer = stack.enter_context(_replaying(recorder, replay, dtype, watcher, found.calls))
+        on_layer = stack.enter_context(_replaying(recorder, replay, lineup, dtype, watcher, found.calls))
         if keep.save_captures:
             writer = stack.enter_context(store_in(folder.captures, found, loaded))
             run_model(found, loaded, writer.add, on_layer)
         else:
             run_model(found, loaded, on_layer)
         if found.whole:
-            compare_answers(loaded, found, _answers_wanted(replay, dtype), watcher, recorder.answered)
+            compare_answers(loaded, found, _answers_wanted(replay, lineup, dtype), watcher, recorder.answered)
     return folder.path, recorder.report
 
 
-def _answers_wanted(replay: ReplayRequest, dtype: DType) -> AnswersRequest:
-    """The same implementations and precisions, in the model as it was captured."""
-    return AnswersRequest(precisions=replay.precisions(dtype), implementations=replay.implementations, weights="own")
+def _answers_wanted(replay: ReplayRequest, lineup: Lineup, dtype: DType) -> AnswersRequest:
+    """The same precisions and implementations, but other libraries, in the model as it was captured."""
+    names = lineup.answering
+    return AnswersRequest(precisions=replay.precisions(dtype), implementations=names, weights="own")
 
 
 def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher) -> tuple[Path, RunReport]:
-    check(stored, replay)
+    lineup = check(stored, replay)
     manifest, load_layer = store.load(stored.folder)
     dtype = stored_dims(stored.chosen[0]).dtype
     with runs.opened(keep.out, stored.ref.repo_id) as folder:
@@ -90,21 +96,23 @@ def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watc
             stored.ref,
             manifest.prompts,
             manifest.segment_length,
-            asked=replay.asked(stored.layers, dtype, decode=stored.serving.decode > 0),
+            asked=lineup.asked(replay, stored.layers, dtype, decode=stored.serving.decode > 0),
+            baseline=lineup.baseline,
+            left_out=lineup.absent,
             gates=replay.gates,
             capture_complete=manifest.complete,
         )
         with (
             recorded(folder, report, watcher) as recorder,
-            _replaying(recorder, replay, dtype, watcher, len(stored.chosen)) as on_layer,
+            _replaying(recorder, replay, lineup, dtype, watcher, len(stored.chosen)) as on_layer,
         ):
             for capture in stored.chosen:
                 on_layer(load_layer(capture, limits.device()))
     return folder.path, recorder.report
 
 
-def check(found: Subject | Stored, replay: ReplayRequest) -> None:
-    """Raise what keeps this machine from replaying what was found.  Loads nothing; `--dry-run` asks the same."""
+def check(found: Subject | Stored, replay: ReplayRequest) -> Lineup:
+    """Who takes part.  Raises what keeps this machine from replaying what was found; `--dry-run` asks the same."""
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if why := unready(name):
             raise BadInputError(
@@ -112,9 +120,9 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
                 f"not be replayed yet, because {why}.",
                 "Use 'ssdprof capture' for now, or run a model with other layers.",
             )
-        refuse_unknown(replay.implementations, name)
-        if found.serving.decode:
-            refuse_unknown(STEPS.implementations, name)
+        if found.serving.decode and (why := unready(name, STEPS.implementations)):
+            raise BadInputError(f"Decode steps cannot be replayed: {why}.", "Leave out --decode.")
+    lineup = line_up(replay.implementations, replay.baseline, found.layers)
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
         limits.check_weights(found.located, found.layers, whole=found.whole)
@@ -125,13 +133,15 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
             sizes = stored_dims(capture).sizes
             refuse_larger(found.ref, capture.layer, sizes)
             tensor_parallel.refuse(found.ref, capture.layer, sizes, replay.tensor_parallel)
+    return lineup
 
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, wanted: ReplayRequest, dtype: DType, watcher: Watcher, layers: int
+    recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, layers: int
 ) -> Iterator[OnLayer]:
-    """The context's value replays a layer and records what comes out."""
+    """The context's value replays a layer and records what comes out.  dtype: of the model."""
+    cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
         limits.memory_errors(),
@@ -144,9 +154,12 @@ def _replaying(
             recorder.update(ceilings=measure_ceilings(gpu))
             forget_peak(gpu)
         options = ReplayOptions(
-            precisions=wanted.precisions(dtype),
+            precisions=wanted.precisions(cast_to or dtype),
             implementations=wanted.implementations,
-            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
+            baseline=wanted.baseline,
+            roster=lineup.roster,
+            rehearsals=Rehearsals(wanted.first_call_s),
+            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference, warm=wanted.warm),
             ceilings=recorder.report.ceilings,
             watcher=watcher,
             on_case=recorder.finished,
@@ -161,8 +174,10 @@ def _replaying(
         )
 
         def replay(captured: CapturedLayer) -> None:
-            recorder.captured(captured.layer, captured.remark)
             inputs = tensor_parallel.first_rank(captured.inputs, wanted.tensor_parallel)
+            inputs, lost = cast_inputs(inputs, cast_to)
+            recorder.captured(captured.layer, captured.remark)
+            recorder.captured(captured.layer, lost and f"{captured.layer.name}: {lost}")
             step = captured.call is not None and captured.call.kind == "decode"
             replay_layer(captured.layer, inputs, of_steps if step else options, captured.call)
             del inputs

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ssdprof.schema import CheckpointRef, Prompt
+from ssdprof.schema import Cast, CheckpointRef, Prompt
 
 
 def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
     """Notes on the checkpoint and the prompts.  What the results themselves say is the report's to tell."""
     return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
+
+
+def of_absent(reasons: Sequence[str]) -> tuple[str, ...]:
+    """One note on the implementations that were asked for and are not there.  reasons: a sentence for each."""
+    return (f"Not compared: {'; '.join(reason.rstrip('.') for reason in reasons)}.",) if reasons else ()
 
 
 def of_ranks(ranks: int) -> tuple[str, ...]:
@@ -19,6 +24,16 @@ def of_ranks(ranks: int) -> tuple[str, ...]:
     return (
         f"What was replayed is the share of the first of {ranks} tensor-parallel ranks: its heads alone, with their "
         "groups or key heads; a single group is on every rank.  The model itself ran undivided.",
+    )
+
+
+def of_cast(cast: Cast | None) -> tuple[str, ...]:
+    """What a reader must know if the inputs were replayed in another dtype than the model's."""
+    if cast is None:
+        return ()
+    return (
+        f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
+        f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast.",
     )
 
 

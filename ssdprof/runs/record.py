@@ -10,7 +10,7 @@ from typing import Any
 from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
-from ssdprof.runs.notes import notes, of_ranks
+from ssdprof.runs.notes import notes, of_absent, of_cast, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 
 
@@ -22,10 +22,12 @@ def draft(
     segment_length: int,
     *,
     asked: Asked,
+    baseline: str = "unfused",
+    left_out: Sequence[str] = (),
     gates: Gates = NO_GATES,
     capture_complete: bool = True,
 ) -> RunReport:
-    """The report of a run that is about to start.  command: as typed."""
+    """The report of a run that is about to start.  command: as typed.  left_out: see `notes.of_absent`."""
     return RunReport(
         ssdprof_version=__version__,
         run_id=folder.path.resolve().name,
@@ -41,7 +43,8 @@ def draft(
         captured_layers=(),
         segment_length=segment_length,
         cases=(),
-        notes=(*notes(ref, prompts), *of_ranks(asked.tensor_parallel)),
+        baseline=baseline,
+        notes=(*of_absent(left_out), *notes(ref, prompts), *of_ranks(asked.tensor_parallel), *of_cast(asked.cast)),
     )
 
 

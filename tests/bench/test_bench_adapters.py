@@ -6,22 +6,23 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import triton
-from fakes import CELL
+from fakes import CELL, EXACT
 from triton.runtime import Autotuner, _async_compile
 
-from ssdprof.bench.contenders import line_up, load_peers, peer_names
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.bench.contenders import line_up
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.adapters import offsets
 from ssdprof.kernels.adapters.tuning import Tunings
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.adapters import mamba_ssm, published
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.named import resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 
@@ -55,19 +56,39 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
 
 
 def test_mamba_ssm_is_called_as_its_users_call_it(calls: list[Any]) -> None:
-    (peer,) = load_peers(SSD, ["mamba_ssm"], None)
-    assert (peer.implementation.name, peer.version) == ("mamba_ssm", "9.9")
+    peer = resolve(SSD, "mamba_ssm")
+    assert (peer.name, peer.source) == ("mamba_ssm", "9.9")
     own = {"D": torch.ones(2), "z": None, "dt_bias": torch.ones(2), "initial_states": None}
     own |= {"dt_softplus": True, "dt_limit": (0.0, 1.0)}
     given = inputs(**own)
-    out, states = peer.implementation.run(given, Precision(state_dtype=torch.bfloat16))
+    out, states = peer.present.run(given, Precision(state_dtype=torch.bfloat16))
     ((x, dt, A, B, C, chunk_size), options) = calls[0]
     assert (x is given.x, dt is given.dt, A is given.A, B is given.B, C is given.C) == (True,) * 5
     assert chunk_size == 128
     assert all(options[name] is value for name, value in own.items())
     assert out is given.x
     assert bool((states == 1).all())
-    assert [str(precision) for precision in peer.precisions("bf16")] == ["exact, bf16 states"]
+    assert [str(precision) for precision in peer.precisions("bf16", ())] == ["exact, bf16 states"]
+
+
+def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def forward(*arguments: Any, state_dtype: Any = None, **_: Any) -> Any:
+        asked.append(state_dtype)
+        return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
+
+    module: Any = sys.modules["mamba_ssm.ops.triton.ssd_combined"]
+    monkeypatch.setattr(module, "_mamba_chunk_scan_combined_fwd", forward)
+    peer = resolve(SSD, "mamba_ssm")
+    found = {dtype: [str(one) for one in peer.precisions(dtype, ())] for dtype in ("fp16", "fp32")}
+    assert found == {"fp16": ["exact, fp16 states", "exact, fp32 states"], "fp32": ["exact, fp32 states"]}
+    for states in (torch.float16, torch.float32):
+        peer.present.run(inputs(torch.float16), Precision(state_dtype=states))
+    assert asked == [None, torch.float32]
+    assert not calls
 
 
 def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
@@ -122,13 +143,23 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
     softplus, options = run(inputs(torch.float16), Precision()).final_states
     assert softplus == "of the checkout"
     assert options["chunk_size"] == 128
-    assert [options[name] for name in ("states_in_fp32", "cb_store_fp32", "cs_acc_fp32", "cb_comp_fp32")] == [True] * 4
-    relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
-    _, options = run(inputs(torch.float16), relaxed).final_states
-    assert [options[name] for name in ("states_in_fp32", "cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")] == [
-        False
-    ] * 4
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.float16])
+@pytest.mark.parametrize("intermediates", ["exact", "relaxed"])
+def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
+    checkout: Path, intermediates: Literal["exact", "relaxed"], states: torch.dtype
+) -> None:
+    precision = Precision(intermediates=intermediates, state_dtype=states)
+    implementation = published.load(checkout)
+    _, options = implementation.run(inputs(torch.float16), precision).final_states
+    assert options["states_in_fp32"] is (states == torch.float32)
+    assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {intermediates == "exact"}
     assert options["cb_comp_fp32"] is True
+    plan = implementation.plan(inputs(torch.float16), precision)
+    assert plan.variant == {"exact": "high", "relaxed": "medium"}[intermediates]
+    of_its_own = (intermediates == "exact") == (states == torch.float32)
+    assert ("with the states of the other one" in plan.reason) is not of_its_own
 
 
 def test_the_published_kernel_leaves_no_trace_where_nothing_is_installed(checkout: Path) -> None:
@@ -141,8 +172,9 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
     plan = published.load(checkout).plan
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
     for precision, given, words in (
-        (Precision(state_dtype=torch.float16), inputs(torch.float16), "exact intermediates go with fp32 states"),
-        (relaxed, inputs(torch.bfloat16), "fp16 inputs and fp16 states"),
+        (Precision(state_dtype=torch.bfloat16), inputs(torch.bfloat16), "fp32 and fp16 states only"),
+        (Precision(state_dtype=torch.float16), inputs(torch.bfloat16), "go with fp16 inputs"),
+        (relaxed, inputs(torch.bfloat16), "go with fp16 inputs"),
         (Precision(), inputs(cu_seqlens=torch.tensor([0, 8])), "no packed sequences"),
         (Precision(), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
     ):
@@ -280,26 +312,20 @@ def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
-        load_peers(SSD, ["mamba_ssm"], None)
+        _ = resolve(SSD, "mamba_ssm").present
     with pytest.raises(MissingCapabilityError, match=r"there is no mamba_ssm/ops/triton/softplus\.py"):
-        load_peers(SSD, ["published"], tmp_path)
-
-
-def test_names_of_libraries(tmp_path: Path) -> None:
-    assert peer_names(SSD, "", None) == ()
-    assert peer_names(SSD, "mamba_ssm,selective_state_update", None) == ("mamba_ssm", "selective_state_update")
-    assert peer_names(SSD, "mamba_ssm", tmp_path) == ("mamba_ssm", "published")
-    for words, complaint in (("vllm", "does not know 'vllm'"), ("published", "in no package")):
-        with pytest.raises(BadInputError, match=complaint):
-            peer_names(SSD, words, None)
+        _ = resolve(SSD, f"published={tmp_path}").present
 
 
 def test_peers_line_up_before_ours(checkout: Path) -> None:
-    peers = load_peers(SSD, ["published"], checkout)
-    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (), peers, CHUNK_SIZES)
+    names = [resolve(SSD, "unfused"), resolve(SSD, f"published={checkout}")]
+    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (EXACT,), names, CHUNK_SIZES)
     assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
         ("published", "exact, fp32 states", False),
+        ("published", "exact, fp16 states", False),
+        ("published", "relaxed, fp32 states", False),
         ("published", "relaxed, fp16 states", False),
+        ("unfused", "exact, fp32 states", True),
     ]
-    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 2
-    assert len(line_up(SSD, CELL, (), peers, CHUNK_SIZES)) == 1
+    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 5
+    assert len(line_up(SSD, CELL, (), names, CHUNK_SIZES)) == 1

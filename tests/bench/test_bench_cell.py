@@ -11,11 +11,12 @@ from fakes import CELL, EXACT, FakeBench, contender, measured
 
 from ssdprof import operators, schema
 from ssdprof.bench.contenders import line_up
-from ssdprof.bench.judge import Verdict, judge, run_unjudged
+from ssdprof.bench.judge import Verdict, judge, reference_of, run_unjudged
 from ssdprof.bench.run import sampling_seconds
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.schema import precisions_for
@@ -141,10 +142,14 @@ def test_a_verdict_from_shorter_inputs_does_not_cover_what_is_not_finite() -> No
     assert [one.verdict.status for one in judged] == ["passed", "nonfinite"]
 
 
+def bundled(operator: str) -> list[Named]:
+    return [resolve(operators.get(operator), name) for name in ("unfused", "fused")]
+
+
 def test_the_bundled_kernels_line_up_and_pass() -> None:
     """Through the interpreter, with packed sequences: what a GPU adds is speed."""
     cell = Cell(shape=CELL.shape, dtype="bf16", layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
-    contenders = line_up(SSD, CELL, precisions_for("bf16", "all", None), (), (16,))
+    contenders = line_up(SSD, CELL, precisions_for("bf16", "all", None), bundled("ssd"), (16,))
     assert [(one.name, str(one.precision), one.chunk_sizes) for one in contenders] == [
         ("unfused", "exact, fp32 states", (16,)),
         ("unfused", "exact, bf16 states", (16,)),
@@ -162,7 +167,9 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     record = operators.get(operator)
     shape = {"ssd": CELL.shape, "gdn": GDNShape(name="tiny", key_heads=1, value_heads=2, key_dim=16, value_dim=16)}
     cell = replace(CELL, shape=shape[operator], tokens=Tokens(sequences=3, seqlen=1))
-    contenders = line_up(record, cell, precisions_for("bf16", "all", None), (), record.drawing.chunk_sizes)
+    contenders = line_up(
+        record, cell, precisions_for("bf16", "all", None), bundled(operator), record.drawing.chunk_sizes
+    )
     assert [(one.name, str(one.precision)) for one in contenders][-1] == ("recurrent", "exact, fp32 states")
     inputs = record.drawing.draw(cell, torch.device("cpu"))
     judged = judge([entry for one in contenders for entry in one.entries(record, inputs)])
@@ -170,7 +177,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     states = inputs.initial_states if operator == "ssd" else inputs.initial_state
     assert states.abs().sum() > 0, "a step begins with a state"
     longer = replace(cell, tokens=Tokens(sequences=3, seqlen=33))
-    assert "recurrent" not in [one.name for one in line_up(record, longer, (EXACT,), (), ())]
+    assert "recurrent" not in [one.name for one in line_up(record, longer, (EXACT,), bundled(operator), ())]
 
 
 def test_precisions_follow_the_inputs_dtype() -> None:
@@ -184,3 +191,65 @@ def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
     assert sampling_seconds(300, 100) == pytest.approx(1.0)
     assert sampling_seconds(1, 100) == 0.1
     assert sampling_seconds(300, 1) == 1.5
+
+
+RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
+HALF_STATES = schema.PrecisionRecord(intermediates="exact", state_dtype="bf16")
+
+
+def test_every_output_is_matched_with_the_entry_that_is_most_like_it() -> None:
+    peer = contender("peer", lambda _: 1.0, chunk_sizes=(16, 32), ours=False)
+    half = contender("peer", lambda _: 1.0, chunk_sizes=(16, 32), ours=False, precision=HALF_STATES)
+    relaxed = contender("peer", lambda _: 1.0, chunk_sizes=(16, 32), ours=False, precision=RELAXED)
+    chunked = contender("ours", lambda _: 1.0, chunk_sizes=(16, 32), precision=HALF_STATES)
+    inputs = draw(CELL, torch.device("cpu"))
+    entries = [entry for one in (peer, half, relaxed, chunked, FAST) for entry in one.entries(SSD, inputs)]
+    found = [reference_of(entry, entries, "peer") for entry in entries]
+    assert [one and one.call.label for one in found] == [
+        *(None, None, None, None),
+        *("peer exact, fp32 states, chunk 16", "peer exact, fp32 states, chunk 32"),
+        *("peer exact, bf16 states, chunk 16", "peer exact, bf16 states, chunk 32"),
+        "peer exact, fp32 states, chunk 16",
+    ]
+    assert [reference_of(entry, entries, "nobody") for entry in entries] == [None] * len(entries)
+
+
+@pytest.mark.parametrize("capacity", [100, 2, 1])
+def test_matches_are_those_of_the_comparator_however_many_outputs_fit(
+    monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
+    monkeypatch.setattr("ssdprof.bench.judge.outputs_that_fit", lambda _: capacity)
+    off = contender("off", lambda _: 1.0, ours=False, spoil=noisy(0.005))
+    equal = contender("equal", lambda _: 1.0)
+    inputs = draw(CELL, torch.device("cpu"))
+    entries = [entry for one in (off, SLOW, equal) for entry in one.entries(SSD, inputs)]
+    judged = judge(entries, match_with="slow")
+    assert [one.entry.contender.name for one in judged] == ["off", "slow", "equal"]
+    against = [one.verdict.accuracy[0].vs_baseline for one in judged]
+    if capacity == 1:
+        assert against == [None] * 3
+        return
+    assert against[1] is None
+    assert against[0] is not None
+    assert against[2] is not None
+    assert against[2].against == "slow exact, fp32 states"
+    assert [match.match_pct for match in against[2].matches] == [100.0] * 3
+    assert [match.tolerance for match in against[0].matches] == [0.0, 1e-3, 1e-2]
+    shares = [match.match_pct for match in against[0].matches]
+    a, b = (entries[place].call.run()[0].double() for place in (0, 1))
+    near = (a - b).abs() <= 1e-2 + 1e-2 * b.abs()
+    assert shares[2] == pytest.approx(100 * float(near.double().mean()))
+    assert shares[0] < shares[1] < shares[2]
+
+
+def test_relaxed_intermediates_are_compared_with_exact_ones_at_the_same_states() -> None:
+    exact, half, relaxed = measured(
+        contender("peer", lambda _: 300.0, ours=False),
+        contender("peer", lambda _: 100.0, ours=False, precision=HALF_STATES),
+        contender("peer", lambda _: 200.0, ours=False, precision=RELAXED),
+    )
+    assert (exact.over_exact, half.over_exact) == (None, None)
+    assert relaxed.over_exact is not None
+    assert (relaxed.over_exact.baseline, relaxed.over_exact.device_ratio) == ("peer exact, fp32 states", 1.5)
+    (alone,) = measured(contender("peer", lambda _: 200.0, precision=RELAXED))
+    assert alone.over_exact is None

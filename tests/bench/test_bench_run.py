@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from ssdprof.kernels import registry
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure import rehearsal
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.drawing import Cell
 
@@ -96,6 +98,38 @@ def test_from_words_to_a_file() -> None:
         assert over.device_ratio == 3
         assert cell.checked is None
         assert fused.plan
+    assert report.matched_with == "unfused"
+
+
+def test_outputs_are_matched_with_another_one_than_the_baseline_and_at_several_chunk_sizes() -> None:
+    words = [
+        "--seq",
+        "40",
+        "--match-with",
+        "fused",
+        "--chunk-size",
+        "16,32",
+        "--check",
+        "short",
+        "--clock",
+        "warm",
+        "--json",
+    ]
+    code, out, err = bench(*words)
+    assert code == 0, err
+    report = load(out)
+    assert (report.baseline, report.matched_with) == ("unfused", "fused")
+    unfused, fused = report.cells[0].cases
+    assert fused.timing is not None
+    assert fused.timing.warm is not None
+    assert fused.timing.warm.median_us == 50
+    assert [trial.chunk_size for trial in unfused.trials] == [16, 32]
+    (tensor, states) = unfused.accuracy
+    assert tensor.vs_baseline is not None
+    assert tensor.vs_baseline.against == "fused exact, fp32 states"
+    assert 0 < tensor.vs_baseline.matches[2].match_pct <= 100
+    assert states.vs_baseline is not None
+    assert fused.accuracy[0].vs_baseline is None
 
 
 @pytest.mark.slow
@@ -216,3 +250,63 @@ def test_the_gate_is_the_exit_code(least: str, code: int) -> None:
     assert ended == code
     assert "**Fused over unfused" in out
     assert ("GATE FAILED: min-speedup 3.01: " in err) == bool(code)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels of a user in the current directory, which are not rehearsed in a process of their own here."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_kernels", raising=False)
+    monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
+    (tmp_path / "own_kernels.py").write_text(
+        "from fakes import RAN\n"
+        "from ssdprof.measure.oracle import oracle_output\n"
+        "def quick(inputs):\n    RAN.append(('quick', 50.0))\n    return oracle_output(inputs)\n"
+        "def wrong(inputs):\n    out, states = quick(inputs)\n    return 2 * out, states\n"
+    )
+
+
+@pytest.mark.usefixtures("own")
+def test_an_own_kernel_is_timed_beside_ours() -> None:
+    code, out, err = bench("--seq", "40", "--impl", "unfused,own_kernels:quick", "--json")
+    assert code == 0, err
+    report = load(out)
+    unfused, quick = report.cells[0].cases
+    assert (unfused.implementation, quick.implementation) == ("unfused", "own_kernels:quick")
+    assert (quick.status, quick.chunk_size, report.peers) == ("passed", None, {})
+    over = quick.over("unfused")
+    assert over is not None
+    assert over.device_ratio == 6
+
+
+@pytest.mark.usefixtures("own")
+def test_an_own_kernel_may_be_the_baseline_named_or_not_in_impl() -> None:
+    code, out, err = bench("--seq", "40", "--impl", "fused", "--baseline", "own_kernels:quick", "--json")
+    assert code == 0, err
+    report = load(out)
+    assert report.baseline == "own_kernels:quick"
+    fused, _ = report.cells[0].cases
+    over = fused.over("own_kernels:quick")
+    assert over is not None
+    assert over.device_ratio == 0.5
+
+
+@pytest.mark.usefixtures("own")
+def test_a_wrong_own_kernel_fails_the_bench_and_has_no_time() -> None:
+    code, out, err = bench("--seq", "40", "--impl", "unfused,own_kernels:wrong", "--json")
+    assert code == 1
+    assert "own_kernels:wrong, exact, fp32 states: inaccurate: out, head" in err
+    assert load(out).cells[0].cases[1].timing is None
+
+
+def test_a_library_that_is_not_there_is_a_sentence_unless_it_is_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    code, out, err = bench("--seq", "40", "--impl", "unfused,mamba_ssm", "--json")
+    assert code == 0, err
+    report = load(out)
+    assert [case.implementation for case in report.cells[0].cases] == ["unfused"]
+    assert report.absent[0].startswith("mamba_ssm cannot be imported: ")
+    for words in (["--against", "mamba_ssm"], ["--baseline", "mamba_ssm"]):
+        code, out, err = bench("--seq", "40", *words)
+        assert (code, out) == (3, "")
+        assert "mamba_ssm cannot be imported" in err
