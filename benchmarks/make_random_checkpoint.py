@@ -1,6 +1,7 @@
 """Write a checkpoint with a real model's dimensions and random weights, in hub layout.
 
     python benchmarks/make_random_checkpoint.py MODEL FOLDER [--layers N] [--seed S] [--device cuda]
+        [--dtype float16]
 
 MODEL: granite-4.0-h-1b, mamba2-2.7b, qwen3.5-9b or olmo-hybrid-7b; `random_models.py` holds their dimensions.
 
@@ -71,6 +72,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only the first N layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="where to draw; the same seed gives other values elsewhere")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="that the model computes in; weights are bf16",
+    )
     arguments = parser.parse_args()
     model, folder = MODELS[arguments.model], arguments.folder
     layers = model.depth if arguments.layers is None else arguments.layers
@@ -82,7 +89,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     total = write_weights(folder, model.weights(layers, Draw(arguments.seed, arguments.device)))
     write_tokenizer(folder)
-    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_random_weights": True}  # a run's report says so
+    # a run's report says that weights are random
+    config = model.config(layers) | {"dtype": arguments.dtype, "ssdprof_random_weights": True}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "README.md").write_text(
         f"Random weights with the dimensions of {arguments.model}, {layers} of {model.depth} layers, "

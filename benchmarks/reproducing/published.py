@@ -16,7 +16,7 @@ from ssdprof.errors import BadInputError
 FOLDER = Path(__file__).parent.parent / "published"
 _NAME = r"[A-Za-z_]\w*(?:\[[^\]]+\])?"
 COMPARISON = re.compile(rf"({_NAME}) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?|{_NAME})")
-AND = " and "
+_COMPARISONS = re.compile(rf"{COMPARISON.pattern}(?: and {COMPARISON.pattern})*")
 
 
 class Part(BaseModel):
@@ -36,7 +36,7 @@ class Measure(Part):
 
 
 class _Value(Part):
-    """key: of the combination of `each`, in words; "" without one."""
+    """key: of the combination of `each`, in words, or as stated; "" if the value has only a name."""
 
     name: str
     measure: str
@@ -92,11 +92,12 @@ Value = Annotated[Ratio | Match | Stall | EndToEnd, Field(discriminator="kind")]
 class Numbers(Part):
     """Quoted numbers, each beside the value `value[KEY]`; without `value`, of a quantity that is not measured here.
 
-    within_pct: of the quoted number, that still is inside.
+    within_pct: of the quoted number, that still is inside.  beside: further values, of which nothing is quoted.
     """
 
     words: str
     value: str = ""
+    beside: tuple[str, ...] = ()
     within_pct: float = 10.0
     absolute: bool = False
     quoted: dict[str, float]
@@ -118,7 +119,7 @@ class Claim(Part):
     @field_validator("holds")
     @classmethod
     def _understood(cls, holds: str) -> str:
-        if holds and not all(COMPARISON.fullmatch(one) for one in holds.split(AND)):
+        if holds and not _COMPARISONS.fullmatch(holds):
             raise ValueError(f"{holds!r} is not comparisons like 'name >= 1.5', joined by 'and'")
         return holds
 
@@ -166,7 +167,7 @@ class Published(Part):
             return self
         measures, values = {one.name for one in self.measure}, {one.name for one in self.value}
         used = [(one.measure, measures) for one in self.value]
-        used += [(one.value, values) for one in self.numbers if one.value]
+        used += [(name, values) for one in self.numbers for name in (one.value, *one.beside) if name]
         used += [(name.partition("[")[0], values) for one in self.claim for name in names_in(one)]
         used += [(name, values) for name in (self.figure.values if self.figure else ())]
         for name, known in used:
@@ -218,7 +219,8 @@ def _spelled_out(value: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for combination in product(*each.values()):
         words = dict(zip(each, combination, strict=True))
-        found.append({**_filled(plain, words), "key": " ".join(words[name] for name in apart)})
+        key = " ".join(words[name] for name in apart)
+        found.append({**_filled(plain, words), **({"key": key} if key else {})})
     return found
 
 

@@ -69,9 +69,12 @@ def _numbers(document: Published, result: Result) -> Iterator[str]:
         yield "## Numbers"
     for group, found in groups:
         yield f"### {group.words}"
-        yield _table(
-            ("", "measured", "quoted", "verdict"), [(one.claim, one.measured, one.quoted, one.verdict) for one in found]
-        )
+        further = [dict(_series(name, result)) for name in group.beside]
+        rows = [
+            (one.claim, one.measured, one.quoted, one.verdict, *(_shown(series.get(one.claim)) for series in further))
+            for one in found
+        ]
+        yield _table(("", "measured", "quoted", "verdict", *group.beside), rows)
         inside = f"Inside: within {group.within_pct:g} % of the quoted number." if group.value else ""
         yield " ".join(filter(None, (inside, group.note)))
 
@@ -79,7 +82,7 @@ def _numbers(document: Published, result: Result) -> Iterator[str]:
 def _rest_of_values(document: Published, result: Result) -> Iterator[str]:
     """Measured by cell, and quoted nowhere: a column for each value."""
     names = dict.fromkeys(one.name for one in document.value)
-    compared = {group.value for group in document.numbers}
+    compared = {name for group in document.numbers for name in (group.value, *group.beside)}
     found = {name: dict(series) for name in names if name not in compared and (series := _series(name, result))}
     columns = {name: series for name, series in found.items() if "" not in series}
     for keys in dict.fromkeys(tuple(series) for series in columns.values()):
@@ -87,6 +90,10 @@ def _rest_of_values(document: Published, result: Result) -> Iterator[str]:
         rows = [(key, *(judging.number(series[key]) for series in alike.values())) for key in keys]
         yield "## Measured"
         yield _table(("", *alike), rows)
+
+
+def _shown(number: float | None) -> str:
+    return "" if number is None else judging.number(number)
 
 
 def _series(name: str, result: Result) -> Series:
