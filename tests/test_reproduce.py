@@ -81,7 +81,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, recorded: BenchReport) -> dict[str
         ("a < 2.5", "inside"), ("a < 2", "outside"), ("a <= 2", "inside"), ("a <= 1.99", "outside"),
         ("a > 1.5", "inside"), ("a > 2", "outside"), ("a >= 2", "inside"), ("a >= 2.01", "outside"),
         ("a == 2", "inside"), ("a == 3", "outside"), ("a > b", "inside"), ("b > a", "outside"),
-        ("a >= 1 and a <= 3", "inside"), ("a >= 1 and a <= 1.5", "outside"), ("c[this and that, 1 x 4,096] > -1", "inside"),
+        ("a >= 1 and a <= 3", "inside"), ("a >= 1 and a <= 1.5", "outside"), 
+        ("c[this and that, 1 x 4,096] > -1", "inside"),
         ("a > 1 and absent > 1", "not measured"), ("a > absent", "not measured"),
     ],
 )  # fmt: skip
@@ -316,6 +317,35 @@ def test_what_the_budget_does_not_reach_is_named(monkeypatch: pytest.MonkeyPatch
     assert missing == {"measurement third": "the budget of 65 s was spent"}
 
 
+def test_the_published_kernel_needs_a_checkout(recorded: BenchReport, tmp_path: Path) -> None:
+    def run(words: list[str], _seconds: float) -> int:
+        Path(words[words.index("--out") + 1]).write_text(dump(recorded), encoding="utf-8")
+        return ExitCode.GATE_FAILED
+
+    stated = document(
+        measure=[DOCUMENT["measure"][0] | {"commands": ["ssdprof bench ssd --impl published --out {out}"]}]
+    )
+    *_, (found, missing) = measuring.measure(stated, 60, None, run)
+    assert (list(found), missing) == (["kernels"], {"the published kernel": "--published names no checkout of it"})
+    *_, (found, missing) = measuring.measure(stated, 60, tmp_path, run)
+    assert (list(found), missing) == (["kernels"], {})
+
+
+def test_a_script_that_fails_ends_its_measurement() -> None:
+    """Its exit code 1 is no verdict."""
+    ran: list[list[str]] = []
+
+    def run(words: list[str], _seconds: float) -> int:
+        ran.append(words)
+        return ExitCode.GATE_FAILED
+
+    commands = ["python make_random_checkpoint.py x {scratch}/x", "ssdprof run {scratch}/x"]
+    stated = document(measure=[DOCUMENT["measure"][0] | {"commands": commands}])
+    with pytest.raises(MissingCapabilityError, match=r"make_random_checkpoint\.py .* ended with exit code 1"):
+        list(measuring.measure(stated, 60, None, run))
+    assert len(ran) == 1
+
+
 def test_a_command_that_fails_does_not_take_the_others_with_it(recorded: BenchReport) -> None:
     """Nor the report that it wrote before."""
 
@@ -349,7 +379,7 @@ def test_commands_get_their_words(tmp_path: Path) -> None:
         str(reproduce.HERE / "a.py"),
         "s/x",
     ]
-    assert "fused,published" in measuring.words_of("ssdprof bench ssd --impl fused,published", places, None)
+    assert measuring.words_of("ssdprof bench ssd --impl fused,published", places, None)[5:] == ["--impl", "fused"]
     with pytest.raises(BadInputError, match="no program"):
         measuring.words_of("rm -r {scratch}", places, None)
 
