@@ -6,8 +6,8 @@
 
 NAME is that of a file in benchmarks/published, which says what is measured, what is quoted, and when a claim holds.
 Writes NAME.json, NAME.md and NAME.svg into DIR, by default benchmarks/results/published/<GPU>.  --from renders a result
-again, without a GPU, beside it; --check compares with what is there instead.  --page writes benchmarks/results/seeds.md
-from all results.  Every time is measured by ssdprof's own commands.
+again, without a GPU, beside it; --check compares with what is there instead.  --page writes seeds.md
+into benchmarks/results, from all results.  Every time is measured by ssdprof's own commands.
 
 Exit code 1 says that an output was wrong, or with --check that a file is not what it would be.  A claim that does not
 hold is a result.

@@ -55,7 +55,7 @@ class Ratio(_Value):
 
 
 class Match(_Value):
-    """Of the output: percent of elements that match, or RMS error over that of the rounded oracle."""
+    """Percent of the elements that match, or RMS error over that of the rounded oracle."""
 
     kind: Literal["match", "match with fp64", "error over floor"]
     tolerance: float = 0.0
@@ -183,7 +183,7 @@ def names_in(claim: Claim) -> list[str]:
 
 
 def is_number(side: str) -> bool:
-    """Of a comparison; else it is a value's name."""
+    """Whether a side of a comparison is a number; else it is a value's name."""
     return side[0] in "-0123456789"
 
 
