@@ -50,7 +50,10 @@ def stored(
 
 
 def load(name: str, document: Published, file: Path) -> Result:
-    """Reads what reproduce.py or a runner wrote.  Raises BadInputError for a file that is neither, or of another comparison."""
+    """Reads what reproduce.py or a runner wrote.
+
+    Raises BadInputError for a file that is neither, or of another comparison.
+    """
     again = f"python benchmarks/reproduce.py {name} writes one."
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
