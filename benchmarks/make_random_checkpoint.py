@@ -1,6 +1,7 @@
 """Write a checkpoint with a real model's dimensions and random weights, in hub layout.
 
     python benchmarks/make_random_checkpoint.py MODEL FOLDER [--layers N] [--seed S] [--device cuda]
+        [--dtype float16]
 
 MODEL: granite-4.0-h-1b, granite-4.0-h-small, mamba2-2.7b, qwen3.5-9b or olmo-hybrid-7b; `random_models.py` holds their
 dimensions.
@@ -65,13 +66,16 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def write_checkpoint(name: str, folder: Path, layers: int, seed: int, device: str) -> int:
-    """The first `layers` layers of the model `name`, in `folder`, which may exist.  Returns its weights' bytes."""
+def write_checkpoint(name: str, folder: Path, layers: int, seed: int, device: str, *, dtype: str = "bfloat16") -> int:
+    """The first `layers` layers of the model `name`, in `folder`, which may exist.  Returns its weights' bytes.
+
+    dtype: that the model computes in; weights are bf16.
+    """
     model = MODELS[name]
     folder.mkdir(parents=True, exist_ok=True)
     total = write_weights(folder, model.weights(layers, Draw(seed, device)))
     write_tokenizer(folder)
-    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_random_weights": True}  # a run's report says so
+    config = model.config(layers) | {"dtype": dtype, "ssdprof_random_weights": True}  # a run's report says so
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "README.md").write_text(
         f"Random weights with the dimensions of {name}, {layers} of {model.depth} layers, seed {seed} on {device}.  "
@@ -87,6 +91,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only the first N layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="where to draw; the same seed gives other values elsewhere")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="that the model computes in; weights are bf16",
+    )
     arguments = parser.parse_args()
     model, folder = MODELS[arguments.model], arguments.folder
     layers = model.depth if arguments.layers is None else arguments.layers
@@ -95,7 +105,7 @@ def main() -> None:
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
 
-    total = write_checkpoint(arguments.model, folder, layers, arguments.seed, arguments.device)
+    total = write_checkpoint(arguments.model, folder, layers, arguments.seed, arguments.device, dtype=arguments.dtype)
     print(f"{folder}: {layers} layers, {total / 1e9:.2f} GB")
 
 

@@ -1,0 +1,1 @@
+"""What reproduce.py is made of: published documents, measurements, values, verdicts, pages."""

@@ -1,0 +1,83 @@
+"""Published claims and numbers beside measured values: inside, outside, other GPU, or not measured."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from reproducing.published import COMPARISON, Claim, Numbers, Published, is_number, names_in
+
+HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+    "==": operator.eq,
+}
+OTHER_GPU, NOT_MEASURED = "other GPU", "not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One claim or number, in words."""
+
+    claim: str
+    quoted: str
+    measured: str
+    verdict: str
+    note: str = ""
+
+
+def number(value: float) -> str:
+    """Four significant digits; percents of matches need five."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}" if abs(value) >= 10 else f"{value:.4g}"
+
+
+def claims(document: Published, values: Mapping[str, float], gpu: str) -> list[Verdict]:
+    """gpu: the one that measured, as torch calls it."""
+    return [_claim(one, values, _is_other(one.gpu or document.gpu, gpu)) for one in document.claim]
+
+
+def numbers(document: Published, values: Mapping[str, float], gpu: str) -> list[tuple[Numbers, list[Verdict]]]:
+    """The quoted numbers group by group."""
+    other = _is_other(document.gpu, gpu)
+    return [
+        (group, [_number(group, key, quoted, values, other) for key, quoted in group.quoted.items()])
+        for group in document.numbers
+    ]
+
+
+def _is_other(quoted_gpus: str, gpu: str) -> bool:
+    return not any(name.strip() in gpu for name in quoted_gpus.split(","))
+
+
+def _claim(claim: Claim, values: Mapping[str, float], other: bool) -> Verdict:
+    names = names_in(claim)
+    absent = [name for name in names if name not in values]
+    if claim.why or absent:
+        measured, verdict = claim.why or f"missing: {', '.join(absent)}", NOT_MEASURED
+    else:
+        held = all(
+            HOLDS[sign](values[left], float(right) if is_number(right) else values[right])
+            for left, sign, right in COMPARISON.findall(claim.holds)
+        )
+        measured = ", ".join(f"{name} {number(values[name])}" for name in names)
+        verdict = _worded(held, other, claim.absolute)
+    return Verdict(claim=claim.words, quoted=claim.quoted, measured=measured, verdict=verdict, note=claim.note)
+
+
+def _number(group: Numbers, key: str, quoted: float, values: Mapping[str, float], other: bool) -> Verdict:
+    measured = values.get(f"{group.value}[{key}]")
+    if measured is None:
+        return Verdict(claim=key, quoted=number(quoted), measured="", verdict=NOT_MEASURED)
+    inside = abs(measured - quoted) <= abs(quoted) * group.within_pct / 100
+    verdict = _worded(inside, other, group.absolute)
+    return Verdict(claim=key, quoted=number(quoted), measured=number(measured), verdict=verdict)
+
+
+def _worded(inside: bool, other: bool, absolute: bool) -> str:
+    """A ratio of another GPU can be inside or outside; a time of another GPU says nothing."""
+    if other and absolute:
+        return OTHER_GPU
+    return f"{'inside' if inside else 'outside'}{f' ({OTHER_GPU})' if other else ''}"

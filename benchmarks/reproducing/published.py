@@ -1,0 +1,234 @@
+"""benchmarks/published/NAME.toml: what a source states, and how it is measured here.  The format: its README.md."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ssdprof.errors import BadInputError
+
+FOLDER = Path(__file__).parent.parent / "published"
+_NAME = r"[A-Za-z_]\w*(?:\[[^\]]+\])?"
+COMPARISON = re.compile(rf"({_NAME}) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?|{_NAME})")
+_COMPARISONS = re.compile(rf"{COMPARISON.pattern}(?: and {COMPARISON.pattern})*")
+
+
+class Part(BaseModel):
+    """A table of the document.  A key that it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Measure(Part):
+    """commands: run one after the other; the last writes `file`.  share: of the seconds that are left."""
+
+    name: str
+    reads: Literal["bench", "run", "stalls", "prefill"]
+    commands: tuple[str, ...]
+    file: str = ""
+    share: float = Field(default=1.0, gt=0, le=1)
+
+
+class _Value(Part):
+    """key: of the combination of `each`, in words, or as stated; "" if the value has only a name."""
+
+    name: str
+    measure: str
+    of: str
+    key: str = ""
+
+
+class Ratio(_Value):
+    """How many times as fast `of` is as `over`; without `over`, the time of `of` in microseconds."""
+
+    kind: Literal["time"]
+    over: str = ""
+    clock: Literal["device", "call"] = "device"
+    cells: tuple[str, ...] = ()
+    pick: Literal["", "least", "greatest", "mean"] = ""
+
+
+class Match(_Value):
+    """Percent of the elements that match, or RMS error over that of the rounded oracle."""
+
+    kind: Literal["match", "match with fp64", "error over floor"]
+    tolerance: float = 0.0
+    cells: tuple[str, ...] = ()
+    pick: Literal["", "least", "greatest", "mean"] = ""
+
+
+class Stall(_Value):
+    """Percent of the samples of an implementation's warps that are in `stages`, stalled for `reasons`.
+
+    stages: a name stands for its parts too; empty for all.  without: parts of them that do not count.  reasons: empty
+    for all.  resource: of its longest kernel, instead.
+    """
+
+    kind: Literal["stalls"]
+    stages: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    resource: Literal["", "compute_pct", "memory_pct", "l2_pct", "dram_pct", "occupancy_pct"] = ""
+
+
+class EndToEnd(_Value):
+    """By how many percent a prefill is faster with `of` in the place of `over`."""
+
+    kind: Literal["prefill"]
+    over: str
+    seqlen: int
+    surroundings: Literal["model", "bundled"] = "bundled"
+
+
+Value = Annotated[Ratio | Match | Stall | EndToEnd, Field(discriminator="kind")]
+
+
+class Numbers(Part):
+    """Quoted numbers, each beside the value `value[KEY]`; without `value`, of a quantity that is not measured here.
+
+    within_pct: of the quoted number, that still is inside.  beside: further values, of which nothing is quoted.
+    """
+
+    words: str
+    value: str = ""
+    beside: tuple[str, ...] = ()
+    within_pct: float = 10.0
+    absolute: bool = False
+    quoted: dict[str, float]
+    note: str = ""
+
+
+class Claim(Part):
+    """holds: comparisons of values, joined by "and".  why: it is not measured.  note: in plain words, for readers.
+    gpu: if another than the document's.  absolute: it is about a time, which another GPU cannot confirm."""
+
+    words: str
+    quoted: str
+    holds: str = ""
+    why: str = ""
+    note: str = ""
+    gpu: str = ""
+    absolute: bool = False
+
+    @field_validator("holds")
+    @classmethod
+    def _understood(cls, holds: str) -> str:
+        if holds and not _COMPARISONS.fullmatch(holds):
+            raise ValueError(f"{holds!r} is not comparisons like 'name >= 1.5', joined by 'and'")
+        return holds
+
+    @model_validator(mode="after")
+    def _judged_or_explained(self) -> Claim:
+        if bool(self.holds) == bool(self.why):
+            raise ValueError("a claim has either holds or why")
+        return self
+
+
+class Figure(Part):
+    """values: drawn beside each other, over their keys.  band: shaded, from lowest to highest quoted value."""
+
+    values: tuple[str, ...]
+    axis: str
+    band: tuple[float, float] | None = None
+
+
+class Published(Part):
+    """One document.  gpu: what the source measured on; several are separated by commas.  quoted: a runner's own."""
+
+    title: str
+    source: str
+    gpu: str
+    runner: str = ""
+    seconds: float = 100.0
+    choices: tuple[str, ...] = ()
+    measure: tuple[Measure, ...] = ()
+    value: tuple[Value, ...] = ()
+    numbers: tuple[Numbers, ...] = ()
+    figure: Figure | None = None
+    claim: tuple[Claim, ...]
+    quoted: Any = None
+
+    @field_validator("value", mode="before")
+    @classmethod
+    def _each(cls, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one for value in values for one in _spelled_out(value)]
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Published:
+        if bool(self.runner) == bool(self.measure):
+            raise ValueError("a document has either a runner or measurements")
+        if self.runner:
+            return self
+        measures, values = {one.name for one in self.measure}, {one.name for one in self.value}
+        used = [(one.measure, measures) for one in self.value]
+        used += [(name, values) for one in self.numbers for name in (one.value, *one.beside) if name]
+        used += [(name.partition("[")[0], values) for one in self.claim for name in names_in(one)]
+        used += [(name, values) for name in (self.figure.values if self.figure else ())]
+        for name, known in used:
+            if name not in known:
+                raise ValueError(f"{name!r} is none of {', '.join(sorted(known))}")
+        return self
+
+
+def names_in(claim: Claim) -> list[str]:
+    """The values that a claim is about, each once."""
+    sides = [side for left, _, right in COMPARISON.findall(claim.holds) for side in (left, right)]
+    return list(dict.fromkeys(side for side in sides if not is_number(side)))
+
+
+def is_number(side: str) -> bool:
+    """Whether a side of a comparison is a number; else it is a value's name."""
+    return side[0] in "-0123456789"
+
+
+def known(folder: Path = FOLDER) -> list[str]:
+    return sorted(file.stem for file in folder.glob("*.toml"))
+
+
+def load(name: str, folder: Path = FOLDER) -> Published:
+    """Raises BadInputError for an unknown name, and for a document that is not in the format."""
+    file = folder / f"{name}.toml"
+    if not file.is_file():
+        there = known(folder)
+        near = get_close_matches(name, there, n=1, cutoff=0.3)
+        asked = f"Did you mean {near[0]}?  " if near else ""
+        raise BadInputError(f"{name!r} is not a published comparison.", f"{asked}There are: {', '.join(there)}.")
+    try:
+        return Published.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as error:
+        raise BadInputError(f"{file.name} is not TOML: {error}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise BadInputError(f"{file.name}: {where}: {first['msg']}.", f"See {folder.name}/README.md.") from error
+
+
+def _spelled_out(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each combination of the words in `each`, filled into the braces; words that are not in the name make
+    the key.
+    """
+    plain = {key: one for key, one in value.items() if key != "each"}
+    each = {name: [str(word) for word in words] for name, words in value.get("each", {}).items()}
+    apart = [name for name in each if f"{{{name}}}" not in str(value.get("name"))]
+    found = []
+    for combination in product(*each.values()):
+        words = dict(zip(each, combination, strict=True))
+        key = " ".join(words[name] for name in apart)
+        found.append({**_filled(plain, words), **({"key": key} if key else {})})
+    return found
+
+
+def _filled(fields: Any, words: dict[str, str]) -> Any:
+    if isinstance(fields, str):
+        for name, word in words.items():
+            fields = fields.replace(f"{{{name}}}", word)
+        return fields
+    if isinstance(fields, dict):
+        return {key: _filled(value, words) for key, value in fields.items()}
+    return [_filled(one, words) for one in fields] if isinstance(fields, list) else fields

@@ -1,0 +1,163 @@
+"""A result as Markdown and as a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from reproducing import judging
+from reproducing.judging import Verdict
+from reproducing.published import Figure, Published
+from reproducing.result import Result
+from ssdprof.report.plots import canvas
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Picture
+
+TOKENS = re.compile(r"([\d,]+) x ([\d,]+)")
+VALUE = re.compile(r"(\w+)(?:\[(.+)\])?")
+Series = list[tuple[str, float]]  # of a value: key and number
+
+
+def as_markdown(document: Published, result: Result) -> str:
+    """Claims first, then numbers, then what was chosen, and what is missing."""
+    stored = result.stored
+    parts = [
+        f"# {document.title}",
+        f"{document.source}  Quoted from {document.gpu}; measured on {result.gpu}.",
+        *([f"![{document.title}]({result.name}.svg)"] if document.figure else []),
+        *(["## Wrong outputs", _list(result.wrong)] if result.wrong else []),
+        "## Claims",
+        claims_table(document, result),
+        *_notes(judging.claims(document, result.values, result.gpu)),
+        *_numbers(document, result),
+        *_rest_of_values(document, result),
+        "## What the source leaves open, and what was chosen",
+        _list(document.choices),
+        *(["## Not measured", _list(_missing(result))] if result.missing else []),
+        f"{result.gpu}; {stored.get('created', '')}; {stored.get('seconds', '')} s; `{stored.get('command', '')}`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def claims_table(document: Published, result: Result) -> str:
+    found = judging.claims(document, result.values, result.gpu)
+    return _table(
+        ("claim", "measured", "quoted", "verdict"),
+        [(one.claim, one.measured, one.quoted, one.verdict) for one in found],
+    )
+
+
+def as_picture(document: Published, result: Result) -> str | None:
+    """SVG; None where the document has no figure or nothing that it shows was measured."""
+    figure = document.figure
+    if figure is None:
+        return None
+    drawn = {name: series for name in figure.values if (series := _series(name, result))}
+    if not drawn:
+        return None
+    return canvas.draw(partial(_paint, figure=figure, drawn=drawn, quoted=_quoted(document)), (10, 5))
+
+
+def _numbers(document: Published, result: Result) -> Iterator[str]:
+    groups = judging.numbers(document, result.values, result.gpu)
+    if groups:
+        yield "## Numbers"
+    for group, found in groups:
+        yield f"### {group.words}"
+        further = [dict(_series(name, result)) for name in group.beside]
+        rows = [
+            (one.claim, one.measured, one.quoted, one.verdict, *(_shown(series.get(one.claim)) for series in further))
+            for one in found
+        ]
+        yield _table(("", "measured", "quoted", "verdict", *group.beside), rows)
+        inside = f"Inside: within {group.within_pct:g} % of the quoted number." if group.value else ""
+        yield " ".join(filter(None, (inside, group.note)))
+
+
+def _rest_of_values(document: Published, result: Result) -> Iterator[str]:
+    """Measured by cell, and quoted nowhere: a column for each value."""
+    names = dict.fromkeys(one.name for one in document.value)
+    compared = {name for group in document.numbers for name in (group.value, *group.beside)}
+    found = {name: dict(series) for name in names if name not in compared and (series := _series(name, result))}
+    columns = {name: series for name, series in found.items() if "" not in series}
+    for keys in dict.fromkeys(tuple(series) for series in columns.values()):
+        alike = {name: series for name, series in columns.items() if tuple(series) == keys}
+        rows = [(key, *(judging.number(series[key]) for series in alike.values())) for key in keys]
+        yield "## Measured"
+        yield _table(("", *alike), rows)
+
+
+def _shown(number: float | None) -> str:
+    return "" if number is None else judging.number(number)
+
+
+def _series(name: str, result: Result) -> Series:
+    """Numbers of a value by key, "" if it has none."""
+    parsed = ((VALUE.fullmatch(full), number) for full, number in result.values.items())
+    return [(match[2] or "", number) for match, number in parsed if match and match[1] == name]
+
+
+def _quoted(document: Published) -> dict[str, dict[str, float]]:
+    return {group.value: group.quoted for group in document.numbers}
+
+
+def _paint(picture: Picture, figure: Figure, drawn: dict[str, Series], quoted: dict[str, dict[str, float]]) -> None:
+    axes = canvas.plain(picture)
+    if figure.band:
+        axes.axhspan(*figure.band, color=canvas.GREY, alpha=0.2, label="quoted range")
+    keys = list(dict.fromkeys(key for series in drawn.values() for key, _ in series))
+    sizes = [TOKENS.fullmatch(key) for key in keys]
+    if len(keys) > 1 and all(sizes):
+        for color, (name, series) in zip(canvas.COLORS, drawn.items(), strict=False):
+            for number, (batch, points) in enumerate(_by_batch(series).items()):
+                style = ("-", "--", ":", "-.")[number % 4]
+                label = f"{name}, batch {batch}"
+                axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens of a sequence")
+    else:
+        if keys == [""]:  # every value is one number
+            keys, drawn = list(drawn), {"measured": [(name, series[0][1]) for name, series in drawn.items()]}
+        for color, (name, series) in zip(canvas.COLORS, drawn.items(), strict=False):
+            places = [keys.index(key) for key, _ in series]
+            axes.plot(places, [number for _, number in series], "o", color=color, label=name, markersize=4)
+            crosses = [(keys.index(key), number) for key, number in quoted.get(name, {}).items() if key in keys]
+            if crosses:
+                axes.plot(*zip(*crosses, strict=True), "x", color=color, label=f"{name}, quoted", markersize=5)
+        axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
+    axes.set_ylabel(figure.axis)
+    canvas.legend_below(picture, columns=4)
+
+
+def _by_batch(series: Series) -> dict[int, list[tuple[int, float]]]:
+    found: dict[int, list[tuple[int, float]]] = {}
+    for key, number in series:
+        match = TOKENS.fullmatch(key)
+        assert match is not None
+        batch, length = (int(word.replace(",", "")) for word in match.groups())
+        found.setdefault(batch, []).append((length, number))
+    return {batch: sorted(points) for batch, points in sorted(found.items())}
+
+
+def _notes(found: Iterable[Verdict]) -> Iterator[str]:
+    notes = [f"{one.claim}: {one.note}" for one in found if one.note]
+    if notes:
+        yield _list(notes)
+
+
+def _missing(result: Result) -> list[str]:
+    return [f"{what}: {why}" if why else what for what, why in result.missing.items()]
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [[cell.replace("|", "\\|").replace("_", "\\_") for cell in row] for row in rows]
+    return tabulate(cells, [word.replace("_", "\\_") for word in head], "pipe", disable_numparse=True)

@@ -1,0 +1,159 @@
+"""What reports of ssdprof say, as far as values need it: cases, the GPU, what is wrong, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssdprof.bench.rows import of_bench
+from ssdprof.bench.schema import BenchCell, BenchReport
+from ssdprof.bench.schema import load as load_bench
+from ssdprof.pipeline import stall_files
+from ssdprof.runs import document
+from ssdprof.schema.outcome import outcome
+from ssdprof.schema.prefill import PrefillReport
+from ssdprof.schema.rows import Errors, Row, of_run
+from ssdprof.schema.run import RunReport
+from ssdprof.schema.stalls import StallReport
+
+Report = BenchReport | RunReport | StallReport | PrefillReport
+RIGHT = ("passed", "refused", "out of memory")  # whatever else became of a case of ours, its output was wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One implementation in one cell.  words: as `of` in a document describes it.  us: by clock.
+
+    trial: a chunk size that the implementation was not fastest with.
+    """
+
+    cell: str
+    words: tuple[str, ...]
+    us: Mapping[str, float]
+    out: Errors | None = None
+    trial: bool = False
+
+    def fits(self, words: str) -> bool:
+        """Whether it is described by an implementation, then intermediates and states, then "@128"."""
+        *wanted, last = words.split()
+        chunk = last if last.startswith("@") else ""
+        own = [word for word in self.words if not word.startswith("@")]
+        wanted = wanted if chunk else [*wanted, last]
+        return own[: len(wanted)] == wanted and (chunk in self.words if chunk else not self.trial)
+
+
+def read(kind: str, file: Path) -> Report:
+    """Raises BadInputError for a file that ssdprof did not write."""
+    if kind == "bench":
+        return load_bench(file.read_text(encoding="utf-8"))
+    if kind == "run":
+        return document.load(file.read_text(encoding="utf-8"))
+    if kind == "stalls":
+        return stall_files.load(file)
+    return PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+def again(kind: str, stored: Any) -> Report:
+    """What a result holds of a report."""
+    records: dict[str, type[Report]] = {
+        "bench": BenchReport,
+        "run": RunReport,
+        "stalls": StallReport,
+        "prefill": PrefillReport,
+    }
+    return records[kind].model_validate_json(json.dumps(stored))
+
+
+def cases(report: Report) -> list[Case]:
+    """Those of a bench or a run that have a right output; no others have a number."""
+    if isinstance(report, BenchReport):
+        return list(_of_bench(report))
+    if isinstance(report, RunReport):
+        rows = of_run(report)
+        alone = len({row.where for row in rows}) == 1
+        return [_case(row, row.tokens if alone else row.place) for row in rows if row.status == "passed"]
+    return []
+
+
+def _of_bench(report: BenchReport) -> Iterator[Case]:
+    label = _labels(report)
+    rows = iter(of_bench(report))
+    for cell in report.cells:
+        for case, row in zip(cell.cases, rows, strict=False):
+            if case.status != "passed":
+                continue
+            yield _case(row, label(cell), case.chunk_size)
+            for trial in case.trials:
+                if trial.chunk_size != case.chunk_size and trial.status == "passed" and trial.device_us:
+                    words = (*_words(row), f"@{trial.chunk_size}")
+                    yield Case(cell=label(cell), words=words, us={"device": trial.device_us}, trial=True)
+
+
+def _labels(report: BenchReport) -> Callable[[BenchCell], str]:
+    """What tells the cells apart: their tokens, or their shapes, or both."""
+    shapes = [cell.shape for cell in report.cells]
+    if len(set(shapes)) == 1:
+        return lambda cell: cell.tokens
+    if len(set(shapes)) == len(shapes):
+        return lambda cell: cell.shape
+    return lambda cell: f"{cell.shape}, {cell.tokens}"
+
+
+def _words(row: Row) -> tuple[str, ...]:
+    return row.implementation, row.precision.intermediates, row.precision.state_dtype
+
+
+def _case(row: Row, cell: str, chunk_size: int | None = None) -> Case:
+    timing = row.timing
+    us = {"device": timing.device_median_us, "call": timing.call_median_us} if timing else {}
+    chunk = () if chunk_size is None else (f"@{chunk_size}",)
+    return Case(cell=cell, words=(*_words(row), *chunk), us=us, out=row.out)
+
+
+def gpu(report: Report) -> str:
+    """As torch calls it; "no GPU" if there was none."""
+    if isinstance(report, StallReport):
+        return report.gpu or "no GPU"
+    return report.environment.gpu.name if report.environment.gpu else "no GPU"
+
+
+def wrong(report: Report) -> list[str]:
+    """Outputs of ours that were not right, a sentence each."""
+    if isinstance(report, BenchReport):
+        return [
+            f"{cell.shape}, {cell.tokens}: {case.name}: {case.status}: {case.reason}"
+            for cell in report.cells
+            for case in cell.cases
+            if case.implementation not in report.peers and case.status not in RIGHT
+        ]
+    if isinstance(report, RunReport):
+        rows = [case for case in outcome(report).failed if case.status not in RIGHT]
+        return [
+            f"{case.layer.name}: {case.implementation}, {case.precision}: {case.status}: {case.reason}" for case in rows
+        ]
+    if isinstance(report, PrefillReport):
+        return [
+            f"{case.implementation}, {case.precision}: {case.status}: {case.reason}"
+            for case in report.prefill.failed
+            if case.status not in RIGHT
+        ]
+    return []
+
+
+def missing(report: Report) -> dict[str, str]:
+    """What was asked for and not measured, and why."""
+    if isinstance(report, BenchReport):
+        found = {one.cell: one.reason for one in report.left_out}
+        for cell in report.cells:
+            for case in cell.cases:
+                if case.timing is None:
+                    found[f"{cell.tokens}: {case.name}"] = f"{case.status}: {case.reason}".rstrip(": ")
+        return found | {sentence: "" for sentence in getattr(report, "absent", ())}
+    if isinstance(report, PrefillReport):
+        return {f"{one.seqlen:,} tokens": one.reason for one in report.prefill.left_out}
+    if isinstance(report, StallReport):
+        return {"warp stalls": report.missing} if report.missing else {}
+    return {}

@@ -1,0 +1,119 @@
+"""The numbers that a document names, read out of reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from reproducing.published import EndToEnd, Match, Published, Ratio, Stall
+from reproducing.reports import Case, Report, cases
+from ssdprof.schema.prefill import PrefillReport
+from ssdprof.schema.stalls import KernelStalls, Stage, StallReport
+
+PICKS: dict[str, Any] = {"least": min, "greatest": max, "mean": fmean}
+
+
+def values(document: Published, reports: Mapping[str, Report]) -> dict[str, float]:
+    """By name; what was not measured is not among them."""
+    found: dict[str, float] = {}
+    for value in document.value:
+        report = reports.get(value.measure)
+        if report is None:
+            continue
+        if isinstance(value, Ratio | Match):
+            found |= _of_cells(value, cases(report))
+            continue
+        number = _stall(value, report) if isinstance(value, Stall) else _end_to_end(value, report)
+        if number is not None:
+            found[_named(value.name, value.key)] = number
+    return found
+
+
+def _named(name: str, *keys: str) -> str:
+    words = ", ".join(key for key in keys if key)
+    return f"{name}[{words}]" if words else name
+
+
+def _of_cells(value: Ratio | Match, everything: Sequence[Case]) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for cell in dict.fromkeys(case.cell for case in everything):
+        if value.cells and cell not in value.cells:
+            continue
+        own = [case for case in everything if case.cell == cell]
+        number = _time(value, own) if isinstance(value, Ratio) else _match(value, own)
+        if number is not None:
+            numbers[cell] = number
+    if value.pick:
+        return {_named(value.name, value.key): PICKS[value.pick](numbers.values())} if numbers else {}
+    single = len(value.cells) == 1
+    return {_named(value.name, value.key, "" if single else cell): number for cell, number in numbers.items()}
+
+
+def _time(value: Ratio, own: Iterable[Case]) -> float | None:
+    def least(words: str) -> float | None:
+        return min((case.us[value.clock] for case in own if case.fits(words) and value.clock in case.us), default=None)
+
+    of = least(value.of)
+    if not value.over or of is None:
+        return of
+    over = least(value.over)
+    return None if over is None else over / of
+
+
+def _match(value: Match, own: Iterable[Case]) -> float | None:
+    out = next((case.out for case in own if case.fits(value.of)), None)
+    if out is None:
+        return None
+    if value.kind == "error over floor":
+        return out.over_floor
+    matches = out.against_baseline if value.kind == "match" else out.against_oracle
+    return next((one.match_pct for one in matches if one.tolerance == value.tolerance), None)
+
+
+def _stall(value: Stall, report: Report) -> float | None:
+    assert isinstance(report, StallReport)
+    own = [kernel for kernel in report.kernels if kernel.implementation == value.of]
+    if not own:
+        return None
+    kernel = max(own, key=lambda one: one.throughput.duration_us or 0)
+    if value.resource:
+        source = kernel.resources if value.resource == "occupancy_pct" else kernel.throughput
+        found: float | None = getattr(source, value.resource)
+        return found
+    return _share(value, kernel)
+
+
+def _share(value: Stall, kernel: KernelStalls) -> float | None:
+    """None where no warp was sampled, or the kernel's source has other stages."""
+    counted = [stage for stage in kernel.stages if not stage.idle]
+    inside = [stage for stage in counted if _within(stage, value.stages or (stage.name,), value.without)]
+    if not kernel.busy_samples or not inside:
+        return None
+    samples = sum(
+        count
+        for stage in inside
+        for reason, count in stage.samples.items()
+        if not value.reasons or reason in value.reasons
+    )
+    return 100 * samples / kernel.busy_samples
+
+
+def _within(stage: Stage, names: Iterable[str], without: Iterable[str]) -> bool:
+    def is_part(of: str) -> bool:
+        return stage.name == of or stage.name.startswith(f"{of}.")
+
+    return any(map(is_part, names)) and not any(map(is_part, without))
+
+
+def _end_to_end(value: EndToEnd, report: Report) -> float | None:
+    assert isinstance(report, PrefillReport)
+    calls = {
+        case.implementation: case.call.median_us
+        for length in report.prefill.lengths
+        for case in length.cases
+        if (length.seqlen, case.surroundings) == (value.seqlen, value.surroundings) and case.call
+    }
+    if value.of not in calls or value.over not in calls:
+        return None
+    return 100 * (calls[value.over] / calls[value.of] - 1)
