@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssdprof.bench.rows import of_bench, where
 from ssdprof.bench.schema import BenchReport
-from ssdprof.schema.gating import broken
+from ssdprof.schema.gating import Broken, broken
 
 
 def wrong(report: BenchReport) -> tuple[str, ...]:
@@ -23,12 +23,15 @@ def wrong(report: BenchReport) -> tuple[str, ...]:
 
 
 def failed(report: BenchReport) -> tuple[str, ...]:
-    """The rows that break a gate, each in a sentence.
+    """The rows that break a gate, each in a sentence."""
+    return tuple(f"GATE FAILED: {one}" for one in broken_gates(report))
 
-    A cell that was to be measured and has no speedup does not hold a minimum speedup either.
-    """
-    left_out = report.left_out if report.gates.min_speedup is not None else ()
+
+def broken_gates(report: BenchReport) -> tuple[Broken, ...]:
+    """The rows that break a gate.  A cell that was to be measured and has no speedup breaks a minimum speedup too."""
+    least = report.gates.min_speedup
+    left_out = report.left_out if least is not None else ()
     return (
-        *(f"GATE FAILED: {one}" for one in broken(of_bench(report), report.gates)),
-        *(f"GATE FAILED: min-speedup: {one.cell}: left out: {one.reason}" for one in left_out),
+        *broken(of_bench(report), report.gates),
+        *(Broken(gate=f"min-speedup {least:g}", row=one.cell, found=f"left out: {one.reason}") for one in left_out),
     )

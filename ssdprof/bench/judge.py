@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ssdprof import operators
 from ssdprof.bench.contenders import Entry
 from ssdprof.bench.first_call import Patience, TimeIsUp, first_call
 from ssdprof.bench.schema import Error, FirstCall
 from ssdprof.measure.accuracy import Comparison
 from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.cases import batches_of
 from ssdprof.measure.engine import Verified, verify
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.memory import outputs_that_fit
@@ -50,19 +52,40 @@ def judge(
     on_progress: Callable[[int], None] = lambda _: None,
     patience: Patience = Patience(),  # noqa: B008
 ) -> list[Judged]:
-    """Run every entry and compare it with the oracle; the entries' inputs differ in their chunk size only.
+    """Run every entry and compare it with the oracle and with its baseline (`baselines_of`); the entries' inputs differ
+    in their chunk size only.
 
     One pass over the oracle serves as many outputs as fit into memory together.  The chunk size of the comparison is
     the smallest one: more chunks round 16-bit states more often, and no entry shall be held to fewer.
 
     Raises BudgetSpent.
     """
-    inputs = min(entries, key=lambda entry: entry.chunk_size or math.inf).call.inputs
-    capacity = max(1, outputs_that_fit(inputs))
-    judged: list[Judged] = []
-    for first in range(0, len(entries), capacity):
-        judged += _judge_together(entries[first : first + capacity], inputs, on_progress, patience)
-    return judged
+    inputs = min(entries, key=_chunk_size).call.inputs
+    baselines = baselines_of(entries, operators.of(inputs).baseline)
+    groups: dict[Entry, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(baselines.get(entry, entry), []).append(entry)
+    whole = [tuple(dict.fromkeys((first, *rest))) for first, rest in groups.items()]
+    judged: dict[Entry, Judged] = {}
+    for batch in batches_of(whole, outputs_that_fit(inputs)):
+        for one in _judge_together(batch, baselines, inputs, on_progress, patience):
+            judged.setdefault(one.entry, one)  # a baseline runs again in every batch that needs it
+    return [judged[entry] for entry in entries]
+
+
+def baselines_of(entries: Iterable[Entry], baseline: str) -> dict[Entry, Entry]:
+    """Entry -> the entry whose output its own is matched with: that of `baseline` with exact intermediates, equal
+    states, and the same chunk size or else the smallest.  An entry without such a one is left out."""
+    known = [
+        one for one in entries if one.contender.name == baseline and one.contender.precision.intermediates == "exact"
+    ]
+    found = {}
+    for entry in entries:
+        states = entry.contender.precision.state_dtype
+        own = [one for one in known if one.contender.precision.state_dtype == states]
+        if own and entry.contender.name != baseline:
+            found[entry] = min(own, key=lambda one: (one.chunk_size != entry.chunk_size, _chunk_size(one)))
+    return found
 
 
 def run_unjudged(
@@ -99,12 +122,21 @@ def objection_to(entry: Entry) -> Callable[[Comparison], str]:
     return why
 
 
+def _chunk_size(entry: Entry) -> float:
+    return entry.chunk_size or math.inf
+
+
 def _judge_together(
-    entries: Sequence[Entry], inputs: Any, on_progress: Callable[[int], None], patience: Patience
+    entries: Sequence[Entry],
+    baselines: Mapping[Entry, Entry],
+    inputs: Any,
+    on_progress: Callable[[int], None],
+    patience: Patience,
 ) -> list[Judged]:
     tried = {entry: _attempt(entry, patience) for entry in entries}
     attempts = {entry.call: attempted for entry, (attempted, _) in tried.items()}
-    verified = verify(attempts, inputs, on_progress=on_progress)
+    against = {entry.call: baselines[entry].call for entry in entries if entry in baselines}
+    verified = verify(attempts, inputs, baselines=against, on_progress=on_progress)
     judged = []
     for entry, (attempted, first) in tried.items():
         one = verified[entry.call]
@@ -145,6 +177,7 @@ def _verdict(comparison: Comparison, *, ours: bool) -> Verdict:
         out_floor=out.floor.rms_ratio,
         final_states=states.vs_oracle.rms_ratio,
         final_states_floor=states.floor.rms_ratio,
+        matches=out.vs_baseline.matches if out.vs_baseline else (),
     )
     close = max(error.out, error.final_states) <= SLOPPY
     if comparison.status == "inaccurate" and close and not ours:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Error
 from ssdprof.schema.rows import Errors, Row
 
 JUDGED = "fused"  # the implementation that gates are about
@@ -30,9 +30,13 @@ def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
         roofline=case.roofline,
         memory=case.memory,
         launches=tuple(kernel.launch for kernel in case.kernels),
-        out=Errors(rms_ratio=error.out, floor_rms_ratio=error.out_floor) if error else None,
+        out=_out(error) if error else None,
         final_states=Errors(rms_ratio=error.final_states, floor_rms_ratio=error.final_states_floor) if error else None,
     )
+
+
+def _out(error: Error) -> Errors:
+    return Errors(rms_ratio=error.out, floor_rms_ratio=error.out_floor, against_baseline=error.matches)
 
 
 def where(cell: BenchCell) -> str:

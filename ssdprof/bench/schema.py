@@ -17,6 +17,7 @@ from ssdprof.schema import (
     Environment,
     Gates,
     Launch,
+    Match,
     Memory,
     PrecisionRecord,
     Record,
@@ -38,12 +39,17 @@ class Kernel(Record):
 
 
 class Error(Record):
-    """Against the fp64 oracle, RMS of the difference over RMS of the oracle.  floor: of the oracle itself, rounded."""
+    """Against the fp64 oracle, RMS of the difference over RMS of the oracle.  floor: of the oracle itself, rounded.
+
+    matches: of `out` with that of the operator's baseline (unfused) with exact intermediates and equal states; empty
+        for the baseline itself, where it did not run at these states, and in results from before it was recorded.
+    """
 
     out: float
     out_floor: float
     final_states: float
     final_states_floor: float
+    matches: tuple[Match, ...] = ()
 
 
 class Compiled(Record):

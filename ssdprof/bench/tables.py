@@ -8,7 +8,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Ke
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import TOLERANCES, PrecisionRecord
 
 _MOST_ROWS = 50  # of a table, so that no renderer cuts it
 READING = (
@@ -23,7 +23,7 @@ READING = (
 
 def tables(report: BenchReport) -> tuple[Table, ...]:
     """The answer first, then everything behind it."""
-    found = (*speedups(report), *_details(report), *_behind(report))
+    found = (*speedups(report), *_details(report), *_matches(report), *_behind(report))
     return tuple(table for table in found if table.rows)
 
 
@@ -130,6 +130,34 @@ def _detail(case: BenchCase) -> tuple[str, ...]:
         fmt.small(case.error.out_floor if case.error else None),
         _seconds(case.first_call.seconds if case.first_call else None),
     )
+
+
+def _matches(report: BenchReport) -> Iterator[Table]:
+    for title, cells in _grouped(report):
+        rows = [
+            (
+                cell.tokens,
+                case.kernel,
+                _short(case.precision),
+                *(fmt.percent(one.match_pct) for one in case.error.matches),
+            )
+            for cell in cells
+            for case in cell.cases
+            if case.error and case.error.matches
+        ]
+        for first in range(0, len(rows), _MOST_ROWS):
+            yield Table(
+                title=f"Match with unfused: {title}",
+                headers=(
+                    "sequences x\ntokens", "implementation", "intermediates,\nstates",
+                    *(f"match @\n{fmt.tolerance(tolerance)}" for tolerance in TOLERANCES),
+                ),
+                rows=tuple(rows[first : first + _MOST_ROWS]),
+                align=columns(3, len(TOLERANCES)),
+                keys=3,
+                note="Elements of the output that match those of the unfused kernels with exact intermediates and "
+                "equal states, within a tolerance.",
+            )  # fmt: skip
 
 
 def _behind(report: BenchReport) -> Iterator[Table]:

@@ -81,6 +81,7 @@ def bench(
         float, typer.Option(metavar="SECONDS", min=1, help="Longest first call, which compiles.")
     ] = FIRST_CALL,
     min_speedup: options.MinSpeedup = None,
+    min_match: options.MinMatch = None,
     max_rms_ratio: options.MaxRmsRatio = None,
     config: options.Config = None,
     out: Annotated[
@@ -109,7 +110,7 @@ def bench(
     shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
-    limits = gates.chosen(config, min_speedup=min_speedup, max_rms_ratio=max_rms_ratio)
+    limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
@@ -144,7 +145,7 @@ def bench(
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
-        gates=limits.model_copy(update={"min_match": {}}),  # a bench records no match
+        gates=limits,
         command=terminal.command_line(),
     )
     watcher = terminal.TerminalWatcher()

@@ -1,4 +1,4 @@
-"""`ssdprof export`: a kept run as a file for people or for machines."""
+"""`ssdprof export`: a kept run or bench as a file for people or for machines."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from ssdprof.commands.export_formats import Format
 
 
 def export(
-    run: options.Run = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run's folder, its name under runs/, or the file of [bold]bench --out[/bold].",
+            show_default="the latest run",
+        ),
+    ] = None,
     format: Annotated[Format | None, typer.Option(help="What to write.", show_default="markdown")] = None,
     output: options.Output = None,
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Write a run's report for people or for other programs.
+    """Write the report of a run or a bench for people or for other programs.
 
     github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
     annotations.  benchmark-action is what github-action-benchmark reads as customSmallerIsBetter, and
     benchmark-action-bigger as customBiggerIsBetter.
 
-    The report is written in any case.  Exit code 1 says that not everything asked of the run was compared and passed.
+    The report is written in any case.  Exit code 1 says that not everything that was asked for was compared and passed.
     """
-    from ssdprof import files, runs
-    from ssdprof.commands import github_job
-    from ssdprof.commands.export_formats import FORMATS, Kept
+    from ssdprof import files
+    from ssdprof.commands import github_job, kept
+    from ssdprof.commands.export_formats import FORMATS
     from ssdprof.errors import BadInputError
 
     if as_json and format not in (None, "json"):
@@ -36,16 +43,16 @@ def export(
         if output is not None:
             raise BadInputError("--format github writes to the files that GitHub names.", "Leave -o out.")
         github_job.check()
-        folder, report = runs.read(run)
-        github_job.write(report)
-        terminal.exit_by(report)
+        found = kept.read(run)
+        github_job.write(found.exported())
+        found.exit()
         return
-    folder, report = runs.read(run)
+    found = kept.read(run)
     target = options.file_to_write(output, force=force)
-    text = FORMATS["json" if as_json else format or "markdown"](Kept(folder=folder, report=report, output=target))
+    text = FORMATS["json" if as_json else format or "markdown"](found, target)
     if target is None:
         print(text)
     else:
         files.write_text(target, text.rstrip("\n") + "\n", replace=force)
-        terminal.err().print(f"Wrote {target} from {folder}.")
-    terminal.exit_by(report)
+        terminal.err().print(f"Wrote {target} from {found.source}.")
+    found.exit()

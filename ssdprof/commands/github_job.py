@@ -1,4 +1,4 @@
-"""A run's report to the job of GitHub Actions that this process is a step of."""
+"""A run or a bench to the job of GitHub Actions that this process is a step of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ssdprof.schema import RunReport
+    from ssdprof.report.exports.exported import Exported
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 OUTPUT = "GITHUB_OUTPUT"
@@ -24,15 +24,15 @@ def check() -> None:
         )
 
 
-def write(report: RunReport) -> None:
+def write(exported: Exported) -> None:
     """Append the summary and the outputs to the files that GitHub names, and print the annotations on stdout."""
     from ssdprof import files
     from ssdprof.report.exports import github
 
     summary = Path(os.environ[SUMMARY])
     used = summary.stat().st_size if summary.is_file() else 0
-    files.append_text(summary, github.step_summary(report, used))
-    lines = (f"{name}={value}\n" for name, value in github.outputs(report).items())
+    files.append_text(summary, github.step_summary(exported, used))
+    lines = (f"{name}={value}\n" for name, value in github.outputs(exported).items())
     files.append_text(Path(os.environ[OUTPUT]), "".join(lines))
-    for line in github.workflow_commands(report):
+    for line in github.workflow_commands(exported):
         print(line)

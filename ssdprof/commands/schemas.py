@@ -45,7 +45,7 @@ def documents() -> dict[str, Published]:
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
         "prefill-v1.json": Published("ssdprof prefill", ("prefill",), PrefillReport),
         "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
-        "bench-v2.json": Published("ssdprof bench", ("bench",), BenchReport),
+        "bench-v2.json": Published("ssdprof bench", ("bench", "export"), BenchReport),
         "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),
         "tune-dry-run.json": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
         "models.json": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ssdprof import runs
-from ssdprof.errors import BadInputError
+from ssdprof.bench.file import is_bench
+from ssdprof.bench.file import read as read_bench
 from ssdprof.schema import RunReport
 from ssdprof.schema.comparison import Side
 from ssdprof.schema.outcome import outcome
@@ -29,7 +29,7 @@ class Subject:
 def read(where: str) -> Subject:
     """A run's folder or name, its report as JSON, or a result of `ssdprof bench --out`.  Raises BadInputError."""
     file = Path(where)
-    if file.is_file() and _is_bench(file):
+    if file.is_file() and is_bench(file):
         return _bench(file)
     folder, report = runs.read(where)
     from ssdprof.pipeline import stall_files
@@ -37,23 +37,10 @@ def read(where: str) -> Subject:
     return _run(where, report, stall_files.of_run(folder) if not file.is_file() else None)
 
 
-def _is_bench(file: Path) -> bool:
-    """Anything that is not JSON is left for the reader of runs to refuse."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return False
-    return isinstance(document, dict) and "cells" in document
-
-
 def _bench(file: Path) -> Subject:
-    from ssdprof.bench import schema  # torch comes with it
-    from ssdprof.bench.rows import of_bench
+    from ssdprof.bench.rows import of_bench  # torch comes with it
 
-    try:
-        report = schema.load(file.read_text(encoding="utf-8"))
-    except BadInputError as error:
-        raise BadInputError(f"{file}: {error.message}", error.hint) from error
+    report = read_bench(file)
     side = Side(
         name=str(file),
         kind="bench",

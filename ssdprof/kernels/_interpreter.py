@@ -6,8 +6,11 @@ bfloat16 operands are widened to fp32, and results are rounded to nearest even, 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -26,6 +30,34 @@ def interpret() -> None:
             for name, value in list(vars(module).items()):
                 if isinstance(value, triton.JITFunction):
                     setattr(module, name, triton.jit(value.fn))
+
+
+def skip_idle_work() -> None:
+    """Leave out what the interpreter does at every call and to no effect; it takes longer than small blocks do.
+
+    At every call of a device function it searches Triton's language for the functions to replace, which the launch has
+    replaced already.  And it computes whether a 32-bit sum or product overflows, but drops the answer unless its
+    option `debug` is set.
+    """
+
+    def patch_builtin(pkg: Any, *rest: Any) -> None:
+        names = _builtins(pkg)
+        if not names or not tl.core.is_builtin(getattr(pkg, names[0])):
+            return  # a launch in progress has replaced all of them
+        for name in names:
+            member = getattr(pkg, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(pkg, name, member, *rest)
+
+    interpreter._patch_builtin = patch_builtin
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+@cache
+def _builtins(pkg: Any) -> tuple[str, ...]:
+    return tuple(name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member))
 
 
 def follow_bfloat16() -> None:

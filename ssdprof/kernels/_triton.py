@@ -20,6 +20,7 @@ if "TRITON_INTERPRET" not in os.environ and not _gpu.is_there_one():
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
     _interpreter.follow_bfloat16()
+    _interpreter.skip_idle_work()
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

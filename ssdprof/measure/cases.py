@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ssdprof.schema import PrecisionRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +46,15 @@ def groups_of(
     return tuple(groups)
 
 
-def batches_of(groups: Iterable[Group], capacity: int) -> list[list[Case]]:
-    """Cases whose outputs are held together: at most `capacity` (at least 2), each with its group's baseline.
+def batches_of(groups: Iterable[tuple[T, ...]], capacity: int) -> list[list[T]]:
+    """What has outputs that are held together: at most `capacity` (at least 2), each with its group's baseline.
 
     A pass over the oracle serves a batch, so groups share one where they fit.  A group that does not fit is split, and
     its baseline is in every part.
     """
     capacity = max(2, capacity)
-    batches: list[list[Case]] = []
-    current: list[Case] = []
+    batches: list[list[T]] = []
+    current: list[T] = []
     for group in groups:
         if len(current) + len(group) > capacity and current:
             batches.append(current)

@@ -13,7 +13,8 @@ from ssdprof.schema.speed import Launch, Memory, Roofline, Speedup, Timing
 
 
 class Errors(Record):
-    """How exact a tensor is.  Matches are empty where they were not recorded: a bench records RMS errors only."""
+    """How exact a tensor is.  Matches are empty where they were not recorded: a bench records those of the output with
+    its baseline's alone."""
 
     rms_ratio: float  # rms(out - oracle) / rms(oracle)
     floor_rms_ratio: float  # the same of the oracle, rounded to the output's dtype

@@ -172,7 +172,7 @@ def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
     assert "kernels" not in facts
 
 
-def gated(done: BenchReport, **limits: float) -> BenchReport:
+def gated(done: BenchReport, **limits: object) -> BenchReport:
     return done.model_copy(update={"gates": Gates.model_validate(limits)})
 
 
@@ -183,6 +183,39 @@ def test_the_gates(done: BenchReport) -> None:
     (line,) = gate.failed(gated(done, max_rms_ratio=0.5))
     assert "max-rms-ratio 0.5: tiny, bf16, 1 x 40, fused" in line
     assert line.endswith("times the floor")
+    assert gate.failed(gated(done, min_match={"0": 100})) == ()
+
+
+def off_by_one_percent(output: SSDOutput) -> SSDOutput:
+    """In every fourth element."""
+    out = output.out.clone()
+    out.view(-1)[::4] *= 1.01
+    return SSDOutput(out, output.final_states)
+
+
+def test_the_gate_on_match_is_about_the_unfused_kernels_whatever_the_baseline() -> None:
+    made = report(
+        *measured(
+            contender("mamba_ssm", lambda _: 300.0, ours=False, spoil=off_by_one_percent),
+            contender("unfused", lambda _: 310.0),
+            contender("fused", lambda _: 100.0),
+        )
+    )
+    peer, unfused, fused = (case.error.matches for case in made.cells[0].cases if case.error)
+    assert {one.match_pct for one in fused} == {100.0}
+    assert 70 < peer[0].match_pct < 80, "a quarter of its elements differ"
+    assert unfused == (), "it is the baseline of the match"
+    assert gate.failed(gated(made, min_match={"1e-3": 100})) == ()
+    less = fused[0].model_copy(update={"match_pct": 99.0})
+    cells = made.model_dump()["cells"]
+    cells[0]["cases"][2]["error"]["matches"] = [less.model_dump()]
+    (line,) = gate.failed(gated(made.model_validate(made.model_dump() | {"cells": cells}), min_match={"0": 99.5}))
+    assert line == "GATE FAILED: min-match 0:99.5: tiny, bf16, 1 x 40, fused, exact, fp32 states: 99%"
+    (table,) = (one for one in tables.tables(made) if one.title.startswith("Match with unfused: tiny"))
+    assert table.rows[1] == ("1 x 40", "fused", "exact, fp32", "100.000%", "100.000%", "100.000%")
+    alone = report(*measured(contender("fused", lambda _: 1.0)))
+    (line,) = gate.failed(gated(alone, min_match={"0": 1}))
+    assert line.endswith("fused, exact, fp32 states: not compared with a baseline")
 
 
 def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> None:
@@ -192,7 +225,7 @@ def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> N
     )
     late = done.model_copy(update={"left_out": (LeftOut(cell="a cell", reason="the budget was spent"),)})
     assert gate.failed(gated(late, min_speedup=1.0)) == (
-        "GATE FAILED: min-speedup: a cell: left out: the budget was spent",
+        "GATE FAILED: min-speedup 1: a cell: left out: the budget was spent",
     )
     assert gate.failed(late) == ()
     (line,) = gate.failed(gated(report(), min_speedup=1.0))

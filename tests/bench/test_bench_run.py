@@ -216,3 +216,10 @@ def test_the_gate_is_the_exit_code(least: str, code: int) -> None:
     assert ended == code
     assert "**Fused over unfused" in out
     assert ("GATE FAILED: min-speedup 3.01: " in err) == bool(code)
+
+
+def test_a_match_that_the_bench_records_is_gated() -> None:
+    ended, out, err = bench("--seq", "20", "--min-match", "0:100", "--json")
+    assert (ended, err.count("GATE FAILED")) == (0, 0)
+    assert load(out).gates.min_match == {"0": 100}
+    assert bench("--seq", "20", "--min-match", "1e-4:99")[0] == 2

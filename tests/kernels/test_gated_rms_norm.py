@@ -92,6 +92,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("label", LAUNCHES)
 def test_it_compiles_without_spills(label: str, capability: int) -> None:

@@ -1,5 +1,7 @@
 """Triton's interpreter gives the numbers a GPU gives, bfloat16 included."""
 
+import inspect
+
 import pytest
 import torch
 import triton
@@ -87,3 +89,18 @@ def test_decay_is_at_most_1_and_keeps_nan() -> None:
     _helpers_kernel[(1,)](torch.empty(16, dtype=torch.int64), decay, log2_decay, (1, 1), SIZE=16)
     assert decay[:5].tolist() == [1.0, 1.0, 0.5, 0.0, 0.0]
     assert decay[5].isnan()
+
+
+def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    offset, decay = torch.empty(2, dtype=torch.int64), torch.empty(2)
+
+    def launch() -> None:
+        _helpers_kernel[(2,)](offset, decay, torch.tensor([-1.0, 0.0]), (10, 3), SIZE=2)
+
+    launch()
+    load, add = tl.load, tl.tensor.__add__
+    monkeypatch.setattr(inspect, "getmembers", lambda *_: pytest.fail("the language is searched again"))
+    launch()
+    assert offset.tolist() == [20, 23]
+    assert (tl.load, tl.tensor.__add__) == (load, add)
+    assert tl.core.is_builtin(tl.load)

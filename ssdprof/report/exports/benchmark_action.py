@@ -9,27 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
-from ssdprof.schema import RunReport
-from ssdprof.schema.rows import Row, of_run
+from ssdprof.report.exports.exported import Exported
+from ssdprof.schema.rows import Row
 from ssdprof.schema.speed import Interval
 
 Entry = dict[str, str | float]
 
 
-def smaller(report: RunReport) -> str:
+def smaller(exported: Exported) -> str:
     """Device and call times, extra memory, and the RMS error of the output."""
-    return _render(report, _smaller)
+    return _render(exported, _smaller)
 
 
-def bigger(report: RunReport) -> str:
+def bigger(exported: Exported) -> str:
     """Speedups over the baseline, and how much of the output matches the baseline's."""
-    return _render(report, _bigger)
+    return _render(exported, _bigger)
 
 
-def _render(report: RunReport, entries: Callable[[Row], Iterator[Entry]]) -> str:
-    gpu = report.environment.gpu
-    extra: Entry = {"extra": f"run {report.run_id}, {gpu.name if gpu else 'no GPU'}"}
-    rows = (row for row in of_run(report) if row.status == "passed")
+def _render(exported: Exported, entries: Callable[[Row], Iterator[Entry]]) -> str:
+    where = exported.gpu if exported.environment.gpu else "no GPU"
+    extra: Entry = {"extra": f"{exported.kind} {exported.identity}, {where}"}
+    rows = (row for row in exported.rows if row.status == "passed")
     found = [entry | extra for row in rows for entry in entries(row)]
     return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
 

@@ -7,33 +7,21 @@ import io
 from collections.abc import Callable, Iterator
 
 from ssdprof.report import format as fmt
-from ssdprof.schema import TOLERANCES, Interval, Match, RunReport
-from ssdprof.schema.rows import Errors, Row, of_run
+from ssdprof.report.exports.exported import Exported
+from ssdprof.schema import TOLERANCES, Interval, Match
+from ssdprof.schema.rows import Errors, Row
 
 Column = Callable[[Row], object]
-_PLACE = ("run", "model", "GPU", "layer", "tokens", "batch", "dimensions")
 
 
-def render(report: RunReport) -> str:
+def render(exported: Exported) -> str:
     """What there is no value for is empty; floats are as exact as they were stored."""
-    gpu = report.environment.gpu
     columns = dict(_columns())
-    rows = []
-    for case, row in zip(report.cases, of_run(report), strict=True):
-        place = {
-            "run": report.run_id,
-            "model": report.checkpoint.repo_id,
-            "GPU": gpu.name if gpu else "none",
-            "layer": case.layer.index,
-            "tokens": case.dims.seqlen,
-            "batch": case.dims.batch,
-            "dimensions": str(case.dims),
-        }
-        rows.append(place | {name: column(row) for name, column in columns.items()})
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*_PLACE, *columns], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*exported.place, *columns])
+    for place, row in zip(exported.places, exported.rows, strict=True):
+        writer.writerow([*place, *(column(row) for column in columns.values())])
     return text.getvalue()
 
 

@@ -19,6 +19,7 @@ from ssdprof.cli import app
 from ssdprof.commands.export_formats import FORMATS, Format
 from ssdprof.report import markdown
 from ssdprof.report.exports import benchmark_action, csv_table, github, junit
+from ssdprof.report.exports.exported import from_run
 from ssdprof.schema import Asked, CaseResult, Gates, RunReport, Status
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
@@ -41,7 +42,7 @@ def ending(status: Status, reason: str = "", layer: int = 0) -> RunReport:
 
 def parsed(report: RunReport) -> dict[str, junitparser.TestCase]:
     """The test cases by name, of a document that keeps to the schema."""
-    text = junit.render(report).encode()
+    text = junit.render(from_run(report)).encode()
     SCHEMA.assertValid(etree.fromstring(text))
     suites = list(junitparser.JUnitXml.fromstring(text))
     for suite in suites:
@@ -103,7 +104,7 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
 
 def test_csv_holds_every_number_with_its_unit() -> None:
     report = small()
-    rows = list(csv.DictReader(io.StringIO(csv_table.render(report))))
+    rows = list(csv.DictReader(io.StringIO(csv_table.render(from_run(report)))))
     assert len(rows) == len(report.cases)
     row, case = rows[1], report.cases[1]
     assert case.timing is not None
@@ -122,11 +123,11 @@ def test_csv_holds_every_number_with_its_unit() -> None:
 
 
 def test_csv_of_failures_and_of_nothing() -> None:
-    text = csv_table.render(ending("refused", 'no "such", size\nat all'))
+    text = csv_table.render(from_run(ending("refused", 'no "such", size\nat all')))
     row = next(row for row in csv.DictReader(io.StringIO(text)) if row["status"] != "passed")
     assert row["reason"] == 'no "such", size\nat all'
     assert row["device time [µs]"] == row["output, largest error"] == ""
-    (header,) = csv.reader(io.StringIO(csv_table.render(small(cases=()))))
+    (header,) = csv.reader(io.StringIO(csv_table.render(from_run(small(cases=())))))
     assert header[:4] == ["run", "model", "GPU", "layer"]
 
 
@@ -136,19 +137,19 @@ def test_csv_of_failures_and_of_nothing() -> None:
 def test_benchmark_action() -> None:
     """Its documentation: an array of objects with name, unit and value; range and extra are optional strings."""
     for render in (benchmark_action.smaller, benchmark_action.bigger):
-        entries = json.loads(render(small()))
+        entries = json.loads(render(from_run(small())))
         assert len({entry["name"] for entry in entries}) == len(entries)
         for entry in entries:
             assert isinstance(entry["value"], int | float)
             assert all(isinstance(value, str) for name, value in entry.items() if name != "value")
             assert entry.keys() <= {"name", "unit", "value", "range", "extra"}
-    smaller = {entry["name"]: entry for entry in json.loads(benchmark_action.smaller(small()))}
+    smaller = {entry["name"]: entry for entry in json.loads(benchmark_action.smaller(from_run(small())))}
     time = smaller[f"{FUSED}: device time"]
     assert (time["unit"], time["value"], time["range"]) == ("µs", pytest.approx(10_040 / 2.4), "± 20.9")
-    bigger = {entry["name"]: entry["value"] for entry in json.loads(benchmark_action.bigger(small()))}
+    bigger = {entry["name"]: entry["value"] for entry in json.loads(benchmark_action.bigger(from_run(small())))}
     assert bigger[f"{FUSED}: speedup, device"] == 2.4
     assert bigger[f"{FUSED}: match @ 1e-3"] == 100.0
-    broken = json.loads(benchmark_action.smaller(ending("nonfinite")))
+    broken = json.loads(benchmark_action.smaller(from_run(ending("nonfinite"))))
     assert FUSED not in str(broken)
     assert len(broken) == len(smaller) - 4
 
@@ -160,29 +161,33 @@ def test_benchmark_action() -> None:
 def test_a_step_summary_keeps_to_the_limit() -> None:
     report = small()
     whole = markdown.render(report)
-    assert github.step_summary(report) == whole
+    assert github.step_summary(from_run(report)) == whole
     large = make_report(layers=range(60), seqlens=tuple(range(1024, 1034)))
     for used in (0, 500_000, 1_040_000, github.SUMMARY_BYTES - 300):
-        text = github.step_summary(large, used)
+        text = github.step_summary(from_run(large), used)
         assert used + len(text.encode()) <= github.SUMMARY_BYTES
         assert text.startswith("## ssdprof") or used > 1_048_000
         assert "Left out to stay below" in text or "Cut here: a step summary of GitHub holds 1 MiB." in text
-    assert github.step_summary(large, github.SUMMARY_BYTES - 5) == ""
+    assert github.step_summary(from_run(large), github.SUMMARY_BYTES - 5) == ""
 
 
 def test_annotations() -> None:
-    assert [line for line in github.workflow_commands(small()) if line.startswith("::error")] == []
-    (line,) = (line for line in github.workflow_commands(ending("inaccurate")) if line.startswith("::error"))
+    assert [line for line in github.workflow_commands(from_run(small())) if line.startswith("::error")] == []
+    (line,) = (line for line in github.workflow_commands(from_run(ending("inaccurate"))) if line.startswith("::error"))
     assert line == (
         "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused (exact, fp32 states) "
         "inaccurate in layer 0."
     )
-    (gate,) = (line for line in github.workflow_commands(small(gates=Gates(min_match={"0": 99.9}))) if "error" in line)
+    (gate,) = (
+        line
+        for line in github.workflow_commands(from_run(small(gates=Gates(min_match={"0": 99.9}))))
+        if "error" in line
+    )
     assert "GATE FAILED: min-match 0:99.9: layer 0, 131,072 tokens, fused, exact, fp32 states: 99.696%25; " in gate
 
 
 def test_annotations_beyond_the_limit_are_counted() -> None:
-    lines = list(github.workflow_commands(small(notes=tuple(f"note {n}\nof many" for n in range(14)))))
+    lines = list(github.workflow_commands(from_run(small(notes=tuple(f"note {n}\nof many" for n in range(14))))))
     assert len(lines) == github.MOST_ANNOTATIONS
     assert "\n" not in "".join(lines)
     assert "::note 8%0Aof many" in lines[8]
@@ -190,7 +195,7 @@ def test_annotations_beyond_the_limit_are_counted() -> None:
 
 
 def test_outputs() -> None:
-    found = github.outputs(small())
+    found = github.outputs(from_run(small()))
     assert found == {
         "passed": "true",
         "verdict": "PASSED: all 8 cases are within the error budget against the fp64 oracle.",
@@ -199,7 +204,7 @@ def test_outputs() -> None:
         "least-match": "99.743",
         "largest-rms-ratio": "1.3397",
     }
-    without = github.outputs(small(gpu=False, gates=Gates(min_match={"1e-3": 100})))
+    without = github.outputs(from_run(small(gpu=False, gates=Gates(min_match={"1e-3": 100}))))
     assert (without["passed"], without["least-speedup"]) == ("false", "")
     assert without["verdict"].startswith("GATE FAILED: min-match 1e-3:100: layer 0")
     assert all("\n" not in value for value in without.values())

@@ -1,0 +1,31 @@
+"""A result of `ssdprof bench --out`, as a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdprof.errors import BadInputError
+
+if TYPE_CHECKING:
+    from ssdprof.bench.schema import BenchReport
+
+
+def is_bench(file: Path) -> bool:
+    """Anything that is not JSON is left for the reader of runs to refuse."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(document, dict) and "cells" in document
+
+
+def read(file: Path) -> BenchReport:
+    """Raises BadInputError, with the file's name, if it is not what a bench wrote."""
+    from ssdprof.bench.schema import load  # torch comes with it
+
+    try:
+        return load(file.read_text(encoding="utf-8"))
+    except BadInputError as error:
+        raise BadInputError(f"{file}: {error.message}", error.hint) from error

@@ -1,0 +1,93 @@
+"""What the formats for programs read: a run or a bench, whichever it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ssdprof.report import markdown, summary
+from ssdprof.schema import Environment, Gates, RunReport
+from ssdprof.schema.gating import Broken
+from ssdprof.schema.outcome import RunOutcome, outcome
+from ssdprof.schema.rows import Row, of_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """identity: tells it from others of its kind.  subject: the model, or the operator of a bench.
+    place: names of the columns that say where a row belongs.  places: their values, for each row.
+    excused: numbers of rows that did not pass and do not count, such as those of another library.
+    verdict, errors, caveats: lines; `errors` name what keeps it from passing.
+    incomplete: why it is not whole; empty if it is.
+    markdown: the report, in about as many bytes as it is given.
+    """
+
+    kind: Literal["run", "bench"]
+    identity: str
+    subject: str
+    created: str  # ISO 8601, UTC
+    ssdprof_version: str
+    environment: Environment
+    gates: Gates
+    rows: tuple[Row, ...]
+    place: tuple[str, ...]
+    places: tuple[tuple[object, ...], ...]
+    excused: frozenset[int] = field(default_factory=frozenset)
+    passed: bool
+    broken: tuple[Broken, ...]
+    incomplete: str
+    verdict: tuple[str, ...]
+    errors: tuple[str, ...]
+    caveats: tuple[str, ...]
+    markdown: Callable[[int], str]
+
+    @property
+    def gpu(self) -> str:
+        return self.environment.gpu.name if self.environment.gpu else "none"
+
+
+def from_run(report: RunReport) -> Exported:
+    found, gpu = outcome(report), report.environment.gpu
+    errors = list(summary.shortcomings(found))
+    if not found.judged:
+        errors.append("Nothing was compared.")
+    return Exported(
+        kind="run",
+        identity=report.run_id,
+        subject=report.checkpoint.repo_id,
+        created=report.created,
+        ssdprof_version=report.ssdprof_version,
+        environment=report.environment,
+        gates=report.gates,
+        rows=of_run(report),
+        place=("run", "model", "GPU", "layer", "tokens", "batch", "dimensions"),
+        places=tuple(
+            (
+                report.run_id,
+                report.checkpoint.repo_id,
+                gpu.name if gpu else "none",
+                case.layer.index,
+                case.dims.seqlen,
+                case.dims.batch,
+                str(case.dims),
+            )
+            for case in report.cases
+        ),
+        excused=frozenset(
+            number for number, case in enumerate(report.cases) if case.status == "refused" and case not in found.refused
+        ),
+        passed=found.passed,
+        broken=found.broken,
+        incomplete=_incomplete(report, found),
+        verdict=summary.verdict(report),
+        errors=tuple(errors),
+        caveats=summary.caveats(report),
+        markdown=lambda limit: markdown.render(report, limit_bytes=limit),
+    )
+
+
+def _incomplete(report: RunReport, found: RunOutcome) -> str:
+    if not found.passed and not report.cases:
+        return "Nothing was compared."
+    return found.broken_off or (f"{found.missing} cases are missing" if found.missing else "")
