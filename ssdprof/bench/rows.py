@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Error
-from ssdprof.schema.rows import Errors, Row
-
-JUDGED = "fused"  # the implementation that gates are about
+from ssdprof.schema.rows import JUDGED, Errors, Row
 
 
 def of_bench(report: BenchReport) -> tuple[Row, ...]:

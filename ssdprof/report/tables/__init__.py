@@ -1,6 +1,17 @@
 """Records -> tables: what is in them, not how they are drawn."""
 
-from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls
+from ssdprof.report.tables import (
+    accuracy,
+    answers,
+    brief,
+    comparison,
+    listing,
+    prefill,
+    run,
+    speed,
+    stall_origin,
+    stalls,
+)
 from ssdprof.report.tables.table import Figure, Note, Table
 
 __all__ = [
@@ -10,6 +21,7 @@ __all__ = [
     "accuracy",
     "answers",
     "brief",
+    "comparison",
     "listing",
     "prefill",
     "run",
