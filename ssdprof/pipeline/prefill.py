@@ -38,7 +38,8 @@ from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes
-from ssdprof.schema import PrecisionRecord, RunReport
+from ssdprof.schema import Gates, PrecisionRecord, RunReport
+from ssdprof.schema.gates import NO_GATES
 from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
 
 NEEDS_GPU = (
@@ -56,7 +57,7 @@ class PrefillRequest:
     surroundings: one set of prefills for each, at every length.
     peers: other libraries, each of an operator of the model; they run with the first surroundings.
     seconds: of sampling for each set.  budget: seconds of wall clock, loading included; what does not fit is left out.
-    smallest_difference: that counts, relative.
+    smallest_difference: that counts, relative.  gates: stored with the report, and judged by its readers.
     """
 
     model: CaptureRequest
@@ -68,6 +69,7 @@ class PrefillRequest:
     seconds: float = 20.0
     budget: float | None = None
     smallest_difference: float = 0.01
+    gates: Gates = NO_GATES
     command: tuple[str, ...] = ()
 
 
@@ -211,6 +213,7 @@ def _draft(
             baseline=BASELINE,
             smallest_difference=request.smallest_difference,
         ),
+        gates=request.gates,
         notes=tuple(remarks),
     )
 
