@@ -15,7 +15,7 @@ def export(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A run's folder, its name under runs/, or what [bold]bench[/bold] or [bold]prefill --out[/bold] wrote.",
+            help="A run's folder, its name under runs/, or a file of [bold]bench[/bold] or [bold]prefill --out[/bold].",
             show_default="the latest run",
         ),
     ] = None,

@@ -1,17 +1,6 @@
 """Records -> tables: what is in them, not how they are drawn."""
 
-from ssdprof.report.tables import (
-    accuracy,
-    answers,
-    brief,
-    comparison,
-    listing,
-    prefill,
-    run,
-    speed,
-    stall_origin,
-    stalls,
-)
+from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls
 from ssdprof.report.tables.table import Figure, Note, Table
 
 __all__ = [
@@ -21,7 +10,6 @@ __all__ = [
     "accuracy",
     "answers",
     "brief",
-    "comparison",
     "listing",
     "prefill",
     "run",
