@@ -72,7 +72,7 @@ def cases(report: RunReport) -> dict[str, AnswerCase]:
     return {str(case.precision): case for case in report.answers[0].cases if case.judged}
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-gdn"])
+@pytest.mark.parametrize("model", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)])
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     words = ("--implementations", "unfused", "--layers", "0", "--states", "fp32,bf16", "--max-kl", "1e-10")
     code, shown, _ = call("answers", model, *SEQ, *words)

@@ -37,7 +37,7 @@ def bench(
         typer.Option(metavar="BxN-M[,...]", help="Packed sequences of random lengths: 64x1k-4k."),
     ] = "",
     max_tokens: Annotated[
-        str, typer.Option(metavar="N", help="Leave out pairs of --batch and --seq with more.")
+        str, typer.Option(metavar="N", help="Leave out pairs of --batch and --seq with more tokens.")
     ] = MAX_TOKENS,
     dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16",
     dtypes: options.Dtypes = "exact",
@@ -47,7 +47,7 @@ def bench(
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
     ] = "contiguous",
     draw: Annotated[
-        str, typer.Option(metavar="W[,W...]", help="Draw inputs otherwise: normalised, quarter-ungated (GDN).")
+        str, typer.Option(metavar="W[,W...]", help="Draw the inputs in another way: normalised, quarter-ungated (GDN).")
     ] = "",
     against: Annotated[
         str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
@@ -78,7 +78,7 @@ def bench(
         float | None, typer.Option(metavar="SECONDS", min=1, help="Wall-clock time in all.", show_default="no limit")
     ] = None,
     first_call: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Longest first call, which compiles.")
+        float, typer.Option(metavar="SECONDS", min=1, help="Stop a first call, which compiles, after this time.")
     ] = FIRST_CALL,
     min_speedup: options.MinSpeedup = None,
     min_match: options.MinMatch = None,

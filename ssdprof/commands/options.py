@@ -136,7 +136,7 @@ NoTuned = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", parser=path, help="Where to.", show_default="stdout"),
+    typer.Option("--output", "-o", metavar="FILE", parser=path, help="The file to write.", show_default="stdout"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
@@ -150,7 +150,8 @@ MinSpeedup = Annotated[
 MinMatch = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="TOL:P", help="Fail unless P % of the output match the baseline's at 0, 1e-3 or 1e-2.  Repeatable."
+        metavar="TOL:P",
+        help="Fail unless P % of the output matches the baseline's at 0, 1e-3 or 1e-2.  Repeatable.",
     ),
 ]
 MaxRmsRatio = Annotated[

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ssdprof.pipeline.subject import Subject
     from ssdprof.schema.prefill import PrefillReport
 
-Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Rows of the prompt, all alike.")]
+Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt, side by side.")]
 SurroundingsOption = Annotated[
     Literal["both", "model", "bundled"],
     typer.Option(help="Convolution and gated norm: the model's own, the bundled kernels, or first these, then those."),

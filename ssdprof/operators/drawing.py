@@ -52,6 +52,11 @@ class Tokens:
         """Tokens in all; packed ones may be fewer."""
         return self.sequences * self.seqlen
 
+    @property
+    def at_least(self) -> int:
+        """Tokens in all, if every packed sequence is of the shortest length."""
+        return self.sequences * (self.seqlen if self.shortest is None else self.shortest)
+
     def __str__(self) -> str:
         if self.shortest is not None:
             return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"

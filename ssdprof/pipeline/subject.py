@@ -112,13 +112,10 @@ def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) ->
     whole = whole or asked.decode > 0  # a model that generates tokens
     lengths: tuple[int, ...] = ()
     if asked.packed is not None:
+        _refuse_too_many(asked.packed.at_least)  # drawing a million lengths takes seconds
         lengths = tuple(stop - start for start, stop in pairwise(boundaries(asked.packed, SEED)))
     seqlens = (sum(lengths),) if lengths else request.prompt.seqlens or limits.default_seqlens()
-    if asked.batch * max(seqlens) > LONGEST_SEQLEN:
-        raise BadInputError(
-            f"{asked.batch * max(seqlens):,} tokens are too many for one call.",
-            f"Give fewer or shorter sequences, of {LONGEST_SEQLEN:,} tokens together.",
-        )
+    _refuse_too_many(asked.batch * max(seqlens))
     return Subject(
         located=located,
         layers=layers,
@@ -128,6 +125,14 @@ def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) ->
         whole=whole,
         head=whole or head,
     )
+
+
+def _refuse_too_many(tokens: int) -> None:
+    if tokens > LONGEST_SEQLEN:
+        raise BadInputError(
+            f"{tokens:,} tokens are too many for one call.",
+            f"Give fewer or shorter sequences, of {LONGEST_SEQLEN:,} tokens together.",
+        )
 
 
 def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
