@@ -39,7 +39,7 @@ class Errors(Record):
 
 
 class PrefillFigures(Record):
-    """Of a prefill of the whole model, which has call times alone.
+    """What was measured in a prefill of the whole model: call times, and no device times.
 
     speedup: over the baseline with the same surroundings.
     needs: what the call time depends on beside GPU, driver, Triton and implementation, by name: versions, attention.
