@@ -2,7 +2,8 @@
 
     python benchmarks/make_random_checkpoint.py MODEL FOLDER [--layers N] [--seed S] [--device cuda]
 
-MODEL: granite-4.0-h-1b, mamba2-2.7b, qwen3.5-9b or olmo-hybrid-7b; `random_models.py` holds their dimensions.
+MODEL: granite-4.0-h-1b, granite-4.0-h-small, mamba2-2.7b, qwen3.5-9b or olmo-hybrid-7b; `random_models.py` holds their
+dimensions.
 
 A kernel's time depends on shapes, not on what the weights have learnt, so such a checkpoint is good for speed where
 the real one cannot be had.  It says little about accuracy: weights are drawn so that the operator's inputs have a
@@ -64,6 +65,21 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def write_checkpoint(name: str, folder: Path, layers: int, seed: int, device: str) -> int:
+    """The first `layers` layers of the model `name`, in `folder`, which may exist.  Returns its weights' bytes."""
+    model = MODELS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    total = write_weights(folder, model.weights(layers, Draw(seed, device)))
+    write_tokenizer(folder)
+    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_random_weights": True}  # a run's report says so
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "README.md").write_text(
+        f"Random weights with the dimensions of {name}, {layers} of {model.depth} layers, seed {seed} on {device}.  "
+        "Nothing here was trained.\n"
+    )
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
@@ -79,15 +95,7 @@ def main() -> None:
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
 
-    folder.mkdir(parents=True, exist_ok=True)
-    total = write_weights(folder, model.weights(layers, Draw(arguments.seed, arguments.device)))
-    write_tokenizer(folder)
-    config = model.config(layers) | {"dtype": "bfloat16", "ssdprof_random_weights": True}  # a run's report says so
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "README.md").write_text(
-        f"Random weights with the dimensions of {arguments.model}, {layers} of {model.depth} layers, "
-        f"seed {arguments.seed} on {arguments.device}.  Nothing here was trained.\n"
-    )
+    total = write_checkpoint(arguments.model, folder, layers, arguments.seed, arguments.device)
     print(f"{folder}: {layers} layers, {total / 1e9:.2f} GB")
 
 

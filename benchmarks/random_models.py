@@ -69,13 +69,28 @@ class Mamba2:
         yield f"{prefix}.out_proj.weight", draw.linear(self.hidden, inner, 1 / math.sqrt(2 * depth))
 
 
-class Granite1B:
-    """ibm-granite/granite-4.0-h-1b: 36 Mamba-2 and 4 attention layers, a dense gated MLP after each."""
+@dataclass(frozen=True, kw_only=True)
+class Granite:
+    """A hybrid of ibm-granite: 36 Mamba-2 and 4 attention layers, a gated MLP after each.
 
-    depth, fewest_layers, hidden, vocabulary, mlp, heads, kv_heads = 40, 1, 1536, 100352, 4096, 12, 4
-    attention_layers = (5, 15, 25, 35)
-    embedding_multiplier = 12
-    mixer = Mamba2(hidden, nheads=48)
+    mlp: of the dense MLP, the shared one beside the experts.  experts, chosen, expert: how many there are, how many a
+    token visits, and their width; none in a dense model.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    mixer: Mamba2
+    experts: int = 0
+    chosen: int = 0
+    expert: int = 0
+    logits_scaling: int
+    depth: int = 40
+    fewest_layers: int = 1
+    vocabulary: int = 100352
+    attention_layers: tuple[int, ...] = (5, 15, 25, 35)
+    embedding_multiplier: int = 12
 
     def config(self, layers: int) -> dict[str, object]:
         return {
@@ -88,9 +103,9 @@ class Granite1B:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "shared_intermediate_size": self.mlp,
-            "intermediate_size": self.mlp,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
+            "intermediate_size": self.expert or self.mlp,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
             "mamba_n_heads": self.mixer.nheads,
             "mamba_d_head": self.mixer.headdim,
             "mamba_d_state": self.mixer.dstate,
@@ -102,7 +117,7 @@ class Granite1B:
             "mamba_proj_bias": False,
             "attention_multiplier": 1 / (self.hidden // self.heads),
             "embedding_multiplier": self.embedding_multiplier,
-            "logits_scaling": 6,
+            "logits_scaling": self.logits_scaling,
             "residual_multiplier": 0.22,
             "position_embedding_type": "nope",
             "max_position_embeddings": 131072,
@@ -132,7 +147,33 @@ class Granite1B:
             yield f"{prefix}.post_attention_layernorm.weight", ones(self.hidden)
             yield f"{prefix}.shared_mlp.input_linear.weight", draw.linear(2 * self.mlp, self.hidden)
             yield f"{prefix}.shared_mlp.output_linear.weight", draw.linear(self.hidden, self.mlp)
+            if self.experts:
+                yield from self._experts(f"{prefix}.block_sparse_moe", draw)
         yield "model.norm.weight", ones(self.hidden)
+
+    def _experts(self, prefix: str, draw: Draw) -> Weights:
+        """Stored together, as the checkpoints hold them."""
+        into, out = 1 / math.sqrt(self.hidden), 1 / math.sqrt(self.expert)
+        yield f"{prefix}.router.layer.weight", draw.linear(self.experts, self.hidden)
+        yield f"{prefix}.input_linear.weight", draw.normal(self.experts, 2 * self.expert, self.hidden, std=into)
+        yield f"{prefix}.output_linear.weight", draw.normal(self.experts, self.hidden, self.expert, std=out)
+
+
+# ibm-granite/granite-4.0-h-1b, and granite-4.0-h-small with 72 experts a layer.
+GRANITE_1B = Granite(
+    hidden=1536, heads=12, kv_heads=4, mlp=4096, mixer=Mamba2(hidden=1536, nheads=48), logits_scaling=6
+)
+GRANITE_SMALL = Granite(
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    mlp=1536,
+    mixer=Mamba2(hidden=4096, nheads=128),
+    experts=72,
+    chosen=10,
+    expert=768,
+    logits_scaling=16,
+)
 
 
 class Mamba2_2B:
@@ -263,8 +304,9 @@ OLMO_HYBRID_7B = Defined(
     },
 )
 
-MODELS: dict[str, Granite1B | Mamba2_2B | Defined] = {
-    "granite-4.0-h-1b": Granite1B(),
+MODELS: dict[str, Granite | Mamba2_2B | Defined] = {
+    "granite-4.0-h-1b": GRANITE_1B,
+    "granite-4.0-h-small": GRANITE_SMALL,
     "mamba2-2.7b": Mamba2_2B(),
     "qwen3.5-9b": QWEN35_9B,
     "olmo-hybrid-7b": OLMO_HYBRID_7B,

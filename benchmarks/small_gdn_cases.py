@@ -20,7 +20,6 @@ import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
-from ssdprof.bench.contenders import load_peers
 from ssdprof.bench.run import BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
@@ -29,6 +28,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
 
 BATCHES = (  # sequences, tokens of each, heads, K = V, size that the gate is divided by, share of gates that are 0
@@ -136,12 +136,13 @@ def main() -> None:
     parser.add_argument("--no-fla", action="store_true", help="ours alone")
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
+    names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused")
     request = BenchRequest(
         operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
         cells=tuple(cells()),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
-        peers=() if arguments.no_fla else load_peers(gdn, ["fla"], None),
-        baseline="unfused" if arguments.no_fla else "fla",
+        named=tuple(resolve(gdn, name) for name in names),
+        baseline=names[0],
         budget=arguments.budget,
         first_call=60,
         command=("python", "benchmarks/small_gdn_cases.py", str(arguments.file)),

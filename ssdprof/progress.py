@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 Advance = Callable[[int], None]
@@ -20,3 +20,14 @@ class Watcher(Protocol):
 
         total: in `unit`, a plural noun; None if it is unknown.  A step may hold other steps.
         """
+
+
+class Unwatched:
+    """A Watcher that shows nothing."""
+
+    def say(self, text: str) -> None:
+        """Ignores the text."""
+
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
+        """Nobody sees it."""
+        return nullcontext(lambda _: None)

@@ -151,7 +151,7 @@ class FakeNvml:
 def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
     nvml = FakeNvml(broken)
     monkeypatch.setattr(clocks, "pynvml", nvml)
-    monkeypatch.setattr(clocks, "_current_uuid", lambda: "GPU-1234")
+    monkeypatch.setattr(clocks, "current_uuid", lambda: "GPU-1234")
     expected = Reading(sm_mhz=1980, memory_mhz=3201, temperature_c=41, reason_bits=0x40)
     assert clocks.read() == (None if broken else expected)
     assert nvml.open == 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from make_random_checkpoint import main
-from random_models import MODELS
+from make_random_checkpoint import main, write_checkpoint
+from random_models import GRANITE_SMALL, MODELS, Mamba2
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
@@ -25,6 +25,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"
 PROMPT = Prompt(kind="default", source="", tokenizer="", seqlen=16, token_sha256="")
 REPOS = {
     "granite-4.0-h-1b": "ibm-granite/granite-4.0-h-1b",
+    "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
     "mamba2-2.7b": "state-spaces/mamba2-2.7b",
     "qwen3.5-9b": "Qwen/Qwen3.5-9B",
     "olmo-hybrid-7b": "allenai/Olmo-Hybrid-7B",
@@ -80,6 +81,33 @@ def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["make_random_checkpoint", request.param, str(folder), "--layers", "4"])
     main()
     return folder
+
+
+def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(
+        GRANITE_SMALL,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        mlp=32,
+        mixer=Mamba2(hidden=64, nheads=2),
+        experts=4,
+        chosen=2,
+        expert=16,
+        vocabulary=256,
+        attention_layers=(1,),
+    )
+    monkeypatch.setitem(MODELS, "granite-4.0-h-small", small)
+    write_checkpoint("granite-4.0-h-small", tmp_path, 3, 0, "cpu")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    assert [layer.index for layer in locate(str(tmp_path)).ref.layers] == [0, 2]
+    with torch.no_grad():
+        hidden = model.base_model(torch.arange(64)[None], output_hidden_states=True).hidden_states
+    scales = [float(one.float().std()) for one in hidden]
+    assert all(0.3 < scale < 3 for scale in scales), scales
 
 
 def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> None:

@@ -20,8 +20,6 @@ from ssdprof.measure.memory import outputs_that_fit
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Status
 
-SLOPPY = 0.01  # RMS error of another library that is outside the budget, and still computes the same thing
-
 
 class BudgetSpent(Exception):
     """The bench's time was up in a first call.  The message says in whose."""
@@ -179,7 +177,6 @@ def _verdict(comparison: Comparison, *, ours: bool) -> Verdict:
         final_states_floor=states.floor.rms_ratio,
         matches=out.vs_baseline.matches if out.vs_baseline else (),
     )
-    close = max(error.out, error.final_states) <= SLOPPY
-    if comparison.status == "inaccurate" and close and not ours:
+    if comparison.sloppy and not ours:
         return Verdict(status="passed", sloppy=comparison.reason, error=error)
     return Verdict(status=comparison.status, reason=comparison.reason, error=error)

@@ -17,18 +17,22 @@ from ssdprof.bench.contenders import Contender, Entry, line_up
 from ssdprof.bench.first_call import Patience, slower
 from ssdprof.bench.judge import BudgetSpent, Judged, Verdict, judge, run_unjudged
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
+from ssdprof.bench.shared import Outcomes
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
-from ssdprof.kernels.registry import Implementation
+from ssdprof.environment.ranks import Ranks
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
+from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench
-from ssdprof.operators.drawing import Cell, InputDType, Peer, Tokens
+from ssdprof.operators.drawing import Cell, InputDType, Tokens
+from ssdprof.operators.named import Named
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
+from ssdprof.schema import Clocks
 
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
@@ -46,7 +50,7 @@ class BenchRequest:
 
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
-    also: forms of ours beside the usual ones.
+    named: who takes part.  Those that are not there are left out, and the report says so.
     baseline: an implementation's name.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
@@ -56,8 +60,7 @@ class BenchRequest:
     operator: Operator[Any]
     cells: tuple[Cell, ...]
     precisions: Callable[[InputDType], tuple[schema.PrecisionRecord, ...]]
-    peers: tuple[Peer, ...] = ()
-    also: tuple[Implementation, ...] = ()
+    named: tuple[Named, ...]
     baseline: str = "unfused"
     chunk_sizes: tuple[int, ...] = ()
     check: Literal["full", "short"] = "full"
@@ -67,9 +70,18 @@ class BenchRequest:
     gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
 
+    @property
+    def present(self) -> tuple[Named, ...]:
+        """Who is there."""
+        return tuple(one for one in self.named if one.implementation is not None)
 
-def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object]) -> BenchReport:
+
+def bench(
+    request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object], ranks: Ranks | None = None
+) -> BenchReport:
     """Measure every cell.  on_cell: called with the report, partial yet, after each.
+
+    ranks: processes that share the cells.  The first one returns the report of all.
 
     A cell that the GPU's memory does not hold, or for which the budget has no time, is left out and says so.
     """
@@ -83,26 +95,39 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         environment=environment.collect(),
-        peers={peer.implementation.name: peer.version for peer in request.peers},
+        peers={one.name: one.source for one in request.present if one.kind == "library"},
+        absent=tuple(one.absent for one in request.named if one.absent),
         baseline=request.baseline,
         gates=request.gates,
         ceilings=measure_ceilings(device),
     )
     bench_of_cells = _Cells(request, device, report.ceilings)
-    with ClockWatch() as clocks, watcher.step("Measuring", len(request.cells), unit="cells") as advance:
-        for number, cell in enumerate(request.cells):
-            seconds = sampling_seconds(end - time.monotonic(), len(request.cells) - number)
+    outcomes = Outcomes(request.cells, ranks)
+
+    def keep(clocks: Clocks | None) -> BenchReport:
+        known = outcomes.put_in(report).model_copy(update={"clocks": clocks, "seconds": time.monotonic() - began})
+        on_cell(known)
+        return known
+
+    mine = outcomes.mine
+    with ClockWatch() as clocks, watcher.step("Measuring", len(mine), unit="cells") as advance:
+        for done, (number, cell) in enumerate(mine):
+            seconds = sampling_seconds(end - time.monotonic(), len(mine) - done)
             try:
-                measured = bench_of_cells.measure(cell, seconds, end, watcher)
-                report = report.model_copy(update={"cells": (*report.cells, measured)})
+                found: BenchCell | LeftOut = bench_of_cells.measure(cell, seconds, end, watcher)
             except BudgetSpent as error:
-                report = _without(report, cell, f"the budget of {request.budget:g} s was spent{error}")
+                found = LeftOut(cell=str(cell), reason=f"the budget of {request.budget:g} s was spent{error}")
             except torch.OutOfMemoryError as error:
-                report = _without(report, cell, f"out of memory: {first_line(error)}")
+                found = LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
+            outcomes.add(number, found)
             clocks.poll()
-            report = report.model_copy(update={"clocks": clocks.clocks, "seconds": time.monotonic() - began})
-            on_cell(report)
+            keep(clocks.clocks)
             advance(1)
+    try:
+        for _ in outcomes.wait():
+            pass
+    finally:
+        report = keep(clocks.clocks)
     report = report.model_copy(update={"state": "complete"})
     on_cell(report)
     return report
@@ -111,10 +136,6 @@ def bench(request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchRepor
 def sampling_seconds(left: float, cells_left: int) -> float:
     """For the next cell: a third of its share of what is left; the rest goes to compiling and comparing."""
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
-
-
-def _without(report: BenchReport, cell: Cell, reason: str) -> BenchReport:
-    return report.model_copy(update={"left_out": (*report.left_out, LeftOut(cell=str(cell), reason=reason))})
 
 
 class _Cells:
@@ -127,6 +148,7 @@ class _Cells:
         self._ceilings = ceilings
         self._bench = CudaBench(device)
         self._limits = Limits.of(device)
+        self._rehearsals = Rehearsals(min(request.first_call, FIRST_CALL_S))
         self._verdicts: dict[Cell, dict[Hashable, Verdict]] = {}
 
     def measure(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell:
@@ -136,7 +158,12 @@ class _Cells:
         if patience.exhausted:
             raise BudgetSpent("")
         contenders = line_up(
-            request.operator, cell, request.precisions(cell.dtype), request.peers, request.chunk_sizes, request.also
+            request.operator,
+            cell,
+            request.precisions(cell.dtype),
+            request.present,
+            request.chunk_sizes,
+            self._rehearsals,
         )
         inputs = self._draw(cell)
         entries = [entry for contender in contenders for entry in contender.entries(request.operator, inputs)]

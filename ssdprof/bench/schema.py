@@ -147,6 +147,7 @@ class LeftOut(Record):
 class BenchReport(Record):
     """kernels: hash of their sources; "" in results from before it was recorded.
     peers: other libraries and their versions.  baseline: whose time the speedups in tables are over.
+    absent: a sentence for each implementation that was asked for and is not there.
     """
 
     schema_version: Literal[2] = 2
@@ -160,6 +161,7 @@ class BenchReport(Record):
     seconds: float = 0.0  # wall clock
     environment: Environment
     peers: dict[str, str]
+    absent: tuple[str, ...] = ()
     baseline: str
     gates: Gates = NO_GATES
     ceilings: Ceilings | None = None

@@ -253,6 +253,7 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
         yield "throttled", ", ".join(clocks.throttle_reasons)
     packages = report.environment.packages | {"ssdprof": report.ssdprof_version} | report.peers
     yield "versions", ", ".join(f"{name} {version}" for name, version in packages.items())
+    yield "not compared", "; ".join(reason.rstrip(".") for reason in report.absent)
     yield "kernels", report.kernels and f"sources of sha256 {report.kernels[:12]}"
     checked = sorted({cell.checked for cell in report.cells if cell.checked is not None})
     if checked:

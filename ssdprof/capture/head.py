@@ -56,8 +56,12 @@ class _Output:
 @contextmanager
 def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
-    base.forward = lambda *_args, **_kwargs: _Output(hidden)  # of this object; the class keeps its own
+    own = vars(base).get("forward")  # of a model whose weights are in several places; else its class has the only one
+    base.forward = lambda *_args, **_kwargs: _Output(hidden)
     try:
         yield
     finally:
-        del base.forward
+        if own is None:
+            del base.forward
+        else:
+            base.forward = own

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +50,7 @@ def capture_layers(
         In one piece, on_layer is called while that layer runs.  In segments, the layers' inputs are collected in main
         memory and on_layer is called after the prompt: then layer after layer is moved to the model's device.
     host_budget_bytes: main memory for collected inputs (half of what is available if None).  Layers that need more go
-        in groups, each with a prefill of its own.
+        in groups, each with a prefill of its own.  Where a layer alone needs more, inputs are collected on the disk.
     serving: packed sequences go through the model one by one, so that nothing passes from one to the next, and their
         inputs are put behind each other.  Chunks are segments that are handed on as they come, with the states that
         they begin with.  Decode steps are computed by the model itself; their inputs are handed on as they come.
@@ -73,8 +75,12 @@ def capture_layers(
         calls = _capture_on_the_way(prompt, wanted, on_layer)
         prefills = 1
     else:
-        groups = list(_groups(prompt, wanted, host_memory() // 2 if host_budget_bytes is None else host_budget_bytes))
-        calls = sum(_capture_together(prompt, group, on_layer) for group in groups)
+        budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
+        sizes = _sizes(prompt, wanted)
+        if on_disk := max(sizes.values()) > budget:
+            budget = shutil.disk_usage(tempfile.gettempdir()).free
+        groups = list(_groups(prompt, wanted, sizes, budget))
+        calls = sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
         prefills = len(groups)
     return CaptureSummary(
         segment_length=min(segment_length, seqlen), segments=prompt.segments, prefills=prefills, operator_calls=calls
@@ -88,13 +94,13 @@ def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer
     def handler(call: OperatorCall) -> Result:
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
-            on_layer(_taken(call, layer, next(upcoming[layer.index], None)))
+            on_layer(_taken(prompt, call, layer, next(upcoming[layer.index], None)))
         return call.stand_in()
 
     return prompt.run(handler, _on_step(prompt, wanted, on_layer))
 
 
-def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool) -> int:
     """Put the inputs of all segments, and of all packed sequences, behind each other, and hand them on at the end."""
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
@@ -106,7 +112,7 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
         index = call.site.layer_index
         if index in wanted:
             if index not in buffers:
-                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host)
+                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host, on_disk=on_disk)
                 model_strides[index] = strides(call.inputs)
                 remarks[index] = call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
@@ -142,39 +148,45 @@ def _on_step(
     def observe(call: OperatorCall) -> None:
         layer = wanted.get(call.site.layer_index)
         if layer is not None and (which := next(upcoming[layer.index], None)):
-            on_layer(_taken(call, layer, which))
+            on_layer(_taken(prompt, call, layer, which))
 
     return observe
 
 
-def _taken(call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
-    """A copy: what the model does next may overwrite it."""
+def _taken(prompt: PromptRun, call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
+    """A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU."""
     return CapturedLayer(
         layer=layer,
-        inputs=token_major(call.inputs),
+        inputs=token_major(call.inputs, prompt.ids.device),
         model_strides=strides(call.inputs),
         remark=call.remark,
         call=which,
     )
 
 
-def _groups(prompt: PromptRun, wanted: dict[int, LayerRef], budget: int) -> Iterator[dict[int, LayerRef]]:
-    """`wanted` in groups whose inputs take at most `budget` bytes of main memory."""
+def _sizes(prompt: PromptRun, wanted: Container[int]) -> dict[int, int]:
+    """Bytes of the inputs of each wanted layer, in the order in which they run."""
+    tokens = prompt.ids.numel()
+    sites = (site for site in prompt.sites if site.layer_index in wanted)
+    return {site.layer_index: tokens * capture_bytes_per_token(site) for site in sites}
+
+
+def _groups(
+    prompt: PromptRun, wanted: dict[int, LayerRef], sizes: dict[int, int], budget: int
+) -> Iterator[dict[int, LayerRef]]:
+    """`wanted` in groups whose inputs take at most `budget` bytes."""
     group: dict[int, LayerRef] = {}
     used = 0
-    for site in prompt.sites:
-        if site.layer_index not in wanted:
-            continue
-        size = prompt.ids.numel() * capture_bytes_per_token(site)
+    for index, size in sizes.items():
         if size > budget:
             raise MissingCapabilityError(
-                f"The inputs of layer {site.layer_index} for {prompt.ids.shape[1]:,} tokens are {size:,} bytes; "
-                f"{budget:,} bytes of main memory may hold them.",
-                "Use a shorter --seq.",
+                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens are {size:,} bytes: too many for "
+                f"main memory, and the disk of the temporary folder has room for {budget:,}.",
+                "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             )
         if used + size > budget:
             yield group
             group, used = {}, 0
-        group[site.layer_index] = wanted[site.layer_index]
+        group[index] = wanted[index]
         used += size
     yield group

@@ -7,8 +7,11 @@ production model's causal convolution writes one token-major buffer, (b, l, conv
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,23 +27,23 @@ def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
     return {name: tensor.stride() for name, tensor in tensors(inputs).items()}
 
 
-def token_major(inputs: Any) -> Any:
-    """A copy of `inputs` in token-major layout, on its own device."""
+def token_major(inputs: Any, to: torch.device | None = None) -> Any:
+    """A copy of `inputs` in token-major layout, on its own device or on another."""
     tensor = next(iter(tensors(inputs).values()))
     buffer = PromptBuffer(inputs, tensor.shape[1], tensor.device)
     buffer.write(inputs, 0)
-    return buffer.inputs(tensor.device)
+    return buffer.inputs(to or tensor.device)
 
 
 class PromptBuffer:
     """Token-major room on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
 
     `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
-    state before the prompt).  BadInputError if it holds packed sequences and is not the whole: their boundaries are
-    those of one call.
+    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main memory.
+    BadInputError if it holds packed sequences and is not the whole: their boundaries are those of one call.
     """
 
-    def __init__(self, first: Any, seqlen: int, device: torch.device) -> None:
+    def __init__(self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False) -> None:
         door = operators.of(first).door
         given = tensors(first)
         if "cu_seqlens" in given and given[door.views[0]].shape[1] != seqlen:
@@ -53,9 +56,10 @@ class PromptBuffer:
         batch, dtype = one.shape[0], one.dtype
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
         conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
-        self._buffer = torch.empty(batch, seqlen, conv_dim, dtype=dtype, device=device)
+        room = _mapped if on_disk else partial(torch.empty, device=device)
+        self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
         self._per_position = {
-            name: torch.empty(batch, seqlen, *given[name].shape[2:], dtype=given[name].dtype, device=device)
+            name: room((batch, seqlen, *given[name].shape[2:]), dtype=given[name].dtype)
             for name in door.per_position
             if name in given
         }
@@ -91,6 +95,12 @@ class PromptBuffer:
             views[name] = columns.view(*buffer.shape[:2], heads, width)
             offset += heads * width
         return views
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a file of the temporary folder, whose name is gone at once, and whose room with the tensor."""
+    with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
+        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
 def packed(inputs: Any, lengths: Sequence[int]) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ssdprof.checkpoint.families import FAMILIES, siblings_that_fit, supported
-    from ssdprof.checkpoint.fetched import LocalCheckpoint, check_config, fetch
+    from ssdprof.checkpoint.fetched import LocalCheckpoint, fetch, meta_model
     from ssdprof.checkpoint.layer_dims import LayerDims, SSDLayerDims
     from ssdprof.checkpoint.load import load_model
     from ssdprof.checkpoint.located import Located, locate, weight_bytes
@@ -23,10 +23,10 @@ _HOMES = {
     "LocalCheckpoint": "fetched",
     "Located": "located",
     "SSDLayerDims": "layer_dims",
-    "check_config": "fetched",
     "fetch": "fetched",
     "load_model": "load",
     "locate": "located",
+    "meta_model": "fetched",
     "siblings_that_fit": "families",
     "supported": "families",
     "weight_bytes": "located",
@@ -39,10 +39,10 @@ __all__ = [
     "LocalCheckpoint",
     "Located",
     "SSDLayerDims",
-    "check_config",
     "fetch",
     "load_model",
     "locate",
+    "meta_model",
     "siblings_that_fit",
     "supported",
     "weight_bytes",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ssdprof.checkpoint.definition import empty_model
 from ssdprof.checkpoint.describe import Description
@@ -17,6 +18,9 @@ from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_fi
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.schema import CheckpointRef
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +95,17 @@ def fetch(
     return local
 
 
-def check_config(located: Located, *, deepest_layer: int | None = None) -> None:
-    """BadInputError for a config that transformers cannot use, as `fetch` would raise it.  Downloads nothing."""
+def meta_model(located: Located, *, deepest_layer: int | None = None, head: bool = False) -> PreTrainedModel:
+    """The model that `fetch` and `load_model` would give, on the meta device: shapes and dtypes.  Downloads nothing.
+
+    BadInputError for a config that transformers cannot use, as `fetch` would raise it.
+    """
     description, repo_id = located.description, located.ref.repo_id
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="ssdprof-")))
             write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer)))
-        empty_model(folder, repo_id)
+        return empty_model(folder, repo_id, head=head).eval()
 
 
 def _announce(located: Located, deepest_layer: int | None, head: bool, progress: Callable[[str], None] | None) -> None:

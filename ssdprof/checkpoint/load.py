@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import pickle
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,20 +16,30 @@ from ssdprof.checkpoint.integrity import broken_file
 from ssdprof.checkpoint.sizes import LIMIT, shown
 from ssdprof.checkpoint.weights import SINGLE, is_needed
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DType = torch.dtype | Literal["auto"]
+REWRITTEN = "rewritten"  # weights for the disk that are not used as they are stored
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # stay as stored: checkpoints keep them in fp32 beside 16-bit weights
 
 
-def load_model(local: LocalCheckpoint, *, device: torch.device | str, dtype: DType = "auto") -> PreTrainedModel:
+def load_model(
+    local: LocalCheckpoint,
+    *,
+    device: torch.device | str,
+    dtype: DType = "auto",
+    device_map: Mapping[str, int | str] | None = None,
+) -> PreTrainedModel:
     """The checkpoint's base model with its first `local.depth` decoder layers, on `device`.
 
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
+    device_map: the place of every module, of `placing.infer`; None: `device`.  Weights on the disk are read from
+        `local` as long as the model runs.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold, a pickle that
     holds more than tensors.  ModelUnavailableError: weights are missing.  MissingCapabilityError: a package that
@@ -42,12 +52,15 @@ def load_model(local: LocalCheckpoint, *, device: torch.device | str, dtype: DTy
         if local.description.original:
             return _fill_original(local, empty, dtype).to(device).eval()
         del empty
-        return _load(local, device, dtype).to(device).eval()
+        if device_map is not None:
+            return _load(local, dtype, device_map).eval()
+        # With a map, weights go to the GPU one by one instead of through a whole copy in host memory.
+        return _load(local, dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
 
 
 def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> None:
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
-    if local.tensors is None or local.ref.quantization not in (None, "fp8"):  # packed codes: fewer elements stored
+    if local.tensors is None or local.ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored = sum(math.prod(tensor.shape) for tensor in local.tensors.values())
@@ -65,17 +78,18 @@ def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> Non
         )
 
 
-def _load(local: LocalCheckpoint, device: torch.device, dtype: DType) -> PreTrainedModel:
+def _load(
+    local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
+) -> PreTrainedModel:
     from transformers import AutoModel, AutoModelForCausalLM
 
-    # With accelerate, weights go to the GPU one by one instead of through a whole copy in host memory.
-    direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
         with refusals(f"config and weights of {local.ref.repo_id}"):
             model, info = (AutoModelForCausalLM if local.head else AutoModel).from_pretrained(
                 local.folder,
                 dtype=dtype,
-                device_map={"": device} if direct else None,
+                device_map=None if device_map is None else dict(device_map),
+                offload_folder=local.folder / REWRITTEN,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

@@ -15,6 +15,7 @@ from typing import Any
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.layer_kinds import ZAMBA2_DEFAULT_KINDS
 from ssdprof.checkpoint.weights import INDEX, is_needed
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
@@ -39,7 +40,7 @@ def cut_config(description: Description, depth: int) -> dict[str, Any]:
         config["num_nextn_predict_layers"] = 0  # their weights are not fetched
     if config.get("time_step_limit", ()) is None:
         del config["time_step_limit"]  # null is refused by some model definitions; left out it means no limit
-    if description.quantization == "fp8":
+    if description.quantization in DECODED_ON_LOAD:
         # Decode to 16 bit on load: the operator's inputs then do not hang on which fp8 matmul this GPU has.
         config["quantization_config"] = {**config["quantization_config"], "dequantize": True}
     return config

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from ssdprof.commands import options, terminal
+
+if TYPE_CHECKING:
+    from ssdprof.schema import RunReport
 
 
 def accuracy(
     run: options.Run = None,
+    impl: Annotated[
+        str | None,
+        typer.Option(
+            "--impl", metavar="I[,I...]", help="Implementations that the run compared.", show_default="all of them"
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What the run compared them with.", show_default="the run's baseline"),
+    ] = None,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
     min_match: options.MinMatch = None,
@@ -29,6 +46,7 @@ def accuracy(
 
     limits = gates.chosen(config, min_match=min_match, max_rms_ratio=max_rms_ratio)
     folder, report = runs.read(run)
+    report = _chosen(report, impl, baseline)
     report = report.model_copy(update={"gates": gates.of_accuracy(limits, report.gates)})
     wanted = parse_states(states)
     table = accuracy_table(report, dtypes, wanted, every_state=states != "all")
@@ -39,3 +57,24 @@ def accuracy(
         terminal.out().print(table)
         terminal.err().print(f"From {folder}.")
     terminal.exit_by(shown)
+
+
+def _chosen(report: RunReport, impl: str | None, baseline: str | None) -> RunReport:
+    """The report with the named implementations alone.  BadInputError for what the run did not compare."""
+    from ssdprof.errors import BadInputError, nearest
+    from ssdprof.pipeline.request import parse_implementations
+    from ssdprof.schema.outcome import of_implementations
+
+    if baseline not in (None, report.baseline):
+        raise BadInputError(
+            f"Run {report.run_id} compared with {report.baseline}, not with {baseline}.",
+            f"Run the model again with --baseline {baseline}.",
+        )
+    if impl is None:
+        return report
+    names = parse_implementations("--impl", impl)
+    known = dict.fromkeys(case.implementation for case in report.cases)
+    for name in names:
+        if name not in known:
+            raise BadInputError(f"Run {report.run_id} has no implementation {name!r}.", nearest(name, known))
+    return of_implementations(report, names)

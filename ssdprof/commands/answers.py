@@ -19,11 +19,10 @@ def answers(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    placement: options.PlacementOption = None,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
-    implementations: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="Implementations to put in the operator's place.")
-    ] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
     reference: Annotated[
         Literal["auto", "oracle", "unfused"],
         typer.Option(
@@ -77,10 +76,12 @@ def answers(
     from ssdprof.runs import document
     from ssdprof.schema import precisions_for
 
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    request = options.capture_request(
+        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, placement=placement
+    )
     wanted = AnswersRequest(
         precisions=precisions_for("bf16", dtypes, parse_states(states)),
-        implementations=parse_implementations(implementations),
+        implementations=parse_implementations("--impl", impl),
         reference=reference,
         weights=weights,
         per_layer=per_layer,
@@ -93,10 +94,12 @@ def answers(
     from ssdprof.pipeline.answers import check
 
     if dry_run:
-        from ssdprof.pipeline.dry_run import plan
+        from ssdprof.pipeline.dry_run import check_placed, plan
 
-        terminal.show_plan(plan(subject), as_json)
+        planned = plan(subject, request)
+        terminal.show_plan(planned, as_json)
         check(subject, wanted)
+        check_placed(planned, subject, request)
         return
     options.use_tuned(no_tuned)
     folder, report = compare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +11,7 @@ from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
+    from ssdprof.progress import Watcher
 
 MAX_TOKENS = "256k"
 FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
@@ -49,16 +49,15 @@ def bench(
     draw: Annotated[
         str, typer.Option(metavar="W[,W...]", help="Draw the inputs in another way: normalised, quarter-ungated (GDN).")
     ] = "",
-    against: Annotated[
-        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm, published; fla, flash_qla, flashinfer.")
-    ] = "",
+    impl: options.Implementations = "unfused,fused",
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl; the baseline first.")] = "",
     published: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Checkout with the published kernel.", exists=True, file_okay=False),
+        typer.Option(metavar="DIR", help="The same as --against published=DIR.", exists=True, file_okay=False),
     ] = None,
     also: Annotated[
         str,
-        typer.Option(metavar="I[,I...]", help="Further forms: fused_portable (GDN), recurrent_in_place (SSD)."),
+        typer.Option(metavar="I[,I...]", help="Further names: fused_portable (GDN), recurrent_in_place (SSD)."),
     ] = "",
     baseline: Annotated[
         str | None,
@@ -103,43 +102,51 @@ def bench(
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import parse_percent, parse_states
+    from ssdprof.pipeline.request import parse_implementations, parse_percent, parse_states
     from ssdprof.settings import gates
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
+    names = parse_implementations("--impl", impl)
+    further = parse_implementations("--also", also) if also else ()
     limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
     if out is not None:
         files.check_target(out, replace=force)
 
     # these import torch: after all words that can be checked without
+    import torch
+
     from ssdprof.bench import gate, render
-    from ssdprof.bench.contenders import alternatives, load_peers, peer_names, ways
+    from ssdprof.bench.contenders import ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
+    from ssdprof.operators.named import Roster
+    from ssdprof.progress import Unwatched
     from ssdprof.schema import precisions_for
 
     record = operators.get(operator)
     drawing = record.drawing
     if chunk_size != "best" and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
-    names = peer_names(record, against, published)
-    forms = alternatives(record, also)
+    libraries = _libraries(against, published)
+    roster = Roster(torch.device("cuda"))
+    named = [roster.get(record, word) for word in (*libraries, *names, *further)]
+    over = roster.get(record, baseline or next(iter(libraries), record.baseline))
     grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
-    baseline = _baseline(baseline, names)
     require_gpu(*NEEDS_GPU)
+    _ = over.present
+    ranks = options.join_ranks({})
     options.use_tuned(no_tuned)
     request = BenchRequest(
         operator=record,
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
-        peers=load_peers(record, names, published),
-        also=forms,
-        baseline=baseline,
+        named=tuple({one.name: one for one in (*named, over)}.values()),
+        baseline=over.name,
         chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
         check=check,
         budget=budget,
@@ -148,15 +155,18 @@ def bench(
         gates=limits,
         command=terminal.command_line(),
     )
-    watcher = terminal.TerminalWatcher()
+    told = ranks is None or ranks.first
+    watcher: Watcher = terminal.TerminalWatcher() if told else Unwatched()
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {max_tokens} tokens.")
 
     def keep(report: BenchReport) -> None:
-        if out is not None:
+        if out is not None and told:
             files.write_text(out, dump(report) + "\n")
 
-    report = measure(request, watcher, keep)
+    report = measure(request, watcher, keep, ranks)
+    if not told:
+        return  # the first rank tells
     if as_json:
         print(dump(report))
     elif markdown:
@@ -167,14 +177,8 @@ def bench(
         terminal.gate_failed(broken)
 
 
-def _baseline(wanted: str | None, libraries: Sequence[str]) -> str:
-    from ssdprof.errors import BadInputError
-
-    if wanted is None:
-        return next(iter(libraries), "unfused")
-    if wanted not in ("unfused", *libraries):
-        raise BadInputError(
-            f"The baseline {wanted!r} does not take part.",
-            f"Take unfused{''.join(f' or {name}' for name in libraries)}, or name it in --against.",
-        )
-    return wanted
+def _libraries(against: str, published: Path | None) -> tuple[str, ...]:
+    """Names of --against; --published gives one of them its checkout."""
+    names = [word.strip() for word in against.split(",") if word.strip()]
+    checkout = [] if published is None else [f"published={published}"]
+    return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))

@@ -19,6 +19,7 @@ def capture(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    placement: options.PlacementOption = None,
     batch: options.Batch = 1,
     packed: options.Packed = None,
     chunked_prefill: options.ChunkedPrefill = None,
@@ -44,12 +45,14 @@ def capture(
     from ssdprof.pipeline.subject import find
 
     serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
+    request = options.capture_request(
+        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving, placement
+    )
     subject = find(request)
     if dry_run:
         from ssdprof.pipeline.dry_run import plan
 
-        terminal.show_plan(plan(subject), as_json)
+        terminal.show_plan(plan(subject, request), as_json)
         return
     from ssdprof.pipeline.capture import capture as store_captures  # torch comes with it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,8 +12,10 @@ from ssdprof.commands import terminal
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
+    from ssdprof.environment.ranks import Ranks
     from ssdprof.pipeline.request import CaptureRequest, ServingRequest
     from ssdprof.schema import Gates
+    from ssdprof.schema.placement import PlacementKind
 
 
 def path(text: str) -> Path:
@@ -104,6 +107,28 @@ TensorParallel = Annotated[
     typer.Option(
         metavar="N", min=1, help="Replay what one of N GPUs computes that share each layer's heads.", show_default=True
     ),
+]
+PlacementOption = Annotated[
+    Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
+    typer.Option(
+        "--placement",
+        help="Weights on one GPU, on all visible ones, or what those do not hold in main memory or on the disk.",
+        show_default="the fastest that fits",
+    ),
+]
+Implementations = Annotated[
+    str,
+    typer.Option(
+        "--impl",
+        "--implementations",
+        metavar="I[,I...]",
+        help="Implementations: unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), "
+        "or your own kernel: MODULE:FUNCTION.",
+    ),
+]
+Baseline = Annotated[str, typer.Option(metavar="NAME", help="The implementation that the others are compared with.")]
+FirstCall = Annotated[
+    float, typer.Option(metavar="SECONDS", min=1, help="Longest first call of your own kernel, compilation included.")
 ]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
@@ -213,6 +238,7 @@ def capture_request(
     layers: str,
     segment: int | None,
     serving: ServingRequest | None = None,
+    placement: PlacementKind | None = None,
 ) -> CaptureRequest:
     """The options of `run` and `capture` as one value."""
     from ssdprof.capture.prompt import parse_seqs
@@ -232,7 +258,25 @@ def capture_request(
         ),
         layers=layers,
         segment_length=segment,
+        placement=placement,
     )
+
+
+def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
+    """The processes that torchrun started, with this one's GPU taken; None if there are no others.
+
+    of_one_process: options that several cannot share, and whether they were given.  Raises BadInputError for one.
+    """
+    from ssdprof.environment.ranks import join
+    from ssdprof.errors import BadInputError
+
+    ranks = join()
+    if ranks is not None and (given := [option for option, wanted in of_one_process.items() if wanted]):
+        raise BadInputError(
+            f"{ranks.count} ranks cannot share {' and '.join(given)}.",
+            "Leave it out, or start without torchrun.",
+        )
+    return ranks
 
 
 def refuse_captures(request: CaptureRequest, option: str) -> None:

@@ -10,8 +10,6 @@ import typer
 from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
-    from ssdprof.operators.drawing import Peer
-    from ssdprof.pipeline.subject import Subject
     from ssdprof.schema.prefill import PrefillReport
 
 Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt, side by side.")]
@@ -33,9 +31,10 @@ def prefill(
     segment: options.Segment = None,
     dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
-    against: Annotated[
-        str, typer.Option(metavar="P[,P...]", help="Other libraries: mamba_ssm; fla, flash_qla, flashinfer.")
-    ] = "",
+    impl: options.Implementations = "unfused,fused",
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl.")] = "",
+    baseline: options.Baseline = "unfused",
+    first_call: options.FirstCall = 180,
     surroundings: SurroundingsOption = "both",
     seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each set of prefills.")] = 20,
     budget: Annotated[
@@ -66,10 +65,11 @@ def prefill(
     NVIDIA GPU.  Exit code 1 says that an implementation failed, or that --min-speedup does not hold.
     """
     from ssdprof import files
-    from ssdprof.pipeline.request import parse_percent
+    from ssdprof.pipeline.request import parse_implementations, parse_percent
     from ssdprof.settings import gates
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
+    names = parse_implementations("--impl", f"{impl},{against}" if against else impl)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     limits = gates.of_prefill(config, min_speedup)
     for file in (out, markdown):
@@ -78,6 +78,7 @@ def prefill(
 
     # these import torch: after all words that can be checked without
     from ssdprof.environment.present import require_gpu
+    from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.runs import prefill_file
     from ssdprof.schema import PrecisionRecord
@@ -98,7 +99,8 @@ def prefill(
         batch=batch,
         precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
         surroundings=SURROUNDINGS if surroundings == "both" else (surroundings,),
-        peers=_peers(subject, against),
+        lineup=line_up(names, baseline, subject.layers),
+        first_call_s=first_call,
         seconds=seconds,
         budget=budget,
         smallest_difference=smallest,
@@ -117,21 +119,6 @@ def prefill(
     broken = broken_gates(report)
     if report.prefill.failed or broken:
         terminal.gate_failed(f"GATE FAILED: {one}" for one in broken)
-
-
-def _peers(subject: Subject, against: str) -> tuple[Peer, ...]:
-    """Other libraries of the model's operators.  BadInputError for one of another operator."""
-    from ssdprof import operators
-    from ssdprof.bench.contenders import load_peers, peer_names
-    from ssdprof.errors import BadInputError
-
-    names = dict.fromkeys(layer.operator for layer in subject.layers)
-    if against and len(names) > 1:
-        raise BadInputError(
-            f"{subject.ref.repo_id} has several operators, and a library has one.", "Leave --against out."
-        )
-    operator = operators.get(next(iter(names)))
-    return load_peers(operator, peer_names(operator, against, None), None)
 
 
 def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:

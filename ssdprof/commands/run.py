@@ -24,6 +24,7 @@ def run(
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
     segment: options.Segment = None,
+    placement: options.PlacementOption = None,
     batch: options.Batch = 1,
     packed: options.Packed = None,
     chunked_prefill: options.ChunkedPrefill = None,
@@ -31,9 +32,9 @@ def run(
     tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
     states: options.UsualStates = None,
-    implementations: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="Implementations to compare.")
-    ] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
+    baseline: options.Baseline = "unfused",
+    first_call: options.FirstCall = 180,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
@@ -94,31 +95,45 @@ def run(
             f"{'--answers' if answers else '--prefill'} takes one sequence, whole, through all heads of the model.",
             "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
         )
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving)
+    request = options.capture_request(
+        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving, placement
+    )
     replay = ReplayRequest(
         intermediates=dtypes,
         states=None if states is None else parse_states(states),
-        implementations=parse_implementations(implementations),
+        implementations=parse_implementations("--impl", impl),
+        baseline=baseline,
+        first_call_s=first_call,
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
         tensor_parallel=tensor_parallel,
         gates=limits,
     )
     if prefill:
         options.refuse_captures(request, "--prefill")
+    ranks = options.join_ranks(
+        {"--answers": answers, "--stalls": stalls, "--prefill": prefill, "--save-captures": save_captures}
+    )
     found = find_to_replay(request, save_captures=save_captures, whole=answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
+    from ssdprof.progress import Unwatched
 
-    if dry_run:
-        from ssdprof.pipeline.dry_run import plan
+    if dry_run and (ranks is None or ranks.first):
+        from ssdprof.pipeline.dry_run import check_placed, plan
 
-        terminal.show_plan(plan(found, tensor_parallel=tensor_parallel), as_json)
+        planned = plan(found, request, tensor_parallel=tensor_parallel)
+        terminal.show_plan(planned, as_json)
         check(found, replay)
+        check_placed(planned, found, request)
+    if dry_run:
         return
     replay = replace(replay, gates=options.gates_here(limits, speedup_given=min_speedup is not None))
     tuned = options.use_tuned(no_tuned)
     keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
-    folder, report = run_model(request, replay, keep, terminal.TerminalWatcher(), found=found)
+    watcher = Unwatched() if ranks is not None and not ranks.first else terminal.TerminalWatcher()
+    folder, report = run_model(request, replay, keep, watcher, found=found, ranks=ranks)
+    if ranks is not None and not ranks.first:
+        return  # the first rank tells
     if prefill:
         report = _prefill(request, replay.smallest_difference, folder, report)
     if as_json:

@@ -124,6 +124,7 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
     if as_json:
         print_json(plan.model_dump(mode="json"))
         return
+    from ssdprof.report.placement import placement_words
     from ssdprof.report.serving import serving_words
 
     console = out()
@@ -138,6 +139,7 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
         "served": serving_words(plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel),
         "download": _megabytes(plan.download_bytes),
         "weights": f"{_megabytes(plan.weight_bytes)} loaded; {_megabytes(plan.free_bytes)} are free on {plan.device}",
+        "placement": placement_words(plan.placement) if plan.placement else "",
     }
     for name, value in rows.items():
         if value:

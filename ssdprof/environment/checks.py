@@ -14,8 +14,9 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from ssdprof.environment.clocks import read
+from ssdprof.environment.clocks import current_uuid, read
 from ssdprof.environment.machine import gpu, installed_version
+from ssdprof.environment.toolchain import needs, others_on_gpu, unusable_gpu
 from ssdprof.errors import masked
 from ssdprof.schema import Record
 
@@ -79,12 +80,8 @@ def _gpu() -> Iterator[Check]:
     found = gpu()
     if found is None:
         why = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-        yield Check(
-            name="gpu",
-            status="missing",
-            detail=why,
-            hint="Short prompts work without one; timings need one, its driver and a CUDA build of torch.",
-        )
+        hint = "Short prompts work without one; timings need one, its driver and a CUDA build of torch."
+        yield Check(name="gpu", status="missing", detail=why, hint=unusable_gpu() or hint)
         return
     details = f"{found.name}, compute capability {found.compute_capability}, driver {found.driver}, CUDA {found.cuda}"
     if float(found.compute_capability) < 8:
@@ -94,11 +91,32 @@ def _gpu() -> Iterator[Check]:
         yield Check(name="gpu", status="ok", detail=details)
     free, total = torch.cuda.mem_get_info()
     yield Check(name="gpu memory", status="ok", detail=f"{_gib(free)} free of {_gib(total)}")
+    yield from _company(found.name)
+    for need in needs():
+        status: Literal["ok", "missing"] = "ok" if need.found else "missing"
+        hint = "" if need.found else f"Run: {need.mend}"
+        yield Check(name=need.name, status=status, detail=need.found or need.lacking, hint=hint)
     if read() is None:
         hint = "Reports will not say whether the GPU was throttled."
         yield Check(name="clocks", status="warn", detail="NVML does not report the clocks of this GPU", hint=hint)
     else:
         yield Check(name="clocks", status="ok", detail="readable through NVML")
+
+
+def _company(gpu_name: str) -> Iterator[Check]:
+    """Whether the GPU is shared: as a slice of a larger one, or with other processes."""
+    if "MIG" in gpu_name:
+        hint = "Times hold for slices of this size.  For all of the GPU, run as root: nvidia-smi -mig 0"
+        yield Check(name="gpu slice", status="warn", detail=f"{gpu_name} is a part of a GPU (MIG)", hint=hint)
+    uuid = current_uuid()
+    others = others_on_gpu(uuid) if uuid else None
+    if others:
+        hint = "Their work disturbs times.  To see them, run: nvidia-smi --query-compute-apps=pid,name --format=csv"
+        yield Check(
+            name="gpu sharing", status="warn", detail=f"{others} other process{'es' * (others > 1)} on it", hint=hint
+        )
+    elif others == 0:
+        yield Check(name="gpu sharing", status="ok", detail="no other process computes on it")
 
 
 def _kernels() -> Check:

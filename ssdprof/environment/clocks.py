@@ -88,10 +88,10 @@ class ClockWatch:
 
 def read() -> Reading | None:
     """torch's current GPU, now; None without a GPU, without NVML, or where the driver does not tell."""
-    uuid = _current_uuid()
+    uuid = current_uuid()
     if uuid is None:
         return None
-    with _nvml() as nvml:
+    with nvml_open() as nvml:
         if nvml is None:
             return None
         try:
@@ -108,11 +108,11 @@ def read() -> Reading | None:
 
 def driver_version() -> str | None:
     """The version of the NVIDIA driver; None where NVML cannot say."""
-    with _nvml() as nvml:
+    with nvml_open() as nvml:
         return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
-def _current_uuid() -> str | None:
+def current_uuid() -> str | None:
     """By its UUID, NVML finds the device that torch means, whatever CUDA_VISIBLE_DEVICES hides or reorders."""
     import torch
 
@@ -122,7 +122,7 @@ def _current_uuid() -> str | None:
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def nvml_open() -> Iterator[Any]:
     """NVML, open; None where its library cannot be loaded or its driver does not run."""
     try:
         pynvml.nvmlInit()

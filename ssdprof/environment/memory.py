@@ -8,10 +8,16 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`."""
+    """Bytes that this process can still allocate on `device`.
+
+    On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set a limit.
+    """
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - allocated
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free + cached, allowed - allocated)
     return host_memory()
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
 
 
 def require_gpu(what: str, hint: str) -> torch.device:
-    """The current GPU.  MissingCapabilityError without one, or where Triton is told to interpret.
+    """The current GPU.  MissingCapabilityError without one, where Triton is told to interpret, or cannot compile.
 
     what: needs it, as a sentence begins: "A bench needs".
     """
     if not torch.cuda.is_available() or INTERPRETED:
         why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
-        raise MissingCapabilityError(f"{what} an NVIDIA GPU, and {why}.", hint)
+        raise MissingCapabilityError(f"{what} an NVIDIA GPU, and {why}.", unusable_gpu() or hint)
+    require_toolchain()
     return torch.device("cuda", torch.cuda.current_device())

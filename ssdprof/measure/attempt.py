@@ -9,7 +9,7 @@ import torch
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.accuracy import check_output
-from ssdprof.measure.call import Call, Run
+from ssdprof.measure.call import Call, Run, UnfitError
 from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import recorded_launches
 from ssdprof.measure.memory import run_and_measure
@@ -48,9 +48,14 @@ def attempt(call: Call, run: Run | None = None) -> Attempt:
     plan = None
     try:
         plan = call.plan()
+        call.rehearse()
         with recorded_launches() as launches:
             output, memory = run_and_measure(lambda: call.judged_output((run or call.run)()), call.device)
         check_output(output, call.inputs)
+        if damage := call.damage():
+            return Attempt(status="failed", reason=damage, plan=plan)
+    except UnfitError as error:
+        return Attempt(status=error.status, reason=str(error), plan=plan)
     except UnsupportedError as error:
         return Attempt(status="refused", reason=str(error), plan=plan)
     except (torch.OutOfMemoryError, MemoryError) as error:

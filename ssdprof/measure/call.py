@@ -19,6 +19,14 @@ from ssdprof.operators.operator import Output
 Run = Callable[[], Output]
 
 
+class UnfitError(Exception):
+    """A call that must not be made here; the message says why, `status` what becomes of its case."""
+
+    def __init__(self, status: schema.Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """A run of an operator on its inputs, equal to itself alone.
@@ -27,6 +35,8 @@ class Call:
     precision: the one that the run claims.
     widens: final states come in another dtype than the operator's, as other libraries give them; they are judged in
         fp32.
+    rehearse: comes before the first call.  Raises UnfitError for a call that must not be made in this process.
+    damage: what was written to the inputs or next to them, in words; empty if nothing was.
     """
 
     implementation: str
@@ -36,6 +46,8 @@ class Call:
     run: Run
     plan: Callable[[], Plan]
     widens: bool = False
+    rehearse: Callable[[], None] = lambda: None
+    damage: Callable[[], str] = lambda: ""
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +66,10 @@ def call_of(
     *,
     label: str = "",
     widens: bool = False,
+    rehearse: Callable[[], None] = lambda: None,
+    damage: Callable[[], str] = lambda: "",
 ) -> Call:
-    """The call of a registered implementation."""
+    """The call of an implementation.  The other arguments: see `Call`."""
     wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
     return Call(
         implementation=implementation.name,
@@ -65,4 +79,6 @@ def call_of(
         run=partial(implementation.run, inputs, wanted),
         plan=partial(implementation.plan, inputs, wanted),
         widens=widens,
+        rehearse=rehearse,
+        damage=damage,
     )

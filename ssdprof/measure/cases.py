@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import DType, PrecisionRecord
 
 T = TypeVar("T")
 
@@ -28,21 +28,29 @@ Group = tuple[Case, ...]  # the baseline first, then what is compared with it
 
 
 def groups_of(
-    precisions: Iterable[PrecisionRecord], implementations: Sequence[str], baseline: str
+    precisions: Sequence[PrecisionRecord],
+    implementations: Sequence[str],
+    baseline: str,
+    fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
 ) -> tuple[Group, ...]:
     """One group for each state dtype, because a comparison holds only between equal states.
 
     Its baseline is `baseline` with exact intermediates, asked for or not.
+    fixed: implementations with precisions of their own.  A baseline of that kind is one for all: there is one group.
     """
-    by_state: dict[str, list[PrecisionRecord]] = {}
-    for precision in precisions:
-        by_state.setdefault(precision.state_dtype, []).append(precision)
+    wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
+    wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
+    cases = [Case(implementation=name, precision=precision) for name, precision in wanted]
+    if baseline in fixed:
+        first = Case(implementation=baseline, precision=fixed[baseline][0])
+        return (tuple(dict.fromkeys([first, *cases])),)
+    by_state: dict[DType, list[Case]] = {one.state_dtype: [] for one in precisions}
+    for case in cases:
+        by_state.setdefault(case.precision.state_dtype, []).append(case)
     groups = []
-    for of_state in by_state.values():
-        exact = PrecisionRecord(intermediates="exact", state_dtype=of_state[0].state_dtype)
-        cases = [Case(implementation=baseline, precision=exact)]
-        cases += [Case(implementation=name, precision=precision) for precision in of_state for name in implementations]
-        groups.append(tuple(dict.fromkeys(cases)))
+    for state_dtype, of_state in by_state.items():
+        exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
+        groups.append(tuple(dict.fromkeys([Case(implementation=baseline, precision=exact), *of_state])))
     return tuple(groups)
 
 

@@ -97,12 +97,14 @@ class PeerSource:
     load: of a checkout, None where it is installed.  Raises ImportError.
     from_checkout: whether it is in no package; `where` then says what to check out.
     hint: what to do when it cannot be imported.
+    needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
     load: Callable[[Path | None], Peer]
     hint: str
     from_checkout: bool = False
     where: str = ""
+    needs_gpu: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

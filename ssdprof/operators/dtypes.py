@@ -1,5 +1,7 @@
 """The names of dtypes in stored records."""
 
+from typing import Literal
+
 import torch
 
 from ssdprof import schema
@@ -23,6 +25,13 @@ def dtype_name(dtype: torch.dtype) -> schema.DType:
 def dtype_named(name: schema.DType) -> torch.dtype:
     """ "bf16" -> torch.bfloat16."""
     return _BY_NAME[name]
+
+
+def input_dtype(name: schema.DType) -> Literal["fp32", "fp16", "bf16"]:
+    """The same, of inputs.  ValueError for fp64, which none have."""
+    if name == "fp64":
+        raise ValueError("an operator's inputs are fp32, fp16 or bf16")
+    return name
 
 
 def stored_dtype_name(dtype: torch.dtype) -> schema.StoredDType:

@@ -11,16 +11,16 @@ from typing import Literal
 
 import torch
 
-from ssdprof import runs
+from ssdprof import operators, runs
+from ssdprof.operators.named import Roster
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.model import load
-from ssdprof.pipeline.replay import refuse_unknown
 from ssdprof.pipeline.request import CaptureRequest, Keep
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
-from ssdprof.runs.record import draft, recorded
+from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.schema import Asked, RunReport
 
 
@@ -43,18 +43,20 @@ def answers(
             loaded.prompts,
             max(loaded.segment_lengths),
             asked=Asked(implementations=(), precisions=(), layers=()),
+            placement=loaded.placement,
         )
-        with recorded(folder, report, watcher) as recorder:
+        with recorded(Recorder(folder, report), watcher) as recorder:
             compare_answers(loaded, subject, wanted, watcher, recorder.answered)
     return folder.path, recorder.report
 
 
 def check(subject: Subject, wanted: AnswersRequest) -> None:
     """Raise what keeps this machine from it.  Loads nothing; `--dry-run` asks the same."""
+    roster = Roster(limits.device())
     for operator in {layer.operator for layer in subject.layers}:
-        refuse_unknown(wanted.implementations, operator)
+        for name in wanted.implementations:
+            _ = roster.get(operators.get(operator), name).present
     limits.check_replay(subject.seqlens)
-    limits.check_weights(subject.located, subject.layers, whole=True)
 
 
 def _weights(wanted: AnswersRequest) -> Literal["own", "fp32"]:

@@ -27,7 +27,7 @@ from ssdprof.pipeline import limits, reference
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.model import Loaded
 from ssdprof.pipeline.subject import Subject
-from ssdprof.pipeline.substitute import Compute, by_layer, implemented, substituted
+from ssdprof.pipeline.substitute import Compute, by_layer, implemented, precisions_of, substituted
 from ssdprof.progress import Watcher
 from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.answers import AnswerCase, Answers, AnswerStatus, Generated
@@ -133,7 +133,12 @@ class PromptAnswers:
                 layers=self._layers,
                 change=change,
             )
-        wanted = [(name, one) for name in self._request.implementations for one in self._request.precisions]
+        dtype = dtype_name(self._model.dtype)
+        wanted = [
+            (name, one)
+            for name in self._request.implementations
+            for one in precisions_of(name, sites, dtype, self._request.precisions)
+        ]
         computes = {(name, one): implemented(name, one, sites) for name, one in wanted}
         for (name, precision), compute in computes.items():
             yield Case(implementation=name, precision=precision, compute=compute, layers=self._layers)

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssdprof.checkpoint import check_config
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.files import why
-from ssdprof.pipeline import limits
+from ssdprof.pipeline import limits, placement
+from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
+from ssdprof.schema.placement import Placement
 from ssdprof.schema.plan import DryRun, PlannedFile
 
 _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 
 
-def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
+def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: int = 1) -> DryRun:
     """What `run` or `capture` would download and load.
 
     tensor_parallel: ranks among which a run divides the heads.
     BadInputError for a config that transformers cannot use, and for a file of a capture that is not there.
     """
-    planned = _of_stored(found) if isinstance(found, Stored) else _of_model(found)
+    planned = _of_stored(found) if isinstance(found, Stored) else _of_model(found, request)
     return planned.model_copy(
         update={"batch": found.batch, "serving": found.serving, "tensor_parallel": tensor_parallel}
     )
 
 
-def _of_model(subject: Subject) -> DryRun:
-    check_config(subject.located, deepest_layer=subject.deepest_layer)
+def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
@@ -40,8 +40,27 @@ def _of_model(subject: Subject) -> DryRun:
         weight_bytes=subject.weight_bytes,
         device=str(limits.device()),
         free_bytes=limits.free_bytes(),
+        placement=_placement(subject, request),
         notes=subject.located.notes,
     )
+
+
+def check_placed(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
+    """Raise why no placement fits, if the plan has none."""
+    if planned.placement is None and isinstance(found, Subject):
+        placement.choose(request, found)
+
+
+def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
+    """None if none fits: `check_placed` says why, after the plan is shown."""
+    try:
+        placed = placement.choose(request, subject)
+    except MissingCapabilityError:
+        return None
+    located = subject.located
+    depth = located.description.depth(subject.deepest_layer)
+    there = [name for name in located.weights.files(depth, head=subject.head) if located.source.cached(name)]
+    return placement.priced(placed, located.source.path(there[0]) if there else None)
 
 
 def _of_stored(stored: Stored) -> DryRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +11,9 @@ import torch
 from ssdprof.checkpoint import Located
 from ssdprof.checkpoint.families import siblings_that_fit
 from ssdprof.environment.memory import free_memory
+from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.schema import LayerRef
 
 DEFAULT_SEQLEN_GPU = 16384
@@ -29,19 +32,34 @@ def free_bytes() -> int:
     return free_memory(device())
 
 
+def ranks_here() -> int:
+    """Processes that share this machine's memory, each with a GPU of its own: those of torchrun, else 1."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def default_seqlens() -> tuple[int, ...]:
     """Prompt lengths when the user names none."""
     return (DEFAULT_SEQLEN_GPU if device().type == "cuda" else DEFAULT_SEQLEN_CPU,)
 
 
 def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
-    """MissingCapabilityError for a prompt, or a batch of them, that is too long to be replayed without a GPU."""
+    """MissingCapabilityError for a prompt, or a batch of them, that is too long to be replayed without a GPU.
+
+    And for a GPU for which Triton cannot compile kernels: before anything is downloaded or loaded.
+    """
     longest = batch * max(seqlens)
+    if not INTERPRETED:
+        if device().type == "cpu":
+            raise MissingCapabilityError(
+                "Kernels are compiled for a GPU here, and torch cannot use one.",
+                unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU.",
+            )
+        require_toolchain()
     if device().type == "cpu" and longest > LONGEST_INTERPRETED:
         raise MissingCapabilityError(
             f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, a program at a "
             f"time in NumPy, and the limit is {LONGEST_INTERPRETED:,} tokens.",
-            f"Use --seq {LONGEST_INTERPRETED} or less here, or run on a machine with a GPU.",
+            unusable_gpu() or f"Use --seq {LONGEST_INTERPRETED} or less here, or run on a machine with a GPU.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from ssdprof.capture.head import logits
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
 from ssdprof.checkpoint.load import DType
-from ssdprof.pipeline import limits
+from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
+from ssdprof.report.placement import placement_words
 from ssdprof.schema import Prompt
+from ssdprof.schema.placement import Placement
 
 OnLayer = Callable[[CapturedLayer], object]
 
@@ -31,12 +34,15 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the
     base model was wanted.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
+    placement: where the model's weights are.  files: from which those on the disk are read.
     """
 
     model: Any
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
+    placement: Placement
+    files: LocalCheckpoint
     whole: Any = None
 
 
@@ -47,37 +53,46 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
     """
     for note in subject.located.notes:
         watcher.say(note)
-    limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    _quiet_transformers()
+    placed = placement.choose(request, subject, dtype)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     built = [_prompt(local, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
-    _quiet_transformers()
+    placement.check_disk(placed)
+    record = placement.priced(placed, placement.weights_file(local))
+    if record.kind != "one-gpu":
+        watcher.say(placement_words(record))
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
-        loaded = load_model(local, device=limits.device(), dtype=dtype)
+        loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
     model: Any = loaded.base_model  # itself, if it has no head
-    lengths = [_segment_length(request, subject, model, seqlen) for seqlen in subject.seqlens]
+    wanted = request.segment_length or placed.segment_length
+    lengths = [_segment_length(wanted, subject, model, seqlen) for seqlen in subject.seqlens]
     return Loaded(
         model=model,
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=tuple(lengths),
+        placement=record,
+        files=local,
         whole=loaded if subject.head else None,
     )
 
 
-def _segment_length(request: CaptureRequest, subject: Subject, model: Any, seqlen: int) -> int:
-    """Tokens per forward call for a prompt."""
+def _segment_length(wanted: int | None, subject: Subject, model: Any, seqlen: int) -> int:
+    """Tokens per forward call for a prompt.  wanted: None lets capture decide."""
     serving = subject.serving
     longest = max(serving.packed, default=seqlen)
-    wanted = serving.chunk or request.segment_length
-    return min(wanted or choose_segment_length(model, seqlen, subject.layers, batch=subject.batch), longest)
+    if (fixed := serving.chunk or wanted) is not None:
+        return min(fixed, longest)
+    return min(choose_segment_length(model, seqlen, subject.layers, batch=subject.batch), longest)
 
 
 def _quiet_transformers() -> None:
-    """Its bars are not ours, and it warns of slow fallbacks that capture replaces."""
+    """Its bars are not ours.  It warns of fallbacks that capture replaces, and accelerate of weights that it moves."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("accelerate").setLevel(ERROR)
 
 
 def _prompt(

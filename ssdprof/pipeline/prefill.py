@@ -6,15 +6,13 @@ locate -> fetch -> build prompts -> load with the head -> each surroundings and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import torch
-
-from ssdprof import __version__, environment, kernels
+from ssdprof import __version__, environment, operators
 from ssdprof.capture import choose_segment_length
 from ssdprof.capture.sites import Site, find_sites
 from ssdprof.capture.surroundings import BundledSurroundings
@@ -22,23 +20,24 @@ from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import installed_version
 from ssdprof.environment.present import require_gpu
 from ssdprof.measure.gpu_trace import traced
+from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
 from ssdprof.measure.timing import CudaBench
-from ssdprof.operators.drawing import InputDType, Peer
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.lineup import Lineup, line_up
 from ssdprof.pipeline.model import load
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_length import LengthTimer
 from ssdprof.pipeline.prefill_record import GrowingReport, Keep
-from ssdprof.pipeline.replay import COMPARED, refuse_unknown
+from ssdprof.pipeline.replay import COMPARED
 from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.step_clock import StepClock
 from ssdprof.pipeline.subject import Subject, refuse_large
 from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
-from ssdprof.runs.notes import notes
-from ssdprof.schema import Gates, PrecisionRecord, RunReport
+from ssdprof.runs.notes import notes, of_absent
+from ssdprof.schema import DType, Gates, PrecisionRecord, RunReport
 from ssdprof.schema.gates import NO_GATES
 from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
 
@@ -46,16 +45,16 @@ NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
 )
-BASELINE = "unfused"
 SURROUNDINGS: tuple[Surroundings, ...] = ("bundled", "model")  # both, those first that say more of the operator
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRequest:
-    """batch: rows of the prompt, all alike.  precision: of ssdprof's own implementations.
+    """batch: rows of the prompt, all alike.  precision: of implementations that have none of their own.
 
     surroundings: one set of prefills for each, at every length.
-    peers: other libraries, each of an operator of the model; they run with the first surroundings.
+    lineup: who takes part; other libraries run with the first surroundings.
+    first_call_s: seconds that the first call of an own kernel may take.
     seconds: of sampling for each set.  budget: seconds of wall clock, loading included; what does not fit is left out.
     smallest_difference: that counts, relative.  gates: stored with the report, and judged by its readers.
     """
@@ -64,8 +63,8 @@ class PrefillRequest:
     batch: int = 1
     precision: PrecisionRecord
     surroundings: tuple[Surroundings, ...]
-    implementations: tuple[str, ...] = COMPARED
-    peers: tuple[Peer, ...] = ()
+    lineup: Lineup
+    first_call_s: float = FIRST_CALL_S
     seconds: float = 20.0
     budget: float | None = None
     smallest_difference: float = 0.01
@@ -96,14 +95,16 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
-        loaded = load(request.model, subject, watcher)
+        # A placement that moves weights or activations about would be timed with them.
+        loaded = load(replace(request.model, placement="one-gpu"), subject, watcher)
     sites = find_sites(loaded.whole)
-    report = GrowingReport(_draft(request, subject, loaded.whole, sites, notes(subject.ref, loaded.prompts)), keep)
+    remarks = (*of_absent(request.lineup.absent), *notes(subject.ref, loaded.prompts))
+    report = GrowingReport(_draft(request, subject, loaded.whole, sites, remarks), keep)
     told = report.step
     report.step(*loading)
     bench, profile = CudaBench(device), partial(traced, device=device)
     bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())
-    dtype = _dtype(loaded.whole)
+    dtype, rehearsals = _dtype(loaded.whole), Rehearsals(request.first_call_s)
     with ClockWatch() as clocks, limits.memory_errors():
         for surroundings in request.surroundings:
             for seqlen, ids in sorted({ids.shape[1]: ids for ids in loaded.ids}.items()):
@@ -122,8 +123,8 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
                 what = f"{seqlen:,} tokens, {surroundings} surroundings"
                 timer = LengthTimer(
                     prompted=prompted,
-                    contenders=tuple(contenders(request, sites, dtype, surroundings)),
-                    baseline=BASELINE,
+                    contenders=tuple(contenders(request, sites, dtype, surroundings, rehearsals)),
+                    baseline=request.lineup.baseline,
                     bench=bench,
                     profile=profile,
                     seconds=request.seconds,
@@ -149,8 +150,10 @@ def prefill_of_run(
     asked: what the run captured.  Raises what `time_prefills` raises.
     """
     require_gpu(*NEEDS_GPU)
+    subject = find(asked)
     request = PrefillRequest(
         model=asked,
+        lineup=line_up(COMPARED, COMPARED[0], subject.layers),
         precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
         surroundings=SURROUNDINGS,
         smallest_difference=smallest_difference,
@@ -163,7 +166,7 @@ def prefill_of_run(
         RunFolder(folder).write(together)
 
     try:
-        time_prefills(request, find(asked), watcher, keep)
+        time_prefills(request, subject, watcher, keep)
     except KeyboardInterrupt:
         lengths = len(together.prefill.lengths) if together.prefill else 0
         raise KeyboardInterrupt(f"The run is kept in {folder}, with prefill times of {lengths} lengths.") from None
@@ -171,26 +174,26 @@ def prefill_of_run(
 
 
 def contenders(
-    request: PrefillRequest, sites: Sequence[Site], dtype: InputDType, surroundings: Surroundings
+    request: PrefillRequest, sites: Sequence[Site], dtype: DType, surroundings: Surroundings, rehearsals: Rehearsals
 ) -> Iterator[Contender]:
-    """The baseline first, then ours, then other libraries if these surroundings are the first.  dtype: of the model."""
-    names = dict.fromkeys(site.operator for site in sites)
-    for name in dict.fromkeys((BASELINE, *request.implementations)):
-        for operator in names:
-            refuse_unknown((name,), operator)
+    """The baseline first, then the others.  dtype: of the model.
+
+    Other libraries, but a baseline, take part only if these surroundings are the first.
+    """
+    lineup = request.lineup
+    records = [operators.get(name) for name in dict.fromkeys(site.operator for site in sites)]
+    for name in dict.fromkeys((lineup.baseline, *lineup.present)):
+        named = {record.name: lineup.roster.get(record, name) for record in records}
+        one = next(iter(named.values()))
+        if one.kind == "library" and name != lineup.baseline and surroundings != request.surroundings[0]:
+            continue
         yield Contender(
             name=name,
-            implementations={operator: kernels.get(operator, name) for operator in names},
-            precision=request.precision,
+            named=named,
+            precision=one.precisions(dtype, (request.precision,))[0],
             surroundings=surroundings,
-        )
-    for peer in request.peers if surroundings == request.surroundings[0] else ():
-        yield Contender(
-            name=peer.implementation.name,
-            implementations={peer.implementation.operator: peer.implementation},
-            precision=peer.precisions(dtype)[0],
-            surroundings=surroundings,
-            version=peer.version,
+            version=one.source if one.kind == "library" else "",
+            rehearsals=rehearsals,
         )
 
 
@@ -210,7 +213,7 @@ def _draft(
             operator_layers=len(sites),
             attention=getattr(config, "_attn_implementation", None) or "",
             convolution=_convolution_of_the_model(),
-            baseline=BASELINE,
+            baseline=request.lineup.baseline,
             smallest_difference=request.smallest_difference,
         ),
         gates=request.gates,
@@ -218,10 +221,9 @@ def _draft(
     )
 
 
-def _dtype(model: Any) -> InputDType:
+def _dtype(model: Any) -> DType:
     """The dtype of the model's weights, and so of the operators' inputs."""
-    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-    return next(name for name in get_args(InputDType) if dtype_named(name) == dtype)
+    return dtype_name(model.get_input_embeddings().weight.dtype)
 
 
 def _convolution_of_the_model() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from ssdprof.capture.surroundings import BundledSurroundings
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.measure.rehearsal import Rehearsals
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.named import Named
 from ssdprof.pipeline.parts import marking, parts_marked
 from ssdprof.pipeline.substitute import Compute, substituted
 from ssdprof.schema import LayerRef, PrecisionRecord
@@ -27,14 +29,15 @@ from ssdprof.schema.prefill import Surroundings
 class Contender:
     """One implementation in the place of the operators, with the convolution and gated norm around it.
 
-    implementations: by operator.  version: of another library.
+    named: by operator.  version: of another library.  rehearsals: of own kernels' first calls.
     """
 
     name: str
-    implementations: Mapping[str, Implementation]
+    named: Mapping[str, Named]
     precision: PrecisionRecord
     surroundings: Surroundings
     version: str = ""
+    rehearsals: Rehearsals = field(default_factory=Rehearsals)
 
     @property
     def label(self) -> str:
@@ -48,11 +51,20 @@ class Contender:
         )
 
     def compute(self, call: OperatorCall) -> Result:
-        result: Result = self.implementations[call.site.operator].run(call.inputs, self._precision)
+        result: Result = self.implementation(call).run(call.inputs, self._precision)
         return result
 
     def plan(self, call: OperatorCall) -> Plan:
-        return self.implementations[call.site.operator].plan(call.inputs, self._precision)
+        return self.implementation(call).plan(call.inputs, self._precision)
+
+    def rehearse(self, call: OperatorCall) -> None:
+        """UnfitError if it is an own kernel that fails at its first call."""
+        named = self.named[call.site.operator]
+        if named.kind == "own":
+            self.rehearsals.require(named, call.inputs, self.precision)
+
+    def implementation(self, call: OperatorCall) -> Implementation:
+        return self.named[call.site.operator].present
 
 
 @dataclass(frozen=True, kw_only=True)

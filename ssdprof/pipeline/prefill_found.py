@@ -12,6 +12,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.amdahl import predicted_speedup
+from ssdprof.measure.call import UnfitError
 from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
 from ssdprof.pipeline.prefill_contender import Contender
@@ -50,6 +51,8 @@ def judging(found: Found, device: torch.device, label: str) -> Iterator[None]:
     """
     try:
         yield
+    except UnfitError as error:
+        found.status, found.reason = error.status, str(error)
     except UnsupportedError as error:
         found.status, found.reason = "refused", str(error)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -59,6 +59,7 @@ def try_operators(found: Mapping[Contender, Found], prompted: Prompted, bench: B
 def _first_call(contender: Contender, own: Found, call: OperatorCall, device: torch.device, clock: StepClock) -> None:
     with clock.step(f"{contender.name}: first call of the operator"), judging(own, device, contender.label):
         own.plan = contender.plan(call)
+        contender.rehearse(call)
         contender.compute(call)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -69,8 +70,7 @@ def _time_alone(
     contenders: Sequence[Contender], found: Mapping[Contender, Found], call: OperatorCall, bench: Bench
 ) -> None:
     calls = {
-        one: [call_of(one.implementations[call.site.operator], call.inputs, one.precision, label=one.label)]
-        for one in contenders
+        one: [call_of(one.implementation(call), call.inputs, one.precision, label=one.label)] for one in contenders
     }
     for contender, samples in device_times(calls, bench, ALONE).items():
         found[contender].alone_us = median_us(samples)

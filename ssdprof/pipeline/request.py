@@ -10,7 +10,8 @@ from typing import Literal
 from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Tokens
-from ssdprof.schema import NO_GATES, Asked, DType, Gates, LayerRef, PrecisionRecord, StepsAsked, precisions_for
+from ssdprof.schema import NO_GATES, DType, Gates, PrecisionRecord, StepsAsked, precisions_for
+from ssdprof.schema.placement import PlacementKind
 
 Dtypes = Literal["exact", "relaxed", "all"]
 IMPLEMENTATIONS = ("unfused", "fused")
@@ -60,12 +61,14 @@ class CaptureRequest:
     """Which layers' inputs to take, from which model, on which prompt.
 
     layers: "all", "first:N", "3,7" or "every:K".  segment_length: tokens per forward call; None lets capture decide.
+    placement: where the weights go; None lets the machine decide.
     """
 
     model: ModelRequest
     prompt: PromptRequest = field(default_factory=PromptRequest)
     layers: str = "all"
     segment_length: int | None = None
+    placement: PlacementKind | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +78,15 @@ class ReplayRequest:
     tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
 
     states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
+    implementations, baseline: names, as `operators.named` resolves them.
+    first_call_s: seconds that the first call of an own kernel may take.
     """
 
     intermediates: Dtypes = "all"
     states: tuple[DType, ...] | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
+    baseline: str = "unfused"
+    first_call_s: float = 180.0
     smallest_difference: float = 0.01
     tensor_parallel: int = 1
     gates: Gates = NO_GATES
@@ -87,16 +94,6 @@ class ReplayRequest:
     def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
         """dtype: of the operators' inputs."""
         return precisions_for(dtype, self.intermediates, self.states)
-
-    def asked(self, layers: tuple[LayerRef, ...], dtype: DType, *, decode: bool = False) -> Asked:
-        """For the report of a run of these layers, whose inputs have this dtype.  decode: it has decode steps."""
-        return Asked(
-            implementations=self.implementations,
-            precisions=self.precisions(dtype),
-            layers=layers,
-            steps=STEPS if decode else None,
-            tensor_parallel=self.tensor_parallel,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +121,15 @@ def parse_states(states: str) -> tuple[DType, ...]:
     return tuple(chosen)
 
 
-def parse_implementations(words: str) -> tuple[str, ...]:
-    """ "fused,unfused" -> names, each once.  Which there are depends on the operator and is not checked here."""
+def parse_implementations(option: str, words: str) -> tuple[str, ...]:
+    """ "fused,unfused" -> names, each once, of an option that is called `option`.
+
+    Which there are depends on the operator, and is not checked here.
+    """
     names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
     if "" in names:
         raise BadInputError(
-            f"--implementations has an empty name: {words!r}.", f"Give one or more of {', '.join(IMPLEMENTATIONS)}."
+            f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(IMPLEMENTATIONS)}."
         )
     return names
 

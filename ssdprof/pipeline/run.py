@@ -12,25 +12,30 @@ from pathlib import Path
 
 import numpy as np
 
-from ssdprof import operators, runs
+from ssdprof import operators
 from ssdprof.capture import CapturedLayer, store
 from ssdprof.environment import ClockWatch
+from ssdprof.environment.ranks import Ranks
+from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.measure.memory import forget_peak, peak_bytes
+from ssdprof.measure.rehearsal import Rehearsals
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits, tensor_parallel
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.compare_answers import compare_answers
+from ssdprof.pipeline.lineup import Lineup, line_up
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
-from ssdprof.pipeline.replay import ReplayOptions, refuse_unknown, replay_layer, unready
+from ssdprof.pipeline.replay import ReplayOptions, replay_layer, unready
 from ssdprof.pipeline.request import STEPS, CaptureRequest, Keep, ReplayRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject, find_to_replay, refuse_larger
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
-from ssdprof.schema import DType, RunReport
+from ssdprof.runs.shared import opened_by_first, recorder_of
+from ssdprof.schema import DType, LayerRef, RunReport
 
 
 def run(
@@ -40,17 +45,22 @@ def run(
     watcher: Watcher,
     *,
     found: Subject | Stored | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Path, RunReport]:
     """Capture a model's layers on each prompt, or open stored captures, and replay them.
 
     found: what `find_to_replay` gave for the request, if it was asked already.
+    ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
     found = found or find_to_replay(request, save_captures=keep.save_captures)
+    if why := unusable_gpu():
+        watcher.say(f"This run takes the CPU.  {why}")
     if isinstance(found, Stored):
-        return _run_stored(found, replay, keep, watcher)
-    with runs.opened(keep.out, request.model.model) as folder, ExitStack() as stack:
-        check(found, replay)
+        return _run_stored(found, replay, keep, watcher, ranks)
+    with opened_by_first(keep.out, request.model.model, ranks) as folder, ExitStack() as stack:
+        lineup = check(found, replay)
+        mine = _share(found.layers, ranks)
         loaded = load(request, found, watcher)
         dtype = dtype_name(loaded.model.dtype)
         report = draft(
@@ -59,52 +69,80 @@ def run(
             found.ref,
             loaded.prompts,
             max(loaded.segment_lengths),
-            asked=replay.asked(found.layers, dtype, decode=found.serving.decode > 0),
+            asked=lineup.asked(replay, found.layers, dtype, decode=found.serving.decode > 0),
+            baseline=lineup.baseline,
+            left_out=lineup.absent,
             gates=replay.gates,
+            placement=loaded.placement,
+            ranks=ranks.count if ranks else 1,
         )
-        recorder = stack.enter_context(recorded(folder, report, watcher))
-        on_layer = stack.enter_context(_replaying(recorder, replay, dtype, watcher, found.calls))
+        recorder = stack.enter_context(recorded(recorder_of(folder, report, ranks), watcher))
+        found = replace(found, layers=mine)
+        on_layer = stack.enter_context(_replaying(recorder, replay, lineup, dtype, watcher, found.calls))
         if keep.save_captures:
             writer = stack.enter_context(store_in(folder.captures, found, loaded))
             run_model(found, loaded, writer.add, on_layer)
         else:
             run_model(found, loaded, on_layer)
-        if found.whole:
-            compare_answers(loaded, found, _answers_wanted(replay, dtype), watcher, recorder.answered)
+        if found.whole and not found.serving.decode:  # decoding takes the whole model too, and no answers
+            compare_answers(loaded, found, _answers_wanted(replay, lineup, dtype), watcher, recorder.answered)
     return folder.path, recorder.report
 
 
-def _answers_wanted(replay: ReplayRequest, dtype: DType) -> AnswersRequest:
-    """The same implementations and precisions, in the model as it was captured."""
-    return AnswersRequest(precisions=replay.precisions(dtype), implementations=replay.implementations, weights="own")
+def _answers_wanted(replay: ReplayRequest, lineup: Lineup, dtype: DType) -> AnswersRequest:
+    """The same precisions and implementations, but other libraries, in the model as it was captured."""
+    names = lineup.answering
+    return AnswersRequest(precisions=replay.precisions(dtype), implementations=names, weights="own")
 
 
-def _run_stored(stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher) -> tuple[Path, RunReport]:
-    check(stored, replay)
+def _run_stored(
+    stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher, ranks: Ranks | None
+) -> tuple[Path, RunReport]:
+    lineup = check(stored, replay)
     manifest, load_layer = store.load(stored.folder)
     dtype = stored_dims(stored.chosen[0]).dtype
-    with runs.opened(keep.out, stored.ref.repo_id) as folder:
+    mine = _share(stored.layers, ranks)
+    chosen = [capture for capture in stored.chosen if capture.layer in mine]
+    with opened_by_first(keep.out, stored.ref.repo_id, ranks) as folder:
         report = draft(
             folder,
             keep.command,
             stored.ref,
             manifest.prompts,
             manifest.segment_length,
-            asked=replay.asked(stored.layers, dtype, decode=stored.serving.decode > 0),
+            asked=lineup.asked(replay, stored.layers, dtype, decode=stored.serving.decode > 0),
+            baseline=lineup.baseline,
+            left_out=lineup.absent,
             gates=replay.gates,
             capture_complete=manifest.complete,
+            ranks=ranks.count if ranks else 1,
         )
         with (
-            recorded(folder, report, watcher) as recorder,
-            _replaying(recorder, replay, dtype, watcher, len(stored.chosen)) as on_layer,
+            recorded(recorder_of(folder, report, ranks), watcher) as recorder,
+            _replaying(recorder, replay, lineup, dtype, watcher, len(chosen)) as on_layer,
         ):
-            for capture in stored.chosen:
+            for capture in chosen:
                 on_layer(load_layer(capture, limits.device()))
     return folder.path, recorder.report
 
 
-def check(found: Subject | Stored, replay: ReplayRequest) -> None:
-    """Raise what keeps this machine from replaying what was found.  Loads nothing; `--dry-run` asks the same."""
+def _share(layers: tuple[LayerRef, ...], ranks: Ranks | None) -> tuple[LayerRef, ...]:
+    """The layers that this process replays.  BadInputError if there are fewer than processes."""
+    if ranks is None:
+        return layers
+    if ranks.count > len(layers):
+        raise BadInputError(
+            f"{ranks.count} ranks cannot share {len(layers)} layers.",
+            f"Start torchrun --nproc-per-node {len(layers)}, or take more layers.",
+        )
+    return ranks.share(layers)
+
+
+def check(found: Subject | Stored, replay: ReplayRequest) -> Lineup:
+    """Who takes part.  Raises what keeps this machine from replaying what was found; `--dry-run` asks the same.
+
+    Loads nothing.  Whether a model's weights find room is for `placement.choose` to say.
+    """
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if why := unready(name):
             raise BadInputError(
@@ -112,12 +150,11 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
                 f"not be replayed yet, because {why}.",
                 "Use 'ssdprof capture' for now, or run a model with other layers.",
             )
-        refuse_unknown(replay.implementations, name)
-        if found.serving.decode:
-            refuse_unknown(STEPS.implementations, name)
+        if found.serving.decode and (why := unready(name, STEPS.implementations)):
+            raise BadInputError(f"Decode steps cannot be replayed: {why}.", "Leave out --decode.")
+    lineup = line_up(replay.implementations, replay.baseline, found.layers)
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
-        limits.check_weights(found.located, found.layers, whole=found.whole)
         for layer in found.layers:
             tensor_parallel.refuse(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
     else:
@@ -125,11 +162,12 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> None:
             sizes = stored_dims(capture).sizes
             refuse_larger(found.ref, capture.layer, sizes)
             tensor_parallel.refuse(found.ref, capture.layer, sizes, replay.tensor_parallel)
+    return lineup
 
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, wanted: ReplayRequest, dtype: DType, watcher: Watcher, layers: int
+    recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, layers: int
 ) -> Iterator[OnLayer]:
     """The context's value replays a layer and records what comes out."""
     gpu = limits.device() if limits.device().type == "cuda" else None
@@ -146,6 +184,9 @@ def _replaying(
         options = ReplayOptions(
             precisions=wanted.precisions(dtype),
             implementations=wanted.implementations,
+            baseline=wanted.baseline,
+            roster=lineup.roster,
+            rehearsals=Rehearsals(wanted.first_call_s),
             sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
             ceilings=recorder.report.ceilings,
             watcher=watcher,

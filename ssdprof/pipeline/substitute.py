@@ -5,34 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from ssdprof import kernels
+from ssdprof import operators
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.capture.sites import Site
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.dtypes import dtype_named
-from ssdprof.pipeline.replay import refuse_unknown
-from ssdprof.schema import PrecisionRecord
+from ssdprof.operators.named import resolve
+from ssdprof.schema import DType, PrecisionRecord
 
 Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32 or None where the call wants none
 
 
 def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) -> Compute:
-    """The registered implementation `name` at `precision`, for the operators that `sites` call.
+    """The implementation `name` at `precision`, for the operators that `sites` call.
 
-    Raises BadInputError if an operator has none of that name.  The result raises UnsupportedError for what the
-    implementation does not do.
+    Raises what `resolve` and `Named.present` raise.  The result raises UnsupportedError for what the implementation
+    does not do.
     """
     wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
-    runs = {}
-    for operator in {site.operator for site in sites}:
-        refuse_unknown((name,), operator)
-        runs[operator] = kernels.get(operator, name).run
+    runs = {
+        operator: resolve(operators.get(operator), name).present.run for operator in {site.operator for site in sites}
+    }
 
     def compute(call: OperatorCall) -> Result:
         result: Result = runs[call.site.operator](call.inputs, wanted)
         return result
 
     return compute
+
+
+def precisions_of(
+    name: str, sites: Sequence[Site], dtype: DType, wanted: tuple[PrecisionRecord, ...]
+) -> tuple[PrecisionRecord, ...]:
+    """Those of `wanted` at which the implementation `name` runs on inputs of `dtype`, or its own."""
+    return resolve(operators.get(sites[0].operator), name).precisions(dtype, wanted)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def accuracy_table(
     advice: dict[tuple[str, bool], list[Group]] = {}
     for group, name in found:
         series = group.series(name)
-        advice.setdefault((summary.advice(series), all(s.passed for s in series)), []).append(group)
+        advice.setdefault((summary.advice(series), all(s.within_budget for s in series)), []).append(group)
     parts += [terminal.verdict(_sentence(places(own), text), good=good) for (text, good), own in advice.items()]
     parts += [terminal.bullet(line) for line in summary.caveats(report)]
     for group, name in found:

@@ -11,7 +11,7 @@ from ssdprof.report import format as fmt
 from ssdprof.report import summary, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.groups import groups
-from ssdprof.report.origin import MEANINGS, origin
+from ssdprof.report.origin import meanings, origin
 from ssdprof.report.tables import answers, brief, prefill
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
@@ -43,7 +43,7 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
         yield from ("", terminal.SplitTable(table))
     if found:
         yield ""
-    for word, meaning in MEANINGS if found else ():
+    for word, meaning in meanings(report) if found else ():
         yield Text(f"{word}: {meaning}", style="dim")
     caveats = summary.caveats(report)
     if caveats:

@@ -9,7 +9,7 @@ from typing import Literal
 from ssdprof.report import summary
 from ssdprof.report.format import tokens as tokens_of
 from ssdprof.report.groups import Group, groups, tokens
-from ssdprof.report.origin import MEANINGS, origin
+from ssdprof.report.origin import meanings, origin
 from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
@@ -75,7 +75,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     if report.prefill:
         yield from prefill_sections(report.prefill)
     yield _section("Remarks", "main", run.remarks(report))
-    yield _section("Words", "main", _words() if found else None)
+    yield _section("Words", "main", _words(report) if found else None)
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
     for one in report.answers:
@@ -98,8 +98,8 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
                 )
 
 
-def _words() -> Table:
-    return Table(title="Words", headers=("word", "meaning"), rows=MEANINGS, align=("left", "left"), wraps=1)
+def _words(report: RunReport) -> Table:
+    return Table(title="Words", headers=("word", "meaning"), rows=meanings(report), align=("left", "left"), wraps=1)
 
 
 def _accuracy(group: Group) -> Iterator[Table | None]:

@@ -40,8 +40,9 @@ class Series:
         return tuple(case.layer.index for case in self.cases)
 
     @property
-    def passed(self) -> bool:
-        return all(case.status == "passed" for case in self.cases)
+    def within_budget(self) -> bool:
+        """Whether every case passed; another library's may pass outside the error budget, and this is False then."""
+        return all(case.status == "passed" and all(one.passed for one in case.accuracy) for case in self.cases)
 
     @property
     def variant(self) -> str:
@@ -136,10 +137,12 @@ class Group:
     def at_layer(self, layer: LayerRef) -> Group:
         return self.keep(lambda case: case.layer.index == layer.index)
 
-    def baseline_of(self, precision: PrecisionRecord) -> Series | None:
-        """The unfused original that a precision is compared with: exact, with the same state dtype."""
-        exact = PrecisionRecord(intermediates="exact", state_dtype=precision.state_dtype)
-        return next((series for series in self.series(self.baseline) if series.precision == exact), None)
+    def baseline_of(self, series: Series) -> Series | None:
+        """What a series is compared with: what its cases name; else the baseline, exact, with the same state dtype."""
+        named = {one.vs_baseline.against for case in series.cases for one in case.accuracy if one.vs_baseline}
+        exact = PrecisionRecord(intermediates="exact", state_dtype=series.precision.state_dtype)
+        wanted = named or {f"{self.baseline} {exact}"}
+        return next((own for own in self.series(self.baseline) if f"{self.baseline} {own.precision}" in wanted), None)
 
 
 def groups(report: RunReport) -> tuple[Group, ...]:

@@ -35,7 +35,7 @@ def exactness(group: Group, name: str) -> str:
     against = [pooled for one in series if (pooled := pool(one.cases, "out", vs_baseline))]
     equal = _range((pooled.match_pct(0.0) for pooled in against), fmt.percent)
     parts = [f"{equal} of output elements equal {group.baseline}'s"] if against else []
-    originals = [original for one in series if (original := group.baseline_of(one.precision))]
+    originals = [original for one in series if (original := group.baseline_of(one))]
     beside = [f"{group.baseline} {_rms(originals)}"] if originals else []
     if limit := pool((case for one in series for case in one.cases), "out", floor):
         beside.append(f"floor {fmt.small(limit.rms_ratio)}")

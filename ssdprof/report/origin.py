@@ -14,6 +14,15 @@ MEANINGS = (
 )
 
 
+def meanings(report: RunReport) -> tuple[tuple[str, str], ...]:
+    """The words of the report, with its baseline."""
+    if report.baseline == "unfused":
+        return MEANINGS
+    unfused, *others = MEANINGS
+    own = ("baseline", f"{report.baseline}, which the others are compared with")
+    return (own, (unfused[0], unfused[1].partition(";")[0]), *others)
+
+
 def origin(report: RunReport) -> tuple[tuple[str, str], ...]:
     """(label, value) of what a reader must know before any number."""
     gpu = report.environment.gpu

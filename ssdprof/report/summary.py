@@ -124,8 +124,8 @@ def nothing_timed(report: RunReport) -> str:
 def advice(series: tuple[Series, ...]) -> str:
     """Which precisions of an implementation may be used, as far as the operator's own output tells."""
     name = series[0].implementation
-    good = [s for s in series if s.passed]
-    bad = "; ".join(f"{_with(s.precision)}: {_trouble(s)}" for s in series if not s.passed)
+    good = [s for s in series if s.within_budget]
+    bad = "; ".join(f"{_with(s.precision)}: {_trouble(s)}" for s in series if not s.within_budget)
     if not good:
         return f"{name} may not be used: {bad}."
     layers = len({case.layer for s in good for case in s.cases})
@@ -141,6 +141,8 @@ def _trouble(series: Series) -> str:
     for case in series.cases:
         if case.status != "passed":
             found.setdefault(_status(case), []).append(case.layer.index)
+        elif not all(one.passed for one in case.accuracy):
+            found.setdefault("outside the error budget", []).append(case.layer.index)
     return fmt.words(f"{status} in {_layers(layers)}" for status, layers in found.items())
 
 
@@ -203,7 +205,7 @@ def _exactness(group: Group, series: Series) -> str:
     baseline = group.baseline
     ours, limit = pool(series.cases, "out", vs_oracle), pool(series.cases, "out", floor)
     against = pool(series.cases, "out", vs_baseline)
-    original = group.baseline_of(series.precision)
+    original = group.baseline_of(series)
     theirs = pool(original.cases, "out", vs_oracle) if original else None
     parts = []
     if against:
@@ -231,6 +233,7 @@ def _of_results(report: RunReport) -> Iterator[str]:
         )
     if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
         yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
+    yield from _of_libraries(report)
     yield from _equal_precisions(report)
     for group in groups(report):
         chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
@@ -240,6 +243,20 @@ def _of_results(report: RunReport) -> Iterator[str]:
                 f"{group.tokens} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."
             )
+
+
+def _of_libraries(report: RunReport) -> Iterator[str]:
+    """What became of other libraries: it fails no run."""
+    own = [case for case in report.cases if case.implementation in report.libraries]
+    troubles: dict[tuple[str, str], list[CaseResult]] = {}
+    for case in own:
+        if case.status != "passed":
+            troubles.setdefault((case.implementation, case.reason), []).append(case)
+    for (_, reason), cases in troubles.items():
+        yield f"Without a time: {_which(cases)}: {reason.rstrip('.')}."
+    sloppy = [case for case in own if case.status == "passed" and not all(one.passed for one in case.accuracy)]
+    if sloppy:
+        yield f"Outside the error budget and timed all the same, as another library's: {_which(sloppy)}."
 
 
 def _longest_sequence(report: RunReport, group: Group) -> int | None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ssdprof.schema import CheckpointRef, Prompt
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
+from ssdprof.schema.placement import Placement
 
 
 def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
     """Notes on the checkpoint and the prompts.  What the results themselves say is the report's to tell."""
     return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
+
+
+def of_absent(reasons: Sequence[str]) -> tuple[str, ...]:
+    """One note on the implementations that were asked for and are not there.  reasons: a sentence for each."""
+    return (f"Not compared: {'; '.join(reason.rstrip('.') for reason in reasons)}.",) if reasons else ()
 
 
 def of_ranks(ranks: int) -> tuple[str, ...]:
@@ -20,6 +27,22 @@ def of_ranks(ranks: int) -> tuple[str, ...]:
         f"What was replayed is the share of the first of {ranks} tensor-parallel ranks: its heads alone, with their "
         "groups or key heads; a single group is on every rank.  The model itself ran undivided.",
     )
+
+
+def of_placement(placement: Placement | None) -> tuple[str, ...]:
+    """What a reader must know if the weights did not all lie on one device."""
+    if placement is None or placement.kind == "one-gpu":
+        return ()
+    if placement.kind == "all-gpus":
+        how = "were divided among the GPUs"
+    else:
+        where = " and ".join(
+            f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
+            for held in placement.held
+            if held.place in ("cpu", "disk") and held.place != placement.device
+        )
+        how = f"were brought to {placement.device} layer by layer ({where})" if where else f"fit on {placement.device}"
+    return (f"Placement {placement.kind}: the model's weights {how}; layers were replayed on {placement.device}.",)
 
 
 def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
@@ -33,9 +56,10 @@ def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
             "trained model, and the model's answers mean nothing."
         )
     if ref.quantization is not None:
+        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
         yield (
-            f"The checkpoint is quantised ({ref.quantization}): the error of its projections is part of the values "
-            "that were replayed."
+            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
+            "values that were replayed."
         )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
-from ssdprof.runs.notes import notes, of_ranks
+from ssdprof.runs.notes import notes, of_absent, of_placement, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
+from ssdprof.schema.placement import Placement
 
 
 def draft(
@@ -22,10 +23,14 @@ def draft(
     segment_length: int,
     *,
     asked: Asked,
+    baseline: str = "unfused",
+    left_out: Sequence[str] = (),
     gates: Gates = NO_GATES,
     capture_complete: bool = True,
+    placement: Placement | None = None,
+    ranks: int = 1,
 ) -> RunReport:
-    """The report of a run that is about to start.  command: as typed."""
+    """The report of a run that is about to start.  command: as typed.  left_out: see `notes.of_absent`."""
     return RunReport(
         ssdprof_version=__version__,
         run_id=folder.path.resolve().name,
@@ -40,8 +45,11 @@ def draft(
         prompts=tuple(prompts),
         captured_layers=(),
         segment_length=segment_length,
+        placement=placement,
+        ranks=ranks,
         cases=(),
-        notes=(*notes(ref, prompts), *of_ranks(asked.tensor_parallel)),
+        baseline=baseline,
+        notes=(*of_absent(left_out), *notes(ref, prompts), *of_ranks(asked.tensor_parallel), *of_placement(placement)),
     )
 
 
@@ -74,6 +82,18 @@ class Recorder:
         others = (known for known in self.report.answers if known.seqlen != answers.seqlen)
         self.update(answers=(*others, answers))
 
+    def complete(self) -> None:
+        """Everything was recorded."""
+        self.update(state="complete")
+
+    def broken_off(self, error: BaseException) -> None:
+        """Something ended the run before its end; what is recorded stays partial."""
+
+    @property
+    def lost(self) -> str:
+        """What became of other processes of the run, in a sentence; empty if nothing did."""
+        return ""
+
     @property
     def begun(self) -> bool:
         """Whether there is anything to keep."""
@@ -81,26 +101,28 @@ class Recorder:
 
 
 @contextmanager
-def recorded(folder: RunFolder, draft: RunReport, watcher: Watcher) -> Iterator[Recorder]:
+def recorded(recorder: Recorder, watcher: Watcher) -> Iterator[Recorder]:
     """The context's value records.  The report is complete if the context ends well; else it stays partial, and the
     user hears what there is.
 
     A run that ended before its first case is not kept, and so does not become the latest.
     """
-    recorder = Recorder(folder, draft)
     try:
         yield recorder
-    except KeyboardInterrupt:
+        recorder.complete()
+    except KeyboardInterrupt as interrupt:
+        recorder.broken_off(interrupt)
+        lost = f"{recorder.lost}  " if recorder.lost else ""
         if not recorder.begun:
-            raise KeyboardInterrupt("Nothing had been compared yet, and no report is kept.") from None
+            raise KeyboardInterrupt(f"{lost}Nothing had been compared yet, and no report is kept.") from None
         raise KeyboardInterrupt(
-            f"What was done is kept in {folder.path}, marked as partial: {_count(recorder)}."
+            f"{lost}What was done is kept in {recorder.folder.path}, marked as partial: {_count(recorder)}."
         ) from None
-    except BaseException:
+    except BaseException as error:
+        recorder.broken_off(error)
         if recorder.begun:
-            watcher.say(f"Kept in {folder.path}, marked as partial: {_count(recorder)}.")
+            watcher.say(f"Kept in {recorder.folder.path}, marked as partial: {_count(recorder)}.")
         raise
-    recorder.update(state="complete")
 
 
 def _count(recorder: Recorder) -> str:

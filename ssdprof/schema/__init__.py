@@ -21,7 +21,7 @@ from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import Asked, CaseResult, RunReport, StepsAsked
+from ssdprof.schema.run import Asked, CaseResult, Participant, RunReport, StepsAsked
 from ssdprof.schema.serving import CallRef, Serving
 from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
 
@@ -53,6 +53,7 @@ __all__ = [
     "LayerRef",
     "Match",
     "Memory",
+    "Participant",
     "PrecisionRecord",
     "Prompt",
     "Record",

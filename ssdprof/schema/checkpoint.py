@@ -7,6 +7,9 @@ from typing import Literal
 from ssdprof.schema.base import Record
 from ssdprof.schema.serving import Serving
 
+# Quantisations whose weights transformers is told to decode to 16 bit as it loads them.
+DECODED_ON_LOAD = frozenset({"fp8"})
+
 
 class LayerRef(Record):
     index: int  # position among the model's decoder layers

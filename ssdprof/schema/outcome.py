@@ -16,7 +16,7 @@ from ssdprof.schema.serving import CallRef
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
     """broken_off: why the run is not whole, in a sentence; empty if it is.
-    judged: how many cases ran and were compared, or failed to.
+    judged: how many cases ran and were compared, or failed to; those of other libraries are not among them.
     failed: those of them that did not pass.
     refused: cases of an implementation that does not do what was asked, and was not left out by the user.
     missing: how many cases were asked for and are not in the report.
@@ -41,14 +41,17 @@ class RunOutcome:
 
 
 def outcome(report: RunReport) -> RunOutcome:
-    refused = tuple(case for case in report.cases if case.status == "refused")
+    cases = [case for case in report.cases if case.implementation not in report.libraries]
+    refused = tuple(case for case in cases if case.status == "refused")
     asked = report.asked
     return RunOutcome(
         broken_off=_broken_off(report),
-        judged=len(report.cases) - len(refused),
-        failed=tuple(case for case in report.cases if case.status not in ("passed", "refused")),
+        judged=len(cases) - len(refused),
+        failed=tuple(case for case in cases if case.status not in ("passed", "refused")),
         refused=tuple(
-            case for case in refused if asked is None or case.implementation in _compared(asked, case.call)[0]
+            case
+            for case in refused
+            if asked is None or any(case.implementation == name for name, _ in _compared(asked, case.call))
         ),
         missing=_missing(report),
         broken=broken(of_run(report), report.gates),
@@ -66,8 +69,31 @@ def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) ->
         if steps is not None:
             there = tuple(precision for precision in steps.precisions if precision in precisions)
             steps = steps.model_copy(update={"precisions": there})
-        asked = asked.model_copy(update={"precisions": kept, "steps": steps})
+        others = (
+            one.model_copy(update={"precisions": tuple(own for own in one.precisions if own in precisions)})
+            for one in asked.others
+        )
+        asked = asked.model_copy(update={"precisions": kept, "steps": steps, "others": tuple(others)})
     cases = tuple(case for case in report.cases if case.precision in precisions)
+    return report.model_copy(update={"cases": cases, "asked": asked, "answers": ()})
+
+
+def of_implementations(report: RunReport, names: Collection[str]) -> RunReport:
+    """The report as if only these implementations had been asked for, and no answers.  The baseline stays."""
+    asked = report.asked
+    if asked is not None:
+        steps = asked.steps
+        if steps is not None:
+            there = tuple(name for name in steps.implementations if name in names)
+            steps = steps.model_copy(update={"implementations": there})
+        fields = {
+            "implementations": tuple(name for name in asked.implementations if name in names),
+            "others": tuple(one for one in asked.others if one.name in {report.baseline, *names}),
+            "steps": steps,
+        }
+        asked = asked.model_copy(update=fields)
+    kept = {report.baseline, *names, *((asked.steps.baseline,) if asked and asked.steps else ())}
+    cases = tuple(case for case in report.cases if case.implementation in kept)
     return report.model_copy(update={"cases": cases, "asked": asked, "answers": ()})
 
 
@@ -91,14 +117,14 @@ def _missing(report: RunReport) -> int:
     missing = 0
     for prompt in report.prompts:
         for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
-            implementations, precisions = _compared(report.asked, call)
-            wanted = product(report.asked.layers, [call or prompt.seqlen], implementations, precisions)
-            missing += sum(one not in there for one in wanted)
+            wanted = product(report.asked.layers, [call or prompt.seqlen], _compared(report.asked, call))
+            missing += sum((layer, place, *compared) not in there for layer, place, compared in wanted)
     return missing
 
 
-def _compared(asked: Asked, call: CallRef | None) -> tuple[tuple[str, ...], tuple[PrecisionRecord, ...]]:
-    """Implementations and precisions that a run was to compare in a call."""
+def _compared(asked: Asked, call: CallRef | None) -> tuple[tuple[str, PrecisionRecord], ...]:
+    """Implementations, each with a precision, that a run was to compare in a call."""
     if call is not None and call.kind == "decode":
-        return (asked.steps.implementations, asked.steps.precisions) if asked.steps else ((), ())
-    return asked.implementations, asked.precisions
+        return tuple(product(asked.steps.implementations, asked.steps.precisions)) if asked.steps else ()
+    others = ((one.name, precision) for one in asked.others for precision in one.precisions)
+    return (*product(asked.implementations, asked.precisions), *others)

@@ -6,6 +6,7 @@ from pydantic import computed_field
 
 from ssdprof.schema.base import Record
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
+from ssdprof.schema.placement import Placement
 from ssdprof.schema.serving import Serving
 
 
@@ -17,6 +18,8 @@ class PlannedFile(Record):
 
 class DryRun(Record):
     """weight_bytes: once loaded.  free_bytes: memory of `device` now.
+
+    placement: None for stored captures, and where no placement fits.
 
     batch, serving: of each prompt.  tensor_parallel: as in `Asked`.
     """
@@ -32,6 +35,7 @@ class DryRun(Record):
     weight_bytes: int
     device: str
     free_bytes: int
+    placement: Placement | None = None
     notes: tuple[str, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]

@@ -59,7 +59,7 @@ class PrefillFigures(Record):
 class Row(Record):
     """where: "layer 3"; of a bench a shape and a dtype.  tokens: "131,072 tokens", "8 x 4,096".
     shape: the sizes of the call, in words; of the whole model, which model it is.
-    gated: whether gates judge it: those of the baseline they do not.
+    gated: whether gates judge it; they do not judge the baseline and other libraries.
     """
 
     where: str
@@ -127,7 +127,8 @@ def tokens(seqlen: int, batch: int = 1) -> str:
 
 
 def of_run(report: RunReport) -> tuple[Row, ...]:
-    return tuple(_row(case, gated=case.implementation != report.baseline) for case in report.cases)
+    ungated = {report.baseline, *report.libraries}
+    return tuple(_row(case, gated=case.implementation not in ungated) for case in report.cases)
 
 
 def of_answers(report: RunReport) -> tuple[Row, ...]:

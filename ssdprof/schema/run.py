@@ -13,6 +13,7 @@ from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
+from ssdprof.schema.placement import Placement
 from ssdprof.schema.prefill import Prefill
 from ssdprof.schema.serving import CallRef
 from ssdprof.schema.speed import Ceilings, Launch, Memory, Roofline, Speedup, Timing
@@ -55,9 +56,24 @@ class StepsAsked(Record):
     baseline: str
 
 
+class Participant(Record):
+    """An implementation that is not one of ssdprof's.
+
+    kind: a library's failures and refusals fail no run; those of the user's own kernel do.
+    source: the version of a library; module:function of an own kernel.
+    precisions: those at which it was to run.
+    """
+
+    name: str
+    kind: Literal["library", "own"]
+    source: str
+    precisions: tuple[PrecisionRecord, ...]
+
+
 class Asked(Record):
     """What a run was to compare: every implementation at every precision, in every layer, on every prompt.
 
+    others: the same of implementations that are not ssdprof's, each at its own precisions.
     steps: the same for decode steps; None: there are none.
     tensor_parallel: of how many ranks the first one's share of the heads was replayed.
     """
@@ -65,6 +81,7 @@ class Asked(Record):
     implementations: tuple[str, ...]
     precisions: tuple[PrecisionRecord, ...]
     layers: tuple[LayerRef, ...]
+    others: tuple[Participant, ...] = ()
     steps: StepsAsked | None = None
     tensor_parallel: int = 1
 
@@ -83,6 +100,8 @@ class RunReport(Record):
     prompts: tuple[Prompt, ...]
     captured_layers: tuple[LayerRef, ...]
     segment_length: int
+    ranks: int = 1  # processes that shared the layers, each on a GPU of its own
+    placement: Placement | None = None  # of the weights; None for stored captures
     model_peak_bytes: int | None = None  # GPU memory while the model ran and layers were replayed
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
@@ -92,3 +111,9 @@ class RunReport(Record):
     baseline: str = "unfused"
     gates: Gates = NO_GATES  # what the user wants to hold
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
+
+    @property
+    def libraries(self) -> frozenset[str]:
+        """Names of other libraries that are only beside the others: a baseline must pass."""
+        others = self.asked.others if self.asked else ()
+        return frozenset(one.name for one in others if one.kind == "library") - {self.baseline}

@@ -23,6 +23,7 @@ from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
 from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.named import Named
 from ssdprof.operators.ssd.drawing import draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.ssd.shapes import SSDShape
@@ -85,7 +86,8 @@ def contender(
         return Plan(variant=name, launches=1)
 
     implementation = Implementation(operator="ssd", name=name, run=run, plan=plan)
-    return Contender(implementation=implementation, precision=precision, chunk_sizes=chunk_sizes, ours=ours)
+    named = Named(name=name, kind="bundled" if ours else "library", implementation=implementation)
+    return Contender(named=named, precision=precision, chunk_sizes=chunk_sizes)
 
 
 def measured(*contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL) -> tuple[BenchCase, ...]:

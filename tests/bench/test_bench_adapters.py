@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 import triton
-from fakes import CELL
+from fakes import CELL, EXACT
 from triton.runtime import Autotuner, _async_compile
 
-from ssdprof.bench.contenders import line_up, load_peers, peer_names
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.bench.contenders import line_up
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.adapters import offsets
 from ssdprof.kernels.adapters.tuning import Tunings
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.adapters import mamba_ssm, published
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.named import resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 
@@ -55,19 +56,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
 
 
 def test_mamba_ssm_is_called_as_its_users_call_it(calls: list[Any]) -> None:
-    (peer,) = load_peers(SSD, ["mamba_ssm"], None)
-    assert (peer.implementation.name, peer.version) == ("mamba_ssm", "9.9")
+    peer = resolve(SSD, "mamba_ssm")
+    assert (peer.name, peer.source) == ("mamba_ssm", "9.9")
     own = {"D": torch.ones(2), "z": None, "dt_bias": torch.ones(2), "initial_states": None}
     own |= {"dt_softplus": True, "dt_limit": (0.0, 1.0)}
     given = inputs(**own)
-    out, states = peer.implementation.run(given, Precision(state_dtype=torch.bfloat16))
+    out, states = peer.present.run(given, Precision(state_dtype=torch.bfloat16))
     ((x, dt, A, B, C, chunk_size), options) = calls[0]
     assert (x is given.x, dt is given.dt, A is given.A, B is given.B, C is given.C) == (True,) * 5
     assert chunk_size == 128
     assert all(options[name] is value for name, value in own.items())
     assert out is given.x
     assert bool((states == 1).all())
-    assert [str(precision) for precision in peer.precisions("bf16")] == ["exact, bf16 states"]
+    assert [str(precision) for precision in peer.precisions("bf16", ())] == ["exact, bf16 states"]
 
 
 def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
@@ -280,26 +281,18 @@ def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
-        load_peers(SSD, ["mamba_ssm"], None)
+        _ = resolve(SSD, "mamba_ssm").present
     with pytest.raises(MissingCapabilityError, match=r"there is no mamba_ssm/ops/triton/softplus\.py"):
-        load_peers(SSD, ["published"], tmp_path)
-
-
-def test_names_of_libraries(tmp_path: Path) -> None:
-    assert peer_names(SSD, "", None) == ()
-    assert peer_names(SSD, "mamba_ssm,selective_state_update", None) == ("mamba_ssm", "selective_state_update")
-    assert peer_names(SSD, "mamba_ssm", tmp_path) == ("mamba_ssm", "published")
-    for words, complaint in (("vllm", "does not know 'vllm'"), ("published", "in no package")):
-        with pytest.raises(BadInputError, match=complaint):
-            peer_names(SSD, words, None)
+        _ = resolve(SSD, f"published={tmp_path}").present
 
 
 def test_peers_line_up_before_ours(checkout: Path) -> None:
-    peers = load_peers(SSD, ["published"], checkout)
-    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (), peers, CHUNK_SIZES)
+    names = [resolve(SSD, "unfused"), resolve(SSD, f"published={checkout}")]
+    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (EXACT,), names, CHUNK_SIZES)
     assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
         ("published", "exact, fp32 states", False),
         ("published", "relaxed, fp16 states", False),
+        ("unfused", "exact, fp32 states", True),
     ]
-    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 2
-    assert len(line_up(SSD, CELL, (), peers, CHUNK_SIZES)) == 1
+    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 3
+    assert len(line_up(SSD, CELL, (), names, CHUNK_SIZES)) == 1

@@ -165,7 +165,8 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
-    tokens, _ = parse_tokens("1k,...,256k", "1", "32x1k,8x4k", "64x1k-4k", max_tokens=1 << 18)
+    cells = "4x1,16x1,64x1,256x1,32x1k,8x4k"
+    tokens, _ = parse_tokens("1,1k,...,256k", "1", cells, "64x1k-4k", max_tokens=1 << 18)
     for bar in tomllib.loads((bars["HERE"] / "bars-ssd.toml").read_text())["bar"]:
         cells = expand(
             parse_shapes(DRAWING, ",".join(bar["shapes"])), (bar.get("dtype", "bf16"),), tokens, "contiguous"
@@ -173,7 +174,7 @@ def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
         assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= {
             (shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]
         }
-        assert bar["device"]["must"] > 0
+        assert any(bar["device"].get(name, 0) > 0 for name in ("must", "goal"))
 
 
 MODELS = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
@@ -182,6 +183,7 @@ EXACT, RELAXED_16 = "fused exact fp32", "fused relaxed bf16"
 PACKED = ("64 packed x 1k-4k",)
 FROM_64K, FROM_8K = ("1 x 65,536", "1 x 131,072", "1 x 262,144"), ("1 x 8,192", "1 x 16,384", "1 x 32,768")
 FROM_1K, BATCHES = ("1 x 1,024", "1 x 2,048", "1 x 4,096"), ("32 x 1,024", "8 x 4,096")
+STEPS = ("1 x 1", "4 x 1", "16 x 1", "64 x 1", "256 x 1")
 PUBLISHED = {
     "mamba2-2.7b": ("1 x 1,024", "1 x 4,096", "1 x 16,384", *FROM_64K, *BATCHES),
     "granite-4.0-h-small": ("1 x 4,096", "1 x 32,768", "1 x 131,072"),
@@ -201,6 +203,9 @@ HELD_TO = [
     (
         "unfused exact", "mamba_ssm", "bf16", MODELS, ("1 x 4,096", *FROM_8K, *FROM_64K, *BATCHES), (0.952, None), None,
     ),
+    ("recurrent_in_place", "selective_state_update", "bf16", MODELS[:1], STEPS, (0.99, None), None),
+    (EXACT, "selective_state_update", "bf16", MODELS[:1], STEPS, (0.99, None), None),
+    ("recurrent", "floor", "bf16", MODELS[:1], STEPS, (None, 0.77), None),
 ]  # fmt: skip
 
 
@@ -209,7 +214,7 @@ def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
     found = [
         (
             bar["of"], bar["over"], bar.get("dtype", "bf16"), tuple(bar["shapes"]), tuple(bar["tokens"]),
-            *((bar[time]["must"], bar[time].get("goal")) if time in bar else None for time in ("device", "call")),
+            *((bar[time].get("must"), bar[time].get("goal")) if time in bar else None for time in ("device", "call")),
         )
         for bar in rules["bar"]
     ]  # fmt: skip
@@ -217,10 +222,14 @@ def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
     assert {name: rules["first_call"][name] for name in ("of", "seconds")} == {"of": ["fused", "unfused"], "seconds": 2}
 
 
-def test_every_bar_but_that_of_first_calls_holds_in_the_committed_results() -> None:
+def test_every_bar_holds_in_the_committed_results_but_those_of_first_calls_and_of_decoding() -> None:
+    """The committed results have no decode step, and most have their kernels from Triton's cache."""
     rules = tomllib.loads((bars["HERE"] / "bars-ssd.toml").read_text())
     files = sorted((SCRIPT.parent / "results").glob("bench-ssd-h200*.json"))
     *found, first_calls = bars["check"](rules, [load(file.read_text()) for file in files])
     assert first_calls.name == rules["first_call"]["name"]
-    assert found
-    assert list(bars["remarks"](found)) == []
+    decoding = [one for one in found if one.name.startswith("decoding")]
+    prompts = [one for one in found if one not in decoding]
+    assert prompts
+    assert list(bars["remarks"](prompts)) == []
+    assert [len(one.unmeasured) for one in decoding] == [len(STEPS)] * 3, "measured by now: hold them to the bars"

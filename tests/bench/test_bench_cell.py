@@ -16,6 +16,7 @@ from ssdprof.bench.run import sampling_seconds
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.schema import precisions_for
@@ -141,10 +142,14 @@ def test_a_verdict_from_shorter_inputs_does_not_cover_what_is_not_finite() -> No
     assert [one.verdict.status for one in judged] == ["passed", "nonfinite"]
 
 
+def bundled(operator: str) -> list[Named]:
+    return [resolve(operators.get(operator), name) for name in ("unfused", "fused")]
+
+
 def test_the_bundled_kernels_line_up_and_pass() -> None:
     """Through the interpreter, with packed sequences: what a GPU adds is speed."""
     cell = Cell(shape=CELL.shape, dtype="bf16", layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
-    contenders = line_up(SSD, CELL, precisions_for("bf16", "all", None), (), (16,))
+    contenders = line_up(SSD, CELL, precisions_for("bf16", "all", None), bundled("ssd"), (16,))
     assert [(one.name, str(one.precision), one.chunk_sizes) for one in contenders] == [
         ("unfused", "exact, fp32 states", (16,)),
         ("unfused", "exact, bf16 states", (16,)),
@@ -162,7 +167,9 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     record = operators.get(operator)
     shape = {"ssd": CELL.shape, "gdn": GDNShape(name="tiny", key_heads=1, value_heads=2, key_dim=16, value_dim=16)}
     cell = replace(CELL, shape=shape[operator], tokens=Tokens(sequences=3, seqlen=1))
-    contenders = line_up(record, cell, precisions_for("bf16", "all", None), (), record.drawing.chunk_sizes)
+    contenders = line_up(
+        record, cell, precisions_for("bf16", "all", None), bundled(operator), record.drawing.chunk_sizes
+    )
     assert [(one.name, str(one.precision)) for one in contenders][-1] == ("recurrent", "exact, fp32 states")
     inputs = record.drawing.draw(cell, torch.device("cpu"))
     judged = judge([entry for one in contenders for entry in one.entries(record, inputs)])
@@ -170,7 +177,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     states = inputs.initial_states if operator == "ssd" else inputs.initial_state
     assert states.abs().sum() > 0, "a step begins with a state"
     longer = replace(cell, tokens=Tokens(sequences=3, seqlen=33))
-    assert "recurrent" not in [one.name for one in line_up(record, longer, (EXACT,), (), ())]
+    assert "recurrent" not in [one.name for one in line_up(record, longer, (EXACT,), bundled(operator), ())]
 
 
 def test_precisions_follow_the_inputs_dtype() -> None:

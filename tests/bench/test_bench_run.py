@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from ssdprof.kernels import registry
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure import rehearsal
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.drawing import Cell
 
@@ -223,3 +225,63 @@ def test_a_match_that_the_bench_records_is_gated() -> None:
     assert (ended, err.count("GATE FAILED")) == (0, 0)
     assert load(out).gates.min_match == {"0": 100}
     assert bench("--seq", "20", "--min-match", "1e-4:99")[0] == 2
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels of a user in the current directory, which are not rehearsed in a process of their own here."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_kernels", raising=False)
+    monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
+    (tmp_path / "own_kernels.py").write_text(
+        "from fakes import RAN\n"
+        "from ssdprof.measure.oracle import oracle_output\n"
+        "def quick(inputs):\n    RAN.append(('quick', 50.0))\n    return oracle_output(inputs)\n"
+        "def wrong(inputs):\n    out, states = quick(inputs)\n    return 2 * out, states\n"
+    )
+
+
+@pytest.mark.usefixtures("own")
+def test_an_own_kernel_is_timed_beside_ours() -> None:
+    code, out, err = bench("--seq", "40", "--impl", "unfused,own_kernels:quick", "--json")
+    assert code == 0, err
+    report = load(out)
+    unfused, quick = report.cells[0].cases
+    assert (unfused.implementation, quick.implementation) == ("unfused", "own_kernels:quick")
+    assert (quick.status, quick.chunk_size, report.peers) == ("passed", None, {})
+    over = quick.over("unfused")
+    assert over is not None
+    assert over.device_ratio == 6
+
+
+@pytest.mark.usefixtures("own")
+def test_an_own_kernel_may_be_the_baseline_named_or_not_in_impl() -> None:
+    code, out, err = bench("--seq", "40", "--impl", "fused", "--baseline", "own_kernels:quick", "--json")
+    assert code == 0, err
+    report = load(out)
+    assert report.baseline == "own_kernels:quick"
+    fused, _ = report.cells[0].cases
+    over = fused.over("own_kernels:quick")
+    assert over is not None
+    assert over.device_ratio == 0.5
+
+
+@pytest.mark.usefixtures("own")
+def test_a_wrong_own_kernel_fails_the_bench_and_has_no_time() -> None:
+    code, out, err = bench("--seq", "40", "--impl", "unfused,own_kernels:wrong", "--json")
+    assert code == 1
+    assert "own_kernels:wrong, exact, fp32 states: inaccurate: out, head" in err
+    assert load(out).cells[0].cases[1].timing is None
+
+
+def test_a_library_that_is_not_there_is_a_sentence_unless_it_is_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    code, out, err = bench("--seq", "40", "--impl", "unfused,mamba_ssm", "--json")
+    assert code == 0, err
+    report = load(out)
+    assert [case.implementation for case in report.cells[0].cases] == ["unfused"]
+    assert report.absent[0].startswith("mamba_ssm cannot be imported: ")
+    for words in (["--against", "mamba_ssm"], ["--baseline", "mamba_ssm"]):
+        code, out, err = bench("--seq", "40", *words)
+        assert (code, out) == (3, "")
+        assert "mamba_ssm cannot be imported" in err

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from ssdprof import operators
-from ssdprof.bench.contenders import load_peers
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
+from ssdprof.operators.named import resolve
 
 GDN = operators.get("gdn")
 Calls = list[dict[str, Any]]
@@ -120,8 +120,7 @@ def peer(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Implementa
         return sys.modules[module]
 
     monkeypatch.setattr("ssdprof.operators.gdn.peers.import_module", import_module)
-    (loaded,) = load_peers(GDN, [name], None)
-    return loaded.implementation
+    return resolve(GDN, name).present
 
 
 def precision_of(name: str) -> Precision:
@@ -173,7 +172,7 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
 def test_fla_that_may_call_other_libraries_is_not_taken(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=as_fla(calls))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
-        load_peers(GDN, ["fla"], None)
+        _ = resolve(GDN, "fla").present
 
 
 @pytest.mark.parametrize(
@@ -203,4 +202,4 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     for name, module in (("fla", "fla"), ("flash_qla", "flash_qla"), ("flashinfer", "flashinfer")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
-            load_peers(GDN, [name], None)
+            _ = resolve(GDN, name).present

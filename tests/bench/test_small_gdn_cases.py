@@ -11,6 +11,7 @@ from ssdprof import operators
 from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import judge
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
 
 CPU = torch.device("cpu")
@@ -39,7 +40,9 @@ def test_there_are_15_batches_and_12_packs() -> None:
 def test_ours_compute_them(number: int) -> None:
     cell, gdn = list(cases.cells())[number], operators.get("gdn")
     inputs = cases.draw(cell, CPU)
-    contenders = line_up(gdn, cell, precisions_for("fp16", "exact", None), (), ())
+    contenders = line_up(
+        gdn, cell, precisions_for("fp16", "exact", None), [resolve(gdn, "unfused"), resolve(gdn, "fused")], ()
+    )
     judged = judge([entry for one in contenders for entry in one.entries(gdn, inputs)])
     assert {one.verdict.status for one in judged} == {"passed"}, [one.verdict.reason for one in judged]
 

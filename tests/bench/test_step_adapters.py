@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
-from ssdprof.bench.contenders import load_peers
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.named import resolve
 
 SSD = operators.get("ssd")
 
@@ -58,9 +58,9 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Implementation:
     module.selective_state_update = step  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mamba_ssm", package)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    (loaded,) = load_peers(SSD, ["selective_state_update"], None)
-    assert [str(precision) for precision in loaded.precisions("bf16")] == ["exact, fp32 states"]
-    return loaded.implementation
+    loaded = resolve(SSD, "selective_state_update")
+    assert [str(precision) for precision in loaded.precisions("bf16", ())] == ["exact, fp32 states"]
+    return loaded.present
 
 
 def test_it_takes_a_step_and_leaves_the_state_as_it_was(peer: Implementation) -> None:

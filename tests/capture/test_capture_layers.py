@@ -3,6 +3,8 @@
 import gc
 import weakref
 from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,8 +176,49 @@ def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
     for one, other in zip(together, grouped, strict=True):
         assert one.layer == other.layer
         assert_close(one.inputs, other.inputs)
-    with pytest.raises(MissingCapabilityError, match=f"layer 0 for 90 tokens are {size:,} bytes; 100 bytes"):
+
+
+def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    size = LENGTH * capture_bytes_per_token(find_sites(tiny_models.shared("mamba2").base_model)[0])
+    together, _ = capture("mamba2", segment_length=40)
+    on_disk, summary = capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert summary.prefills == 1
+    for one, other in zip(together, on_disk, strict=True):
+        assert all(torch.equal(tensor, tensors(other.inputs)[name]) for name, tensor in tensors(one.inputs).items())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
+    with pytest.raises(MissingCapabilityError, match=rf"90 tokens are {size:,} bytes.*has room for 99\."):
         capture("mamba2", segment_length=40, host_budget_bytes=100)
+
+
+def test_a_million_tokens_take_more_than_2_to_the_31_elements() -> None:
+    """Pieces at both ends of the prompt are where they belong.  The file is sparse: only their pages are written."""
+    seqlen, heads, dim, length = 1 << 20, 32, 64, 8
+    generator = torch.Generator().manual_seed(0)
+
+    def piece() -> SSDInputs:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(1, length, *shape, generator=generator).bfloat16()
+
+        return SSDInputs(
+            x=normal(heads, dim), dt=normal(heads), A=-torch.ones(heads), B=normal(1, 128), C=normal(1, 128)
+        )
+
+    first, last = piece(), piece()
+    buffer = PromptBuffer(first, seqlen, torch.device("cpu"), on_disk=True)
+    assert buffer.write(first, 0) == length
+    buffer.write(last, seqlen - length)
+    found = buffer.inputs(torch.device("cpu"))
+    assert found.x.shape == (1, seqlen, heads, dim)
+    assert seqlen * (heads * dim + 2 * 128) > 2**31
+    assert found.C.stride(1) * (seqlen - 1) > 2**31
+    for name in ("x", "dt", "B", "C"):
+        assert torch.equal(getattr(found, name)[:, :length], getattr(first, name))
+        assert torch.equal(getattr(found, name)[:, -length:], getattr(last, name))
+        assert not getattr(found, name)[:, length : 2 * length].any()
 
 
 def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:

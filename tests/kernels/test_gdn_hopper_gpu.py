@@ -7,12 +7,12 @@ import pytest
 import torch
 from gdn_hopper_cases import GDNCase
 
+from ssdprof.kernels import get
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, unsupported
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import get
 
 pytestmark = [
     pytest.mark.gpu,

@@ -52,8 +52,9 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     names += [f"_gdn_{stage}_kernel" for stage in stages]
     assert [kernel.kernel for kernel in kernels] == names
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the smallest and largest size.
-        # The 16-bit chunk_state is made for Hopper; on the others, which pass the state differently, a few words do too
+        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the smallest and largest
+        # sizes.  The 16-bit chunk_state is made for Hopper; elsewhere the state is passed differently, and a few words
+        # go there too
         fp32 = case.dtype == FP32 and precision == EXACT
         most = 320 if fp32 and case.key_dim in (16, 256) else 64 if fp32 else 0 if capability == 90 else 40
         assert kernel.spilled_bytes <= most, kernel

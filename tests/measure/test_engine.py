@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.attempt import attempt
-from ssdprof.measure.call import Call
+from ssdprof.measure.call import Call, UnfitError
 from ssdprof.measure.engine import device_times, time_verified, verify
 from ssdprof.measure.sampling import SamplingPlan
 
@@ -92,6 +93,31 @@ def test_an_output_that_changes_is_told_from_one_that_wavers(inputs: SSDInputs) 
     assert timed[wavering].sampled is not None
     assert "out, head" in timed[changing].changed
     assert timed[changing].sampled is None
+
+
+def test_a_call_that_damages_its_inputs_has_no_output_and_no_time(inputs: SSDInputs) -> None:
+    looks: list[None] = []
+
+    def damaged_when_timed() -> str:
+        looks.append(None)
+        return "it changes its inputs: x" if len(looks) > 1 else ""
+
+    at_once = replace(call(inputs, 1.0), damage=lambda: "it changes its inputs: B")
+    assert attempt(at_once).status == "failed"
+    assert attempt(at_once).reason == "it changes its inputs: B"
+    later = replace(call(inputs, 1.0), damage=damaged_when_timed)
+    verified = verify({later: attempt(later)}, inputs)
+    timed = time_verified(list(verified.values()), FakeBench(), PLAN)[later]
+    assert (timed.sampled, timed.changed) == (None, "it changes its inputs: x")
+
+
+def test_a_call_that_is_unfit_is_not_made(inputs: SSDInputs) -> None:
+    def unfit() -> None:
+        raise UnfitError("failed", "it hangs")
+
+    RAN.clear()
+    tried = attempt(replace(call(inputs, 1.0), rehearse=unfit))
+    assert (tried.status, tried.reason, tried.output, RAN) == ("failed", "it hangs", None, [])
 
 
 def test_device_times_are_geometric_means_and_leave_out_what_cannot_be_recorded(inputs: SSDInputs) -> None:

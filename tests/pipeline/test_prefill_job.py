@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from prefill_fakes import FakeBench
 
 from ssdprof import kernels, runs
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.operators.drawing import Peer
+from ssdprof.measure import rehearsal
+from ssdprof.operators.drawing import Peer, PeerSource
+from ssdprof.operators.ssd.peers import PEERS
 from ssdprof.pipeline import prefill
+from ssdprof.pipeline.lineup import line_up
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
-from ssdprof.pipeline.replay import Unwatched
+from ssdprof.pipeline.replay import COMPARED
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.progress import Unwatched
 from ssdprof.runs.record import draft
 from ssdprof.schema import Asked, Gates, PrecisionRecord, Prompt
 from ssdprof.schema.prefill import PrefillReport
@@ -29,7 +34,7 @@ class Stopwatch(FakeBench):
     """Ignores which implementation ran: all calls take as long."""
 
     def __init__(self, _device: torch.device) -> None:
-        super().__init__({"unfused": 2.0, "fused": 1.0})
+        super().__init__({"unfused": 2.0, "fused": 1.0, "own_of_prefill:first": 1.0})
 
     def call_us(self, run: Any) -> float:
         run()
@@ -51,7 +56,9 @@ def asked(*seqlens: int, layers: str = "all", model: str = "demo") -> CaptureReq
 
 def wanted(*seqlens: int, layers: str = "all", **changes: Any) -> PrefillRequest:
     settings: dict[str, Any] = {"surroundings": ("model",), "seconds": 0.01} | changes
-    return PrefillRequest(model=asked(*seqlens, layers=layers), precision=EXACT, **settings)
+    request = asked(*seqlens, layers=layers)
+    lineup = line_up(COMPARED, "unfused", find(request).layers)
+    return PrefillRequest(model=request, precision=EXACT, lineup=lineup, **settings)
 
 
 def run(request: PrefillRequest, keep: Any = lambda _: None) -> PrefillReport:
@@ -122,10 +129,14 @@ def test_an_interrupt_within_a_length_leaves_what_was_found() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_libraries_with_them_alone() -> None:
+def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_libraries_with_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     base = kernels.get("ssd", "reference")
     library = Peer(implementation=replace(base, name="library"), version="1", precisions=lambda _dtype: (EXACT,))
-    report = run(wanted(8, 12, surroundings=prefill.SURROUNDINGS, peers=(library,)))
+    monkeypatch.setitem(PEERS, "library", PeerSource(load=lambda _: library, hint="", needs_gpu=False))
+    request = wanted(8, 12, surroundings=prefill.SURROUNDINGS)
+    report = run(replace(request, lineup=line_up((*COMPARED, "library"), "unfused", find(request.model).layers)))
     for length in report.prefill.lengths:
         assert [(case.surroundings, case.implementation) for case in length.cases] == [
             *(("bundled", name) for name in ("unfused", "fused", "library")),
@@ -138,6 +149,40 @@ def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_librar
     assert ends == [
         f"{tokens} tokens, {surroundings} surroundings" for surroundings in ("bundled", "model") for tokens in (8, 12)
     ]
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_own_kernels_take_part_at_their_own_precision_and_are_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rehearsed(named: Any, *_: Any) -> rehearsal.Verdict:
+        return rehearsal.Verdict(status="failed" if "second" in named.name else "passed", reason="it hangs")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_of_prefill", raising=False)
+    monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
+    text = "from ssdprof.measure.oracle import oracle_output as first\ndef second(inputs):\n    raise AssertionError\n"
+    (tmp_path / "own_of_prefill.py").write_text(text)
+    layers = find(asked(8)).layers
+    names = ("fused", "own_of_prefill:first", "own_of_prefill:second")
+    relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+    report = run(replace(wanted(8), lineup=line_up(names, "fused", layers), precision=relaxed))
+    assert report.prefill.baseline == "fused"
+    assert [(case.implementation, case.status, case.reason) for case in report.prefill.lengths[0].cases] == [
+        ("fused", "passed", ""),
+        ("own_of_prefill:first", "passed", ""),
+        ("own_of_prefill:second", "failed", "it hangs"),
+    ]
+    assert [case.precision for case in report.prefill.lengths[0].cases] == [relaxed, EXACT, EXACT]
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_a_library_that_is_not_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    report = run(replace(wanted(8), lineup=line_up(("unfused", "mamba_ssm"), "unfused", find(asked(8)).layers)))
+    assert [case.implementation for case in report.prefill.lengths[0].cases] == ["unfused"]
+    assert report.notes[0].startswith("Not compared: mamba_ssm cannot be imported")
 
 
 @pytest.mark.usefixtures("no_gpu_needed")

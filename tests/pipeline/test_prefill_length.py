@@ -18,6 +18,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.gpu_trace import Trace
+from ssdprof.operators.named import Named
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_length import LengthTimer, sampling_plan
 from ssdprof.pipeline.step_clock import StepClock
@@ -43,7 +44,8 @@ def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model",
     """Computes as the reference does, which is quicker here than kernels in the interpreter."""
     base = kernels.get("ssd", "reference")
     implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
-    noted = Noted(name=name, implementations={"ssd": implementation}, precision=EXACT, surroundings=surroundings)
+    named = Named(name=name, kind="bundled", implementation=implementation)
+    noted = Noted(name=name, named={"ssd": named}, precision=EXACT, surroundings=surroundings)
     object.__setattr__(noted, "bench", bench)
     return noted
 

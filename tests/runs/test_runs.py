@@ -248,7 +248,7 @@ class Silent:
 
 def run_that_ends(ended_by: Any, *cases: CaseResult) -> None:
     """After it has finished these cases."""
-    with runs.opened(None, "demo") as folder, recorded(folder, make_report(), Silent()) as recorder:
+    with runs.opened(None, "demo") as folder, recorded(Recorder(folder, make_report()), Silent()) as recorder:
         recorder.update(segment_length=32)
         for case in cases:
             recorder.finished(case)

@@ -271,8 +271,8 @@ def test_a_record_can_be_read_again(tmp_path: Path) -> None:
 def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
     from report.make import make_report as run_report
 
-    from ssdprof.pipeline.replay import Unwatched
     from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+    from ssdprof.progress import Unwatched
     from ssdprof.schema import LayerRef
 
     layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))

@@ -9,8 +9,8 @@ from stalls.captures import store_layers
 
 import ssdprof
 from ssdprof.environment.checks import find_ncu
-from ssdprof.pipeline.replay import Unwatched
 from ssdprof.pipeline.stalls import StallRequest, profile
+from ssdprof.progress import Unwatched
 from ssdprof.schema import PrecisionRecord
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}

@@ -68,7 +68,7 @@ def ssd_fused(
     x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.
     A <= 0.  That is not checked either: a positive one counts as 0, no decay.
     chunk_size has no influence on the result: this kernel chunks as suits the GPU.
-    precision: sequences of one position that are not packed are computed in fp32, whatever it says.
+    precision: one position per sequence is computed in fp32 at every precision, unless sequences are packed.
 
     batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it the Hopper kernel cuts
         sequences by how many there are, or not at all, which is faster for large batches of short ones.

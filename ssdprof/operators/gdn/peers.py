@@ -51,10 +51,10 @@ def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (_FP32_STATES,)
 
 
-_FLA_HINT = "pip install flash-linear-attention, or leave it out of --against."
+_FLA_HINT = "pip install flash-linear-attention, or leave it out."
 PEERS = {
     "fla": PeerSource(load=_fla, hint=_FLA_HINT),
     "fla_recurrent": PeerSource(load=_fla_recurrent, hint=_FLA_HINT),
-    "flash_qla": PeerSource(load=_flash_qla, hint="pip install flash-qla, or leave it out of --against."),
-    "flashinfer": PeerSource(load=_flashinfer, hint="pip install flashinfer-python, or leave it out of --against."),
+    "flash_qla": PeerSource(load=_flash_qla, hint="pip install flash-qla, or leave it out."),
+    "flashinfer": PeerSource(load=_flashinfer, hint="pip install flashinfer-python, or leave it out."),
 }

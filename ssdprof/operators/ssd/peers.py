@@ -40,13 +40,13 @@ def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (high, medium) if dtype == "fp16" else (high,)
 
 
-_MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out of --against."
+_MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out."
 PEERS = {
     "mamba_ssm": PeerSource(load=_mamba_ssm, hint=_MAMBA_SSM_HINT),
     "selective_state_update": PeerSource(load=_selective_state_update, hint=_MAMBA_SSM_HINT),
     "published": PeerSource(
         load=_published,
-        hint="--published needs a checkout of github.com/RishiAstra/mamba.",
+        hint="Give a checkout of github.com/RishiAstra/mamba.",
         from_checkout=True,
         where="github.com/RishiAstra/mamba",
     ),

@@ -112,7 +112,7 @@ def _comparisons(
     yield f"{name} against {group.baseline}", [pool(s.cases, tensor, vs_baseline) for s in series], None
     yield f"{name} against fp64", [pool(s.cases, tensor, vs_oracle) for s in series], limit
     if name != group.baseline:
-        originals = [group.baseline_of(s.precision) for s in series]
+        originals = [group.baseline_of(s) for s in series]
         yield (
             f"{group.baseline} against fp64",
             [pool(s.cases, tensor, vs_oracle) if s else None for s in originals],

@@ -76,7 +76,7 @@ def _speed(group: Group, series: Series) -> Cells | None:
     found = total_speed(series)
     if found is None:
         return None
-    original = group.baseline_of(series.precision)
+    original = group.baseline_of(series)
     theirs = total_speed(original) if original else None
     return (
         fmt.speedup(found.device_ratio, found.device_interval),

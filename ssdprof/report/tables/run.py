@@ -115,6 +115,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
     yield "baseline", report.baseline if report.cases else ""
+    for other in report.asked.others if report.asked else ():
+        yield _KINDS[other.kind], f"{other.name}, {other.source}, at {'; '.join(map(str, other.precisions))}"
     for one in report.answers:
         yield from answers.facts(one)
     yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
@@ -135,6 +137,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "command", " ".join(report.command)
 
 
+_KINDS = {"library": "another library", "own": "your kernel"}
 _SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"}
 
 

@@ -1,0 +1,137 @@
+"""Processes that torchrun started on this machine, one a GPU, and how they tell the first one what they found."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ssdprof.errors import BadInputError, MissingCapabilityError
+
+T = TypeVar("T")
+POLL_S = 0.2
+FIRST = 0  # the rank that writes the report
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others.  store: torchrun's own; it outlives each of them."""
+
+    rank: int
+    count: int
+    store: Any
+    _seen: dict[int, int] = field(default_factory=dict)  # rank -> messages that were read
+    _sent: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == FIRST
+
+    def share(self, items: Sequence[T]) -> tuple[T, ...]:
+        """What falls to this rank: every `count`th of `items`."""
+        return tuple(items[self.rank :: self.count])
+
+    def send(self, text: str) -> None:
+        """To the first rank.  Whatever becomes of this process, what was sent is there."""
+        self.store.set(f"{self.rank}/{len(self._sent)}", text)
+        self._sent.append(text)
+
+    def received(self) -> Iterator[tuple[int, str]]:
+        """What others have sent since the last call, with their ranks."""
+        for rank in self._others():
+            while self.store.check([key := f"{rank}/{self._seen.get(rank, 0)}"]):
+                self._seen[rank] = self._seen.get(rank, 0) + 1
+                yield rank, self.store.get(key).decode()
+
+    def end(self) -> None:
+        """This rank has sent all that it had to send."""
+        self.store.set(f"{self.rank}/end", "")
+
+    @property
+    def ended(self) -> bool:
+        """Whether all others have, and all of it was received."""
+        return all(self._has_ended(rank) and not self.store.check([self._next(rank)]) for rank in self._others())
+
+    def lost(self) -> tuple[int, ...]:
+        """Others whose process is gone before their end."""
+        return tuple(rank for rank in self._others() if not self._alive(rank) and not self._has_ended(rank))
+
+    def waiting(self) -> Iterator[None]:
+        """Yields now and then until all others have ended and everything was received.
+
+        MissingCapabilityError with the name of one whose process is gone.
+        """
+        while not self.ended:
+            yield
+            if lost := self.lost():
+                yield  # what it sent before
+                raise self.gone(lost)
+            time.sleep(POLL_S)
+
+    def gone(self, lost: Sequence[int]) -> MissingCapabilityError:
+        """The error for ranks whose process is gone."""
+        names = " and ".join(f"rank {rank}" for rank in lost).capitalize()
+        return MissingCapabilityError(
+            f"{names} of {self.count} died before its share was done.",
+            "Its own messages say why.  A process that was killed leaves none: often it took too much main memory.",
+        )
+
+    def _others(self) -> Iterator[int]:
+        return (rank for rank in range(self.count) if rank != self.rank)
+
+    def _next(self, rank: int) -> str:
+        return f"{rank}/{self._seen.get(rank, 0)}"
+
+    def _has_ended(self, rank: int) -> bool:
+        ended: bool = self.store.check([f"{rank}/end"])
+        return ended
+
+    def _alive(self, rank: int) -> bool:
+        """Whether its process runs; one that has not yet joined is given the benefit of the doubt."""
+        if not self.store.check([f"{rank}/process"]):
+            return True
+        return _runs(int(self.store.get(f"{rank}/process")))
+
+
+def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+    """Meet the other processes that torchrun started, and take this one's GPU; None if there are no others.
+
+    BadInputError for processes on several machines; MissingCapabilityError for more processes than GPUs.
+    """
+    count = int(environment.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return None
+    if environment.get("LOCAL_WORLD_SIZE", str(count)) != str(count):
+        raise BadInputError(
+            "Ranks on several machines are not supported.", "Start all of them on one: torchrun --nproc-per-node N."
+        )
+    import torch
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if torch.cuda.is_available():
+        if count > (gpus := torch.cuda.device_count()):
+            raise MissingCapabilityError(
+                f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} can be used here.",
+                f"Start torchrun --nproc-per-node {gpus}.",
+            )
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
+    store, rank, count = next(iter(rendezvous("env://")))
+    joined = Ranks(rank, count, PrefixStore("ssdprof", store))
+    joined.store.set(f"{rank}/process", str(os.getpid()))
+    return joined
+
+
+def _runs(process: int) -> bool:
+    """Whether the process with this number does anything: a zombie, which nobody has asked about yet, does not."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    status = Path(f"/proc/{process}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"

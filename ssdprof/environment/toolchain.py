@@ -1,0 +1,153 @@
+"""What Triton and torch need of a machine with a GPU, found out before the first kernel is compiled.
+
+Triton compiles a small C module for each kernel's launch: it calls a C compiler with Python's headers and links the
+driver's library.  A slim container has none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssdprof.environment.clocks import nvml_open
+from ssdprof.errors import MissingCapabilityError
+
+DRIVER_LIBRARY = "libcuda.so.1"
+_LDCONFIG = "/sbin/ldconfig"
+_INSTALLERS = {"apt-get": "apt-get install -y", "dnf": "dnf install -y", "apk": "apk add"}
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing that is needed.  found: what there is; empty if it is missing.  mend: the command that brings it."""
+
+    name: str
+    found: str
+    lacking: str
+    mend: str
+
+
+def needs() -> Iterator[Need]:
+    """What compiling a kernel takes, whether it is there or not."""
+    yield _compiler()
+    yield _headers()
+    yield _driver_library()
+    yield _cache()
+
+
+def require_toolchain() -> None:
+    """MissingCapabilityError for the first thing that Triton would fail without."""
+    for need in needs():
+        if not need.found:
+            raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", f"Run: {need.mend}")
+
+
+def unusable_gpu() -> str:
+    """Why torch uses no GPU although the driver has one, with what to do; empty if it uses one or there is none."""
+    import torch
+
+    if torch.cuda.is_available() or (driver := _driver()) is None:
+        return ""
+    version, gpus = driver
+    if not gpus:
+        return ""
+    there = f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        shown = os.environ["CUDA_VISIBLE_DEVICES"]
+        return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
+    if torch.version.cuda is None:
+        return f"The driver has {there}, and this torch is built without CUDA.  Install a CUDA build of torch."
+    built = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    if built[0] > version[0]:
+        return (
+            f"The driver has {there} and runs CUDA {version[0]}.{version[1]}, and this torch is built for CUDA "
+            f"{torch.version.cuda}.  Update NVIDIA's driver, or install a torch that is built for CUDA {version[0]}."
+        )
+    return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
+
+
+def others_on_gpu(uuid: str) -> int | None:
+    """Processes beside this one that compute on the GPU; None if the driver does not say."""
+    import torch
+
+    with nvml_open() as nvml:
+        if nvml is None:
+            return None
+        try:
+            running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
+        except nvml.NVMLError:
+            return None
+    # In a container, numbers of processes are those of the host: one of them is this process.
+    mine = 1 if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+    return max(0, len(running) - mine)
+
+
+def _compiler() -> Need:
+    """As Triton looks for it."""
+    wanted = os.environ.get("CC")
+    found = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
+    lacking = f"CC={wanted} is no program" if wanted else "there is no C compiler (gcc or clang)"
+    return Need("C compiler", found or "", lacking, "unset CC" if wanted else f"{_installer()} gcc")
+
+
+def _headers() -> Need:
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(_manager(), "python3-dev")
+    found = str(header) if header.exists() else ""
+    lacking = f"Python's headers are not installed ({header} is missing)"
+    return Need("Python headers", found, lacking, f"{_installer()} {package}")
+
+
+def _driver_library() -> Need:
+    """By the linker's cache, then by LD_LIBRARY_PATH, as Triton looks for it."""
+    folders = [os.environ["TRITON_LIBCUDA_PATH"]] if os.environ.get("TRITON_LIBCUDA_PATH") else _linked_folders()
+    if not folders:
+        folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    found = next((folder for folder in folders if folder and (Path(folder) / DRIVER_LIBRARY).exists()), "")
+    return Need(
+        "driver library",
+        found,
+        f"the linker does not find {DRIVER_LIBRARY}, the library of NVIDIA's driver",
+        "ldconfig",
+    )
+
+
+def _linked_folders() -> list[str]:
+    try:
+        answer = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [os.path.dirname(line.split()[-1]) for line in answer.splitlines() if DRIVER_LIBRARY in line]
+
+
+def _cache() -> Need:
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    writable = os.access(existing, os.W_OK)
+    lacking = f"its cache {folder} cannot be written"
+    return Need("Triton's cache", str(folder) if writable else "", lacking, "export TRITON_CACHE_DIR=/tmp/triton")
+
+
+def _manager() -> str:
+    return next((name for name in _INSTALLERS if shutil.which(name)), "apt-get")
+
+
+def _installer() -> str:
+    return _INSTALLERS[_manager()]
+
+
+def _driver() -> tuple[tuple[int, int], int] | None:
+    """The latest CUDA that the driver runs, and how many GPUs it has; None without a driver."""
+    with nvml_open() as nvml:
+        if nvml is None:
+            return None
+        version: int = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        return (version // 1000, version % 1000 // 10), nvml.nvmlDeviceGetCount()

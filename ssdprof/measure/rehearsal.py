@@ -1,0 +1,175 @@
+"""The first call of a user's own kernel, in a process of its own: what breaks there breaks nothing here.
+
+A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA context.  All tensors of
+the call lie between guards.
+
+    python -m ssdprof.measure.rehearsal FOLDER
+
+FOLDER holds the call, and gets a `Verdict`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Hashable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdprof import operators, schema
+from ssdprof.errors import MissingCapabilityError, printable
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.call import Call, UnfitError, call_of
+from ssdprof.measure.faults import first_line
+from ssdprof.measure.guard import GuardedInputs, guarded_allocations, unwritten
+from ssdprof.operators import own, tensors
+from ssdprof.operators.named import Named
+
+FIRST_CALL_S = 180.0
+_START_S = 120.0  # to import torch and to load the inputs, also on a busy machine
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
+_STOPPED = 124  # exit code of a process that took too long
+_CALL, _VERDICT, _WORDS = "call.pt", "verdict.json", "words.txt"
+
+
+class Verdict(schema.Record):
+    """What came of a first call.  status: "passed" says only that it may be made here."""
+
+    status: schema.Status
+    reason: str = ""
+
+
+class Rehearsals:
+    """Own kernels' first calls, one for each precision and each form of the inputs.  limit_s: seconds for one."""
+
+    def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
+        self._limit_s = limit_s
+        self._verdicts: dict[Hashable, Verdict] = {}
+
+    def require(self, named: Named, inputs: Any, precision: schema.PrecisionRecord) -> None:
+        """UnfitError if the kernel fails at its first call on inputs of this form, or did so before."""
+        key = (named.source, precision, _form(inputs))
+        if key not in self._verdicts:
+            self._verdicts[key] = _rehearsed(named, inputs, precision, self._limit_s)
+        verdict = self._verdicts[key]
+        if verdict.status != "passed":
+            raise UnfitError(verdict.status, verdict.reason)
+
+
+def _form(inputs: Any) -> Hashable:
+    found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors.tensors(inputs).items())
+    return (type(inputs), *found, *tensors.scalars(inputs).items())
+
+
+def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, limit_s: float) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
+        folder = Path(name)
+        request = {
+            "operator": operators.of(inputs).name,
+            "name": named.name,
+            "source": named.source,
+            "precision": precision.model_dump(),
+            "arguments": tensors.tensors(inputs) | tensors.scalars(inputs),
+            "limit_s": limit_s,
+        }
+        torch.save(request, folder / _CALL)
+        # -P: what lies in the current directory hides no module that is imported here
+        command = [sys.executable, "-P", "-m", "ssdprof.measure.rehearsal", name]
+        code = _run(command, folder / _WORDS, limit_s + _START_S)
+        if code == 0 and (folder / _VERDICT).is_file():
+            return Verdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
+        words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
+    return Verdict(status="failed", reason=_death(code, limit_s, next((line for line in words[::-1] if line), "")))
+
+
+def _run(command: list[str], words: Path, timeout_s: float) -> int:
+    """The exit code of a command, `_STOPPED` if it takes too long.  What it prints goes into a file.
+
+    Whatever happens, no process of its group is left.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    with (
+        words.open("wb") as file,
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return _STOPPED
+        finally:
+            with suppress(ProcessLookupError):  # nobody of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _death(code: int, limit_s: float, last_words: str) -> str:
+    """Why a process with this exit code left no verdict."""
+    if code == _STOPPED:
+        return f"its first call was stopped after {limit_s:g} s"
+    if code < 0:
+        return f"its first call ended its process by {signal.Signals(-code).name}"
+    return f"its first call ended its process with exit code {code}: {printable(last_words)}"
+
+
+# --- in the other process
+
+
+def main() -> None:
+    """Make the call that the folder describes, and write the verdict."""
+    folder = Path(sys.argv[1])
+    request = torch.load(folder / _CALL, weights_only=True)
+    operator = operators.get(request["operator"])
+    function = own.load(request["source"])
+    implementation = own.implementation(operator, request["name"], function)
+    inputs = operator.inputs(**request["arguments"])
+    watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
+    watchdog.daemon = True
+    watchdog.start()
+    verdict = judged(implementation, inputs, schema.PrecisionRecord(**request["precision"]))
+    watchdog.cancel()
+    (folder / _VERDICT).write_text(verdict.model_dump_json(), encoding="utf-8")
+
+
+@torch.no_grad()
+def judged(implementation: Implementation, inputs: Any, precision: schema.PrecisionRecord) -> Verdict:
+    """What the first call does, and what it leaves of the memory around it."""
+    guarded = GuardedInputs(inputs)
+    call = call_of(implementation, guarded.inputs, precision, damage=guarded.damage)
+    with guarded_allocations() as damage:
+        tried = _attempt(call)
+        if tried.output is None:
+            return Verdict(status=tried.status, reason=tried.reason)
+        if words := damage():
+            return Verdict(status="failed", reason=words)
+    for name, tensor in zip(("out", "final_states"), tried.output, strict=True):
+        if elements := unwritten(tensor):
+            return Verdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
+    return Verdict(status="passed")
+
+
+def _attempt(call: Call) -> Attempt:
+    try:
+        return attempt(call)
+    except MissingCapabilityError as error:  # the GPU is lost for this process, which ends here
+        cause = error.__cause__ or error
+        return Attempt(status="failed", reason=f"{type(cause).__name__}: {first_line(cause)}")
+
+
+if __name__ == "__main__":
+    main()

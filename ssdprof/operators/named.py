@@ -1,0 +1,153 @@
+"""Names of implementations, resolved in one place.
+
+unfused, fused, ...      an implementation of ssdprof's, or an alternative form of one
+mamba_ssm, fla, ...      another library, as installed
+published=~/mamba        another library, in a checkout
+my_kernel                an entry point of the group `ssdprof.implementations`
+my_module:my_function    the user's own kernel; its module may lie in the current directory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ssdprof import kernels
+from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators import own
+from ssdprof.operators.drawing import InputDType, PeerSource
+from ssdprof.operators.dtypes import input_dtype
+from ssdprof.operators.operator import Operator
+from ssdprof.schema import DType, PrecisionRecord
+
+Kind = Literal["bundled", "library", "own"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """What a name stands for.
+
+    kind: "bundled" with ssdprof; of another "library"; the user's "own".
+    implementation: None if it is not there.  absent: then the reason, in a sentence; hint: what to do about it.
+    source: the version of a library; module:function of a user's own kernel.
+    needs_gpu: whether it runs on an NVIDIA GPU only.
+    fixed: (dtype of the inputs) -> the precisions that it has; None: any of ours.
+    """
+
+    name: str
+    kind: Kind
+    implementation: Implementation | None = None
+    absent: str = ""
+    hint: str = ""
+    source: str = ""
+    needs_gpu: bool = False
+    fixed: Callable[[InputDType], tuple[PrecisionRecord, ...]] | None = None
+
+    @property
+    def present(self) -> Implementation:
+        """The implementation.  MissingCapabilityError if it is not there."""
+        if self.implementation is None:
+            raise MissingCapabilityError(self.absent, self.hint)
+        return self.implementation
+
+    def on(self, device: torch.device) -> Named:
+        """The same, which is not there if it cannot run on this kind of device."""
+        if not self.needs_gpu or device.type == "cuda":
+            return self
+        why = f"{self.name} needs an NVIDIA GPU, and this machine has none."
+        return replace(self, implementation=None, absent=why, hint="Leave it out.")
+
+    def precisions(self, dtype: DType, wanted: tuple[PrecisionRecord, ...]) -> tuple[PrecisionRecord, ...]:
+        """Those at which it runs on inputs of this dtype, where `wanted` are asked of implementations that have any."""
+        return wanted if self.fixed is None else self.fixed(input_dtype(dtype))
+
+
+class Roster:
+    """Resolves names for one device, each once: a library that tunes itself keeps what it has found."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[str, str], Named] = {}
+
+    def get(self, operator: Operator[Any], word: str) -> Named:
+        """As `resolve`; also by the name alone of a library whose checkout was named before."""
+        key = (operator.name, word)
+        if key not in self._known:
+            found = resolve(operator, word).on(self._device)
+            self._known[key] = self._known[operator.name, found.name] = found
+        return self._known[key]
+
+
+def known(operator: Operator[Any]) -> tuple[str, ...]:
+    """Every name that can be resolved for the operator, beside module:function."""
+    drawing = operator.bench
+    others = (*drawing.alternatives, *drawing.peers) if drawing else ()
+    return tuple(dict.fromkeys((*kernels.names(operator.name), *others, *own.entry_points())))
+
+
+def resolve(operator: Operator[Any], word: str) -> Named:
+    """What `word` stands for, among the implementations of the operator.  Bundled ones and libraries come first.
+
+    A library that is not there is no error; the result says why.  Raises BadInputError for an unknown name, a
+    library without its checkout, and an own kernel that cannot be imported or takes another operator's inputs.
+    """
+    name, _, checkout = word.partition("=")
+    drawing = operator.bench
+    if drawing and name in drawing.peers:
+        return _library(name, drawing.peers[name], Path(checkout).expanduser() if checkout else None)
+    if checkout:
+        raise BadInputError(
+            f"{name!r} is no library of {operator.name}, and only a library lies in a checkout.",
+            f"Libraries are: {', '.join(drawing.peers) if drawing else 'none'}.",
+        )
+    if name in kernels.names(operator.name):
+        return Named(name=name, kind="bundled", implementation=kernels.get(operator.name, name))
+    if drawing and name in drawing.alternatives:
+        return Named(name=name, kind="bundled", implementation=drawing.alternatives[name])
+    if ":" in name:
+        return _own(operator, name, name)
+    if name in own.entry_points():
+        return _own(operator, name, own.entry_point(name))
+    raise BadInputError(
+        f"There is no implementation {name!r} of {operator.name}.",
+        f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
+    )
+
+
+def _library(name: str, source: PeerSource, checkout: Path | None) -> Named:
+    if source.from_checkout and checkout is None:
+        raise BadInputError(
+            f"The {name} kernel is in no package.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
+        )
+    if checkout is not None and not source.from_checkout:
+        raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")
+    try:
+        peer = source.load(checkout)
+    except ImportError as error:
+        why = f"{name} cannot be imported: {str(error).rstrip('.')}."
+        return Named(name=name, kind="library", absent=why, hint=source.hint)
+    return Named(
+        name=name,
+        kind="library",
+        implementation=peer.implementation,
+        source=peer.version,
+        needs_gpu=source.needs_gpu,
+        fixed=peer.precisions,
+    )
+
+
+def _own(operator: Operator[Any], name: str, reference: str) -> Named:
+    function = own.load(reference)
+    own.refuse_other_operator(operator, name, function)
+    return Named(
+        name=name,
+        kind="own",
+        implementation=own.implementation(operator, name, function),
+        source=reference,
+        fixed=None if own.takes_precision(function) else lambda _dtype: (own.PRECISION,),
+    )

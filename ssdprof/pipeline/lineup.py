@@ -1,0 +1,72 @@
+"""Who takes part in a run: names to implementations, and what is said of those that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ssdprof import operators
+from ssdprof.operators.named import Named, Roster
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.request import STEPS, ReplayRequest
+from ssdprof.schema import Asked, DType, LayerRef, Participant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineup:
+    """roster: knows every name.  found: what the names stand for, of each operator, the baseline last."""
+
+    roster: Roster
+    found: tuple[Named, ...]
+
+    @property
+    def baseline(self) -> str:
+        """Its name in reports."""
+        return self.found[-1].name
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """A sentence for each that is not there."""
+        return tuple(dict.fromkeys(one.absent for one in self.found if one.absent))
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of those that are there, the baseline only if it was named among them."""
+        return tuple(dict.fromkeys(one.name for one in self.found[:-1] if one.implementation is not None))
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """Names that take part where a model's answers are compared: no libraries."""
+        return tuple(dict.fromkeys(one.name for one in self.found[:-1] if one.kind != "library"))
+
+    def asked(self, request: ReplayRequest, layers: tuple[LayerRef, ...], dtype: DType, *, decode: bool) -> Asked:
+        """For the report of a run of these layers, whose inputs have this dtype.  decode: it has decode steps."""
+        wanted = request.precisions(dtype)
+        compared = {one.name: one for one in self.found[:-1] if one.implementation is not None}
+        return Asked(
+            implementations=tuple(name for name, one in compared.items() if one.kind == "bundled"),
+            precisions=wanted,
+            layers=layers,
+            others=tuple(
+                Participant(name=name, kind=one.kind, source=one.source, precisions=one.precisions(dtype, wanted))
+                for name, one in compared.items()
+                if one.kind != "bundled"
+            ),
+            steps=STEPS if decode else None,
+            tensor_parallel=request.tensor_parallel,
+        )
+
+
+def line_up(names: Sequence[str], baseline: str, layers: Iterable[LayerRef]) -> Lineup:
+    """Resolve the names for the operators of the layers.
+
+    Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError for a
+    baseline that is not there.
+    """
+    roster = Roster(limits.device())
+    records = [operators.get(name) for name in dict.fromkeys(layer.operator for layer in layers)]
+    found = [roster.get(record, word) for record in records for word in names]
+    baselines = [roster.get(record, baseline) for record in records]
+    for one in baselines:
+        _ = one.present
+    return Lineup(roster=roster, found=(*found, baselines[0]))

@@ -1,0 +1,273 @@
+"""Where a model's weights go on this machine, and what that costs: decided from shapes, before anything is loaded."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ssdprof.capture.footprint import Footprint, footprint
+from ssdprof.capture.memory import SEGMENT_LENGTHS
+from ssdprof.capture.prefill import split_prompt
+from ssdprof.capture.rehearsal import rehearse
+from ssdprof.checkpoint import LocalCheckpoint, meta_model
+from ssdprof.checkpoint.definition import quiet_transformers
+from ssdprof.checkpoint.load import DType
+from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
+from ssdprof.environment.memory import free_memory, host_memory
+from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.pipeline import limits
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
+from ssdprof.schema.placement import Held, Placement, PlacementKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ssdprof.pipeline.request import CaptureRequest
+    from ssdprof.pipeline.subject import Subject
+
+KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
+_FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A placement, and what loading needs to know of it.
+
+    device_map: None: all of the model is on the one device.
+    segment_length: tokens per forward call that the placement leaves room for; None: whatever fits once it is loaded.
+    rewritten_bytes: weights that transformers changes as it loads them, and writes to a temporary folder.
+    """
+
+    record: Placement
+    device_map: Mapping[str, Place] | None = None
+    segment_length: int | None = None
+    rewritten_bytes: int = 0
+
+
+def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> Placed:
+    """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
+
+    dtype: of the weights; "auto" is the checkpoint's own.
+    MissingCapabilityError if none does, and BadInputError for a checkpoint that cannot be placed as asked.
+    """
+    wanted = request.placement
+    if why := _only_whole(subject):
+        if wanted not in (None, "one-gpu"):
+            raise BadInputError(f"{subject.ref.repo_id} takes --placement one-gpu only: {why}.", "Leave it out.")
+        wanted = "one-gpu"
+    chooser = _Chooser(request, subject, dtype)
+    if wanted == "one-gpu":
+        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+        return chooser.one_gpu()
+    if wanted is not None:
+        chooser.refuse_impossible(wanted)
+        if (placed := chooser.placed(wanted)) is None:
+            raise chooser.too_large(wanted)
+        return placed
+    if chooser.fits_one_gpu():
+        return chooser.one_gpu()
+    for kind in KINDS[1:]:
+        if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
+            return placed
+    # As it always was: the weights decide, and the segments are chosen, or refused, once they are loaded.
+    limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    return chooser.one_gpu()
+
+
+def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
+    """What must be free on the device beside the weights: the least for the segments that the request allows."""
+    return _Chooser(request, subject, "auto").least_beside()
+
+
+def priced(placed: Placed, weights: Path | None) -> Placement:
+    """The placement with the speed at which its weights are streamed.
+
+    weights: a file of them, if one is on this machine.
+    """
+    record = placed.record
+    if not record.streamed_layer_bytes:
+        return record
+    seconds_per_byte = 0.0
+    if any(held.place == "disk" for held in record.held):
+        speed = read_bytes_per_s(weights) if weights else None
+        if speed is None:
+            return record
+        seconds_per_byte += 1 / speed
+    if (device := torch.device(record.device)).type == "cuda":
+        seconds_per_byte += 1 / copy_bytes_per_s(device)
+    return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
+
+
+def check_disk(placed: Placed) -> None:
+    """MissingCapabilityError unless the temporary folder has room for what transformers writes there."""
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if placed.rewritten_bytes > free:
+        raise MissingCapabilityError(
+            f"transformers would write {placed.rewritten_bytes:,} bytes of converted weights to the temporary folder, "
+            f"which has room for {free:,}.",
+            "Set TMPDIR to a folder on a larger disk.",
+        )
+
+
+def weights_file(local: LocalCheckpoint) -> Path | None:
+    """The largest file of a fetched checkpoint's weights."""
+    files = [file for file in local.folder.iterdir() if file.suffix == ".safetensors"]
+    return max(files, key=lambda file: file.stat().st_size, default=None)
+
+
+def _only_whole(subject: Subject) -> str:
+    """Why the weights can only be on one device; empty if they can be anywhere."""
+    if subject.located.description.original:
+        return "its weights are not in transformers' format"
+    if (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
+        return f"its weights stay quantised ({method}) once loaded"
+    return ""
+
+
+class _Chooser:
+    """One request on this machine as it is now."""
+
+    def __init__(self, request: CaptureRequest, subject: Subject, dtype: DType) -> None:
+        self._subject = subject
+        self._model: PreTrainedModel = meta_model(
+            subject.located, deepest_layer=subject.deepest_layer, head=subject.head
+        )
+        if dtype != "auto":
+            self._model.to(dtype)
+        self._wanted = {layer.index for layer in subject.layers}
+        self._need: Footprint = footprint(self._model.base_model, self._wanted, depth=max(self._wanted))
+        self._seqlen = max(subject.seqlens)
+        longest = max(subject.serving.packed, default=self._seqlen)
+        fixed = subject.serving.chunk or request.segment_length
+        shorter = [length for length in SEGMENT_LENGTHS if length < longest]
+        self._lengths = (min(fixed, longest),) if fixed else (longest, *shorter)
+        self._main: Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+
+    def least_beside(self) -> int:
+        return min(self._beside(length) for length in self._lengths)
+
+    def fits_one_gpu(self) -> bool:
+        return limits.free_bytes() - self._subject.weight_bytes >= self.least_beside()
+
+    def one_gpu(self) -> Placed:
+        beside = limits.free_bytes() - self._subject.weight_bytes
+        length = next((length for length in self._lengths if self._beside(length) <= beside), self._lengths[-1])
+        return Placed(record=self._record("one-gpu", DeviceMap({"": self._main}, self._main), length))
+
+    def possible(self, kind: PlacementKind) -> bool:
+        """Whether this machine has the places of `kind` at all."""
+        if kind == "all-gpus":
+            return len(self._gpus()) > 1
+        return kind != "cpu-offload" or self._main != "cpu"
+
+    def refuse_impossible(self, kind: PlacementKind) -> None:
+        if not self.possible(kind):
+            gpus = len(self._gpus())
+            needed = "two NVIDIA GPUs" if kind == "all-gpus" else "an NVIDIA GPU"
+            raise MissingCapabilityError(
+                f"--placement {kind} needs {needed}; {gpus} can be used here.", "Leave out --placement."
+            )
+
+    def placed(self, kind: PlacementKind) -> Placed | None:
+        """With the longest segments that leave room for the weights: what is streamed is streamed for each."""
+        for length in self._lengths:
+            room = dict(self._room(kind, self._beside(length)))
+            if (mapped := infer(self._model, room)) is not None:
+                return Placed(
+                    record=self._record(kind, mapped, length),
+                    device_map=mapped.places,
+                    segment_length=length,
+                    rewritten_bytes=self._rewritten(mapped),
+                )
+        return None
+
+    def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
+        places = [f"{free / 2**30:.1f} GiB on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
+        return MissingCapabilityError(
+            f"{self._subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
+            f"{self._subject.weight_bytes / 2**30:.1f} GiB, what it computes takes "
+            f"{self.least_beside() / 2**30:.1f} GiB, and there is room for "
+            f"{' and '.join(places)}.",
+            _FITTING,
+        )
+
+    def _beside(self, length: int) -> int:
+        """Bytes that are needed beside the weights with segments of this length, replaying included."""
+        return self._subject.batch * self._need.least(self._seqlen, (length,))
+
+    def _gpus(self) -> Sequence[int]:
+        if self._main == "cpu" or limits.ranks_here() > 1:
+            return () if self._main == "cpu" else (int(self._main),)
+        others = (index for index in range(torch.cuda.device_count()) if index != self._main)
+        return (int(self._main), *others)
+
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
+        """Bytes for weights at each place, beside those that what is computed takes."""
+        if self._main == "cpu":
+            yield "cpu", limits.free_bytes() - beside
+        for index in self._gpus():
+            main = index == self._main
+            yield index, (limits.free_bytes() if main else free_memory(torch.device("cuda", index))) - beside
+        if kind == "cpu-offload":
+            # Segments collect inputs in main memory, which may be half of what is left then.
+            inputs = 2 * self._subject.batch * self._seqlen * self._need.capture
+            yield "cpu", host_memory() // limits.ranks_here() - inputs
+        if kind == "disk-offload":
+            yield "disk", 0
+
+    def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
+        sequences = self._subject.serving.packed or (self._seqlen,)
+        found = weights_by_place(self._model, mapped)
+        layer, module = largest_streamed(self._model, mapped)
+        resident = found.get(self._main, (0, 0))[1]
+        activations = self._rehearsed(length)
+        return Placement(
+            kind=kind,
+            device=_name(self._main),
+            held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
+            predicted_peak_bytes=None if activations is None else resident + module + activations,
+            streamed_layer_bytes=layer,
+            forward_calls=sum(len(split_prompt(tokens, length)) for tokens in sequences) + self._subject.serving.decode,
+        )
+
+    def _rehearsed(self, length: int) -> int | None:
+        try:
+            with quiet_transformers():
+                return rehearse(
+                    self._model.base_model,
+                    self._wanted,
+                    seqlen=self._seqlen,
+                    segment_length=length,
+                    batch=self._subject.batch,
+                    on_gpu=self._main != "cpu",
+                )
+        except Exception:  # of the model's code, which raises nearly every class there is; a real run says what it is
+            return None
+
+    def _rewritten(self, mapped: DeviceMap) -> int:
+        """transformers reads a streamed weight from the checkpoint if it is stored as it is used.
+
+        One that it puts together from several, such as all experts of a layer, has a shape that none in the files has.
+        """
+        stored = {
+            tensor.shape
+            for tensor in self._subject.located.weights.tensors(
+                self._subject.located.description.depth(self._subject.deepest_layer), head=self._subject.head
+            ).values()
+        }
+        return sum(
+            parameter.nbytes
+            for name, parameter in self._model.named_parameters()
+            if mapped.place(name) == "disk" and tuple(parameter.shape) not in stored
+        )
+
+
+def _name(place: Place) -> str:
+    return f"cuda:{place}" if isinstance(place, int) else place

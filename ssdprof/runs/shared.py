@@ -1,0 +1,153 @@
+"""One report of a run whose layers several ranks replay: each sends its cases to the first, which writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ssdprof.environment.ranks import FIRST, Ranks
+from ssdprof.errors import MissingCapabilityError, SsdprofError, library_message
+from ssdprof.runs.folder import RunFolder, opened, read
+from ssdprof.runs.record import Recorder
+from ssdprof.schema import CaseResult, LayerRef, RunReport
+
+
+class Unkept(RunFolder):
+    """The folder of a rank that writes no report."""
+
+    def write(self, report: RunReport) -> None:
+        """The first rank does."""
+
+
+@contextmanager
+def opened_by_first(out: Path | None, model: str, ranks: Ranks | None) -> Iterator[RunFolder]:
+    """As `opened`, for the first rank or where there are no others."""
+    if ranks is not None and not ranks.first:
+        yield Unkept(Path("unkept"))
+        return
+    with opened(out, model) as folder:
+        if ranks is not None:
+            ranks.store.set("folder", str(folder.path.resolve()))
+        yield folder
+
+
+class Sender(Recorder):
+    """For a rank that is not the first: what it records goes there."""
+
+    def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
+        super().__init__(folder, draft)
+        self._ranks = ranks
+
+    def captured(self, layer: LayerRef, remark: str = "") -> None:
+        super().captured(layer, remark)
+        self._ranks.send(json.dumps({"layer": layer.model_dump(mode="json"), "remark": remark}))
+
+    def finished(self, case: CaseResult) -> None:
+        super().finished(case)
+        peak = self.report.model_peak_bytes
+        self._ranks.send(json.dumps({"case": case.model_dump(mode="json"), "peak_bytes": peak}))
+        if FIRST in self._ranks.lost():
+            raise self._ranks.gone((FIRST,))
+
+    def complete(self) -> None:
+        super().complete()
+        self._ranks.end()
+
+    def broken_off(self, error: BaseException) -> None:
+        """Tell the first rank; if it is gone, write its name into the report that it left."""
+        if FIRST not in self._ranks.lost():
+            why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
+            self._ranks.send(json.dumps({"failed": why}))
+            return
+        with suppress(SsdprofError):  # it had written none
+            path, report = read(self._ranks.store.get("folder").decode()) if self._kept else (None, None)
+            if path is not None and report is not None:
+                RunFolder(path).write(_noted(report, self._ranks.gone((FIRST,)).message))
+
+    @property
+    def _kept(self) -> bool:
+        kept: bool = self._ranks.store.check(["folder"])
+        return kept
+
+
+class Gatherer(Recorder):
+    """For the first rank: its own cases and those that the others send."""
+
+    def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
+        super().__init__(folder, draft)
+        self._ranks = ranks
+        self._failures: dict[int, str] = {}
+
+    def finished(self, case: CaseResult) -> None:
+        super().finished(case)
+        self._gather()
+        self._check()
+
+    def complete(self) -> None:
+        """Wait for the others, and put what they sent into the order of one process.
+
+        MissingCapabilityError with the name of a rank that ended before it had sent all.
+        """
+        for _ in self._ranks.waiting():
+            self._gather()
+            self._check()
+        asked = self.report.asked
+        assert asked is not None, "a new run says what it was asked for"
+        prompts = [prompt.seqlen for prompt in self.report.prompts]
+
+        def place(case: CaseResult) -> tuple[int, int]:
+            tokens = case.call.prompt_seqlen if case.call else case.dims.seqlen
+            return prompts.index(tokens) if tokens in prompts else len(prompts), asked.layers.index(case.layer)
+
+        self.report = self.report.model_copy(
+            update={
+                "cases": tuple(sorted(self.report.cases, key=place)),
+                "captured_layers": tuple(sorted(self.report.captured_layers, key=asked.layers.index)),
+            }
+        )
+        super().complete()
+
+    def broken_off(self, error: BaseException) -> None:  # noqa: ARG002
+        """Keep what the others had sent, and the name of one that is gone."""
+        self._gather()
+        if (why := self._why()) and self.begun:
+            self.report = _noted(self.report, why)
+            self.folder.write(self.report)
+
+    @property
+    def lost(self) -> str:
+        """What became of the other ranks, in a sentence; empty if nothing did."""
+        return self._why()
+
+    def _gather(self) -> None:
+        for rank, text in self._ranks.received():
+            message = json.loads(text)
+            if "failed" in message:
+                self._failures[rank] = message["failed"]
+            elif "layer" in message:
+                super().captured(LayerRef.model_validate(message["layer"]), message["remark"])
+            else:
+                peaks = (self.report.model_peak_bytes, message["peak_bytes"])
+                self.update(model_peak_bytes=max((peak for peak in peaks if peak is not None), default=None))
+                super().finished(CaseResult.model_validate(message["case"]))
+
+    def _check(self) -> None:
+        if why := self._why():
+            raise MissingCapabilityError(why, "Its own messages say more; a process that is killed leaves none.")
+
+    def _why(self) -> str:
+        lost = [rank for rank in self._ranks.lost() if rank not in self._failures]
+        told = [f"Rank {rank} of {self._ranks.count} ended: {why}." for rank, why in self._failures.items()]
+        return " ".join([*([self._ranks.gone(lost).message] if lost else []), *told])
+
+
+def recorder_of(folder: RunFolder, draft: RunReport, ranks: Ranks | None) -> Recorder:
+    if ranks is None:
+        return Recorder(folder, draft)
+    return (Gatherer if ranks.first else Sender)(folder, draft, ranks)
+
+
+def _noted(report: RunReport, note: str) -> RunReport:
+    return report if note in report.notes else report.model_copy(update={"notes": (*report.notes, note)})

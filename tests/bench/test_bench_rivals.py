@@ -1,0 +1,277 @@
+"""Bars over the fastest rival, over a floor or a time, and by draw: of results that hold a part of the cells."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import contender, measured, report
+
+from ssdprof.bench.grid import expand, parse_tokens
+from ssdprof.bench.schema import BenchReport, dump
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.operators.gdn.drawing import DRAWING
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RECORDS = """
+yardstick = "fla"
+rivals = ["flash_qla", "flashinfer"]
+
+[[record]]
+name = "flashinfer"
+version = "0.7.2"
+shapes = ["tiny"]
+drawn = ["", "normalised"]
+[record.us]
+"1 x 40" = [100, 400]
+
+[[record]]
+name = "flash_qla"
+version = "0.1.3"
+shapes = ["tiny"]
+drawn = [""]
+[record.us]
+"1 x 40" = [150, 300]
+"""
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, Any]]:
+    """The names of both scripts; `check_bars.py` imports the other one as it does when it is run."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bars = runpy.run_path(str(BENCHMARKS / "check_bars.py"))
+    yield bars
+    for name in {"rivals"} - before:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def rivals(modules: Mapping[str, Any], tmp_path: Path) -> Any:
+    (tmp_path / "rivals.toml").write_text(RECORDS)
+    return modules["Rivals"].load(tmp_path / "rivals.toml")
+
+
+def timed(*, drawn: tuple[str, ...] = (), checked: int | None = None, **costs: float) -> BenchReport:
+    """Implementations by name and device time; a call takes 10 us more."""
+    ours = ("fused", "unfused", "recurrent")
+    done = report(*measured(*(contender(name, lambda _, us=us: us, ours=name in ours) for name, us in costs.items())))
+    (cell,) = done.cells
+    return done.model_copy(update={"cells": (cell.model_copy(update={"drawn": drawn, "checked": checked}),)})
+
+
+def rule(**fields: Any) -> dict[str, Any]:
+    bar = {"name": "a bar", "shapes": ["tiny"], "tokens": ["1 x 40"], "of": "fused exact fp32", "over": "best rival"}
+    return {"bar": [bar | {"device": {"must": 2.0}} | fields]}
+
+
+# --- the best rival
+
+
+def test_a_rival_that_no_run_has_is_reckoned_by_the_yardstick(modules: Mapping[str, Any], rivals: Any) -> None:
+    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=400.0)], rivals)
+    (reading,) = found.readings
+    assert reading.ratio == pytest.approx(400 * 100 / 400 / 50)
+    assert reading.rival == "flashinfer 0.7.2, recorded"
+    assert found.holds
+    assert list(modules["against"]([found])) == ["best rival is flashinfer 0.7.2, recorded: tiny, 1 x 40"]
+
+
+def test_a_measured_rival_stands_for_its_record(modules: Mapping[str, Any], rivals: Any) -> None:
+    """FlashInfer at 110 us is slower than its record says, FlashQLA's record is 100 us, and ours takes 50."""
+    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=200.0, flashinfer=110.0)], rivals)
+    assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(2.0), "flash_qla 0.1.3, recorded")
+    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=200.0, flashinfer=80.0)], rivals)
+    assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(1.6), "flashinfer, in the run")
+    assert not found.holds
+
+
+def test_the_yardstick_may_be_the_fastest_but_not_the_only_one(modules: Mapping[str, Any], rivals: Any) -> None:
+    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=90.0, flashinfer=120.0, flash_qla=95.0)], rivals)
+    assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(1.8), "fla, in the run")
+    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=90.0)], modules["Rivals"](yardstick="fla"))
+    assert len(found.unmeasured) == 1
+
+
+@pytest.mark.parametrize(("drawn", "ratio"), [(("normalised",), 2.0), (("quarter-ungated",), None)])
+def test_a_record_serves_its_draws_alone(
+    modules: Mapping[str, Any], rivals: Any, drawn: tuple[str, ...], ratio: float | None
+) -> None:
+    bars, result = rule(drawn=list(drawn)), timed(fused=50.0, fla=400.0, drawn=drawn)
+    (found,) = modules["check"](bars, [result], rivals)
+    assert found.readings[0].ratio == ratio
+    (other,) = modules["check"](rule(), [result], rivals)
+    assert len(other.unmeasured) == 1, "inputs that are drawn otherwise are other cells"
+
+
+def test_without_the_yardstick_nothing_is_reckoned(modules: Mapping[str, Any], rivals: Any) -> None:
+    (found,) = modules["check"](rule(), [timed(fused=50.0)], rivals)
+    assert len(found.unmeasured) == 1
+
+
+def test_the_committed_records_are_of_cells_that_a_bar_speaks_of(modules: Mapping[str, Any]) -> None:
+    rivals = modules["Rivals"].load()
+    assert rivals.yardstick == "fla"
+    spoken = {
+        (shape, tokens)
+        for bar in bars_of("gdn")
+        if bar["over"] == "best rival"
+        for shape in bar["shapes"]
+        for tokens in bar["tokens"]
+    }
+    places = {(shape, tokens) for _, shape, tokens, _ in rivals.records}
+    assert {name for name, *_ in rivals.records} == set(rivals.names)
+    assert ("qwen3.5-9b", "1 x 65,536") in places & spoken
+    assert {drawn for *_, drawn in rivals.records} <= {"", *DRAWING.ways}
+    assert rivals.records["flashinfer", "qwen3.5-9b", "1 x 65,536", ""].ratio == pytest.approx(1521 / 3871)
+
+
+# --- other yardsticks
+
+
+def test_over_microseconds_and_over_the_floor(modules: Mapping[str, Any]) -> None:
+    result = timed(fused=50.0)
+    (found,) = modules["check"](rule(over=100), [result])
+    assert (found.readings[0].ratio, found.what) == (2.0, "as 100 us, device")
+    (case,) = result.cells[0].cases
+    assert case.roofline is not None
+    (found,) = modules["check"](rule(over="floor", device={"goal": 0.77}), [result])
+    assert found.readings[0].ratio == pytest.approx(case.roofline.floor_us / 50)
+    assert (found.must, found.holds, found.at_goal) == (0.0, True, 0)
+
+
+def test_errors_count_where_all_tokens_were_compared(modules: Mapping[str, Any]) -> None:
+    bars = rule(over="unfused exact", device={}, error={"must": 0.99}, checked_in_full=True)
+    del bars["bar"][0]["device"]
+    full, short = timed(fused=50.0, unfused=90.0), timed(fused=50.0, unfused=90.0, checked=16)
+    (found,) = modules["check"](bars, [full])
+    assert found.what == "as unfused exact, error"
+    assert found.readings[0].ratio == pytest.approx(1.0)
+    (found,) = modules["check"](bars, [short])
+    assert len(found.unmeasured) == 1
+
+
+# --- a part of the cells
+
+
+def test_partial_judges_what_was_measured(modules: Mapping[str, Any]) -> None:
+    bars = rule(over="fla", tokens=["1 x 40", "1 x 80"])
+    (strict,) = modules["check"](bars, [timed(fused=50.0, fla=200.0)])
+    (partial,) = modules["check"](bars, [timed(fused=50.0, fla=200.0)], partial=True)
+    assert (strict.holds, len(strict.unmeasured)) == (False, 1)
+    assert (partial.holds, partial.left_out, len(partial.readings)) == (True, 1, 1)
+    assert modules["_row"](partial)[5] == "held; 1 cells left out"
+    (missed,) = modules["check"](bars, [timed(fused=150.0, fla=200.0)], partial=True)
+    assert not missed.holds
+
+
+def test_partial_does_not_pass_a_bar_of_which_nothing_was_measured(modules: Mapping[str, Any]) -> None:
+    (found,) = modules["check"](rule(over="fla", tokens=["1 x 80"]), [timed(fused=50.0, fla=200.0)], partial=True)
+    assert (found.holds, found.left_out) == (False, 0)
+
+
+@pytest.mark.slow
+def test_the_script_takes_partial(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text(dump(timed(fused=50.0, mamba_ssm=200.0)))
+    (tmp_path / "bars.toml").write_text(
+        '[[bar]]\nname="a bar"\nshapes=["tiny"]\ntokens=["1 x 40", "1 x 80"]\nof="fused"\nover="mamba_ssm"\n'
+        "device={must=3}\n"
+    )
+    command = [sys.executable, str(BENCHMARKS / "check_bars.py"), str(tmp_path / "result.json")]
+    command += ["--bars", str(tmp_path / "bars.toml")]
+    strict, partial = (
+        subprocess.run([*command, *words], capture_output=True, text=True, check=False) for words in ([], ["--partial"])
+    )
+    assert (strict.returncode, partial.returncode) == (1, 0), strict.stderr + partial.stderr
+    assert "not measured: tiny, 1 x 80" in strict.stdout
+    assert "held; 1 cells left out" in partial.stdout
+
+
+# --- the committed bars of GDN
+
+
+def bars_of(operator: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads((BENCHMARKS / f"bars-{operator}.toml").read_text())["bar"]
+    return found
+
+
+QWEN = ("qwen3.5-9b", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-397b")
+FROM_64K = ("1 x 65,536", "1 x 131,072", "1 x 262,144")
+FROM_8K, FROM_1K = ("1 x 8,192", "1 x 16,384", "1 x 32,768"), ("1 x 1,024", "1 x 2,048", "1 x 4,096")
+BATCHES = ("8 x 4,096", "32 x 1,024")
+STEPS = ("1 x 1", "4 x 1", "16 x 1", "64 x 1", "256 x 1")
+# over, shapes, tokens, draw, then (must, goal) by device time
+MUSTS = [
+    ("fla", QWEN, FROM_64K, "", (4, 6.5)),
+    ("best rival", QWEN, FROM_64K, "", (1.4, 2.1)),
+    (1800, QWEN[:1], FROM_64K[1:2], "", (1, 1.5)),
+    ("fla", QWEN, FROM_8K, "", (3, 5)),
+    ("best rival", QWEN, FROM_8K, "", (1.5, 2.3)),
+    ("fla", (QWEN[0], QWEN[3]), BATCHES, "", (4.3, 6.5)),
+    ("best rival", (QWEN[0], QWEN[3]), BATCHES, "", (1.1, 1.5)),
+    ("best rival", QWEN[:1], FROM_1K, "", (1.5, 2.5)),
+    ("best rival", ("qwen3.5-397b-tp8",), ("1 x 8,192", "1 x 65,536"), "", (1.3, 2.3)),
+    ("best rival", QWEN[:1], ("1 x 65,536",), "quarter-ungated", (1.25, 1.7)),
+    ("fla", ("olmo-hybrid-7b",), ("1 x 8,192", "1 x 65,536", "8 x 4,096"), "", (2.5, 4)),
+    ("fla", (QWEN[0], QWEN[3]), ("64 packed x 1k-4k",), "", (3, 5)),
+    ("fla", QWEN[:1], FROM_64K[:2], "normalised", (4, 6.5)),
+    ("best rival", QWEN[:1], FROM_64K[:2], "normalised", (1.4, 2.1)),
+]
+
+
+def test_the_bars_of_gdn_are_the_numbers_that_the_kernels_are_held_to() -> None:
+    found = [
+        (
+            bar["over"], tuple(bar["shapes"]), tuple(bar["tokens"]), " ".join(bar.get("drawn", [""])),
+            (bar["device"].get("must"), bar["device"].get("goal")),
+        )
+        for bar in bars_of("gdn")
+        if bar["of"] == "fused exact fp32" and "device" in bar
+    ]  # fmt: skip
+    assert found == MUSTS
+
+
+@pytest.mark.parametrize("name", ["relaxed", "decoding", "portable", "unfused, an honest baseline"])
+def test_every_other_row_of_gdn_has_a_bar(name: str) -> None:
+    expected = {
+        "relaxed": ("fused relaxed", "fused exact", {"must": 0.99, "goal": 1.15}),
+        "decoding": ("recurrent", "fla_recurrent", {"must": 0.99}),
+        "portable": ("fused_portable exact", "unfused exact", {"must": 1.3}),
+        "unfused, an honest baseline": ("unfused exact", "fla", {"must": 0.952}),
+    }[name]
+    (found,) = ((bar["of"], bar["over"], bar["device"]) for bar in bars_of("gdn") if bar["name"] == name)
+    assert found == expected
+
+
+def test_relaxed_is_held_to_exact_in_every_cell_of_exact() -> None:
+    def cells(of: str) -> set[tuple[str, str, str]]:
+        return {
+            (shape, tokens, drawn)
+            for bar in bars_of("gdn")
+            if bar["of"] == of and "device" in bar
+            for shape in bar["shapes"]
+            for tokens in bar["tokens"]
+            for drawn in bar.get("drawn", [""])
+        }
+
+    exact = {cell for cell in cells("fused exact fp32") if cell[2] != "normalised"}  # the same kernels
+    assert cells("fused relaxed") == exact
+
+
+def test_every_bar_of_gdn_speaks_of_cells_that_a_bench_can_measure() -> None:
+    tokens, _ = parse_tokens("1,1k,...,256k", "1", "4x1,16x1,64x1,256x1,32x1k,8x4k", "64x1k-4k", max_tokens=1 << 18)
+    for bar in bars_of("gdn"):
+        shapes = parse_shapes(DRAWING, ",".join(bar["shapes"]))
+        cells = expand(shapes, ("bf16",), tokens, "contiguous")
+        assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= {
+            (shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]
+        }
+        assert set(bar.get("drawn", [])) <= DRAWING.ways.keys()
+        implementation = bar["of"].split()[0]
+        assert implementation in {"fused", "unfused", "recurrent", *DRAWING.alternatives}

@@ -1,0 +1,114 @@
+"""The commands in docs/benchmarking.md measure every cell, with every implementation, that a bar speaks of."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+
+from ssdprof import operators
+from ssdprof.bench.contenders import ways
+from ssdprof.bench.grid import expand, parse_tokens
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.cli import app
+from ssdprof.operators.named import known
+from ssdprof.schema import precisions_for
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {  # of the commands, with what `ssdprof bench` takes where one is left out
+    "--shape": "", "--seq": "1k,4k,16k,64k", "--batch": "1", "--cells": "", "--packed": "", "--dtype": "bf16",
+    "--dtypes": "exact", "--states": "", "--against": "", "--published": "", "--also": "", "--draw": "", "--out": "",
+}  # fmt: skip
+
+
+def block(operator: str) -> list[str]:
+    """The lines of the code block that writes the operator's results."""
+    text = (ROOT / "docs" / "benchmarking.md").read_text(encoding="utf-8")
+    (found,) = re.findall(rf"```\n(R=benchmarks/results/bench-{operator}-h200\n.*?)```", text, re.DOTALL)
+    return found.splitlines()
+
+
+def commands(operator: str) -> list[list[str]]:
+    """Their words, with the block's variables put in."""
+    variables: dict[str, str] = {"HOME": "/home"}
+    found = []
+    for line in block(operator):
+        if (assignment := re.fullmatch(r"(\w+)=(.*)", line)) is not None:
+            variables[assignment[1]] = Template(assignment[2].strip('"')).safe_substitute(variables)
+        else:
+            found.append(shlex.split(Template(line).substitute(variables)))
+    return found
+
+
+def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """(shape, tokens, dtype, draw, words of an implementation) of every case of the benches."""
+    record = operators.get(operator)
+    for words in commands(operator):
+        if words[0] != "ssdprof":
+            continue
+        assert words[:3] == ["ssdprof", "bench", operator]
+        given = dict(zip(words[3::2], words[4::2], strict=True))
+        assert given.keys() <= OPTIONS.keys()
+        option = OPTIONS | given
+        tokens, left_out = parse_tokens(
+            option["--seq"], option["--batch"], option["--cells"], option["--packed"], max_tokens=1 << 18
+        )
+        assert not left_out
+        shapes = parse_shapes(record.drawing, option["--shape"])
+        theirs = [name for name in option["--against"].split(",") if name]
+        theirs += ["published"] if option["--published"] else []
+        also = [name for name in option["--also"].split(",") if name]
+        assert set(theirs) | set(also) <= set(known(record))
+        states = tuple(option["--states"].split(",")) if option["--states"] else None
+        precisions = precisions_for(option["--dtype"], option["--dtypes"], states)  # type: ignore[arg-type]
+        drawn = ways(record, option["--draw"])
+        for cell in expand(shapes, (option["--dtype"],), tokens, "contiguous", drawn):  # type: ignore[arg-type]
+            ours = [
+                f"{name} {one.intermediates} {one.state_dtype}" for name in ("unfused", "fused") for one in precisions
+            ]
+            by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
+            for case in (*ours, *by_token, *(f"{name} exact fp32" for name in also), *theirs):
+                yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(drawn), case
+
+
+def is_measured(words: str, cases: set[str]) -> bool:
+    return any(f"{case} ".startswith(f"{words} ") for case in cases)
+
+
+@pytest.mark.parametrize("operator", ["ssd", "gdn"])
+def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
+    cases: dict[Any, set[str]] = {}
+    for *place, case in measured(operator):
+        cases.setdefault(tuple(place), set()).add(case)
+    for bar in tomllib.loads((ROOT / "benchmarks" / f"bars-{operator}.toml").read_text())["bar"]:
+        over = {"best rival": "fla", "floor": bar["of"]}.get(bar["over"], bar["over"])
+        for shape in bar["shapes"]:
+            for tokens in bar["tokens"]:
+                for drawn in bar.get("drawn", [""]):
+                    place = (shape, tokens, bar.get("dtype", "bf16"), drawn)
+                    for words in (bar["of"], over if isinstance(over, str) else bar["of"]):
+                        assert is_measured(words, cases.get(place, set())), (bar["name"], place, words)
+
+
+@pytest.mark.parametrize("operator", ["ssd", "gdn"])
+def test_results_have_files_of_their_own_that_are_judged_at_last(operator: str) -> None:
+    *benches, last = commands(operator)
+    files = [words[words.index("--out") + 1] for words in benches]
+    assert len(set(files)) == len(files)
+    assert last[:2] == ["python", "benchmarks/check_bars.py"]
+    assert all(Path(file).match(last[2]) for file in files)
+
+
+def test_options_that_are_left_out_are_those_of_the_command() -> None:
+    from typer.main import get_command
+
+    bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    defaults = {name: one.default for one in bench.params for name in one.opts}
+    for name, default in OPTIONS.items():
+        assert (defaults[name] or "") == default, name

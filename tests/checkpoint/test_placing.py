@@ -1,0 +1,125 @@
+"""Weights in several places: what lies where, and that a model computes the same with them, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from accelerate import dispatch_model
+
+from ssdprof import checkpoint
+from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.head import logits
+from ssdprof.checkpoint.placing import DeviceMap, infer, largest_streamed, weights_by_place
+from ssdprof.operators.tensors import tensors
+from ssdprof.schema import Serving
+
+Saved = Callable[[str], Path]
+CPU = torch.device("cpu")
+MIXTURES = ("granitemoehybrid", "qwen3_next", "nemotron_h")
+
+
+def captured(model: Any, name: str, segment_length: int, **options: Any) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    found: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    def keep(layer: CapturedLayer) -> None:
+        found.append((f"{layer.layer.index} {layer.call}", tensors(layer.inputs)))
+
+    capture_layers(
+        model.base_model,
+        tiny_models.prompt(70),
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=segment_length,
+        on_layer=keep,
+        **options,
+    )
+    return found
+
+
+def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[Any]) -> None:
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def some_room(located: checkpoint.Located) -> tuple[Any, DeviceMap]:
+    """The model on the meta device, and a map with room for the embedding, two layers, and one that is streamed."""
+    model = checkpoint.meta_model(located)
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
+    mapped = infer(model, {"cpu": room, "disk": 0})
+    assert mapped is not None
+    return model, mapped
+
+
+@pytest.mark.parametrize("segment_length", [70, 32])
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
+    saved: Saved, name: str, segment_length: int
+) -> None:
+    located = checkpoint.locate(str(saved(name)))
+    local = checkpoint.fetch(located)
+    _, mapped = some_room(located)
+    whole = checkpoint.load_model(local, device="cpu")
+    streamed = checkpoint.load_model(local, device="cpu", device_map=mapped.places)
+    assert any(parameter.is_meta for parameter in streamed.parameters())
+    check_same(captured(streamed, name, segment_length), captured(whole, name, segment_length))
+    assert any(parameter.is_meta for parameter in streamed.parameters())
+
+
+@pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
+def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
+    """As with a GPU: the weights of layers lie in main memory and are brought to the device that computes, the CPU."""
+    local = checkpoint.fetch(checkpoint.locate(str(saved(name))), head=True)
+    whole, offloaded = (checkpoint.load_model(local, device="cpu") for _ in range(2))
+    base = offloaded.base_model_prefix
+    places = {f"{base}.{child}": CPU for child, _ in offloaded.base_model.named_children() if child != "layers"}
+    places |= {child: CPU for child, _ in offloaded.named_children() if child != base}
+    places |= {f"{base}.layers.{index}": "cpu" for index in range(local.depth)}
+    dispatch_model(offloaded, places, main_device=CPU, skip_keys=offloaded._skip_keys_device_placement)
+    assert any(parameter.is_meta for parameter in offloaded.parameters())
+    found, expected = (
+        captured(model, name, 70, serving=Serving(decode=2), head=lambda hidden, model=model: logits(model, hidden))
+        for model in (offloaded, whole)
+    )
+    assert len(found) == 3 * len(tiny_models.layer_refs(name))
+    check_same(found, expected)
+
+
+def test_what_lies_where(saved: Saved) -> None:
+    located = checkpoint.locate(str(saved("granitemoehybrid")))
+    model, mapped = some_room(located)
+    found = weights_by_place(model, mapped)
+    assert {place: layers for place, (layers, _) in found.items()} == {"cpu": 2, "disk": 2}
+    assert sum(size for _, size in found.values()) == located.weight_bytes()
+    layer, module = largest_streamed(model, mapped)
+    assert layer == max(sum(p.nbytes for p in model.layers[index].parameters()) for index in (2, 3))
+    experts = model.layers[3].block_sparse_moe.experts
+    assert module == sum(p.nbytes for p in experts.parameters())
+
+
+def test_places_of_gpus_come_first(saved: Saved) -> None:
+    located = checkpoint.locate(str(saved("granitemoehybrid")))
+    model, _ = some_room(located)
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
+    both = infer(model, {0: first, 1: 2**30})
+    assert both is not None
+    assert {place: layers for place, (layers, _) in weights_by_place(model, both).items()} == {0: 1, 1: 3}
+    assert largest_streamed(model, both) == (0, 0)
+    memory = infer(model, {0: first, "cpu": 2**30})
+    assert memory is not None
+    assert {place: layers for place, (layers, _) in weights_by_place(model, memory).items()} == {0: 1, "cpu": 3}
+    assert largest_streamed(model, memory)[0] == max(sizes[1:])
+
+
+@pytest.mark.parametrize("room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}])
+def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
+    model = checkpoint.meta_model(checkpoint.locate(str(saved("granitemoehybrid"))))
+    assert infer(model, room) is None

@@ -1,0 +1,106 @@
+"""Kernels of a user: good ones, and one for each thing that can be wrong with a kernel.  They take any operator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from ssdprof.kernels import UnsupportedError
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.operators import tensors
+
+
+def good(inputs: Any) -> Any:
+    return oracle_output(inputs)
+
+
+def precise(inputs: Any, precision: Any) -> Any:
+    if not precision.exact:
+        raise UnsupportedError("precise: exact intermediates only")
+    return oracle_output(inputs)
+
+
+def wrong_head(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    out[:, :, 1] *= 1.5
+    return out, states
+
+
+def nan(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    out[0, 5, 1, 2] = float("nan")
+    return out, states
+
+
+def raising(_inputs: Any) -> Any:
+    raise ZeroDivisionError("seven by zero")
+
+
+def refusing(_inputs: Any) -> Any:
+    raise UnsupportedError("refusing: not on a Tuesday")
+
+
+def hanging(_inputs: Any) -> Any:
+    while True:
+        time.sleep(0.01)
+
+
+def crashing(_inputs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leaving(_inputs: Any) -> Any:
+    print("I have seen enough")
+    raise SystemExit(5)
+
+
+def changing(inputs: Any) -> Any:
+    output = oracle_output(inputs)
+    next(iter(tensors.tensors(inputs).values()))[0, 0, 0, 0] += 1
+    return output
+
+
+def beyond_its_output(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel() + 7).fill_(1)
+    return out, states
+
+
+def beyond_its_input(inputs: Any) -> Any:
+    first = next(iter(tensors.tensors(inputs).values()))
+    torch.as_strided(first, (1,), (1,), first.storage_offset() - 1).fill_(1)
+    return oracle_output(inputs)
+
+
+def incomplete(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    partly = torch.empty_like(out)
+    partly[:, 2:] = out[:, 2:]
+    return partly, states
+
+
+def misshapen(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out.transpose(1, 2), states
+
+
+def too_wide(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out.double(), states
+
+
+def half_states(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out, states.half()
+
+
+def alone(inputs: Any) -> Any:
+    return oracle_output(inputs)[0]
+
+
+def not_a_tensor(inputs: Any) -> Any:
+    return oracle_output(inputs)[0], None

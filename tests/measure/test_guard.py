@@ -1,0 +1,132 @@
+"""Guards around tensors: whatever is written beside them is seen, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof import operators
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.guard import GUARD, GuardedInputs, guarded_allocations, unwritten
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.operators import tensors
+
+
+def ssd() -> SSDInputs:
+    """x, B and C are views of one wide tensor, as in a model; dt is a view without its neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(1, 12, 2 * 16 + 2 * 16, generator=generator).bfloat16()
+    x, B, C = wide.split([32, 16, 16], dim=-1)
+    return SSDInputs(
+        x=x.unflatten(-1, (2, 16)),
+        dt=torch.randn(1, 12, 6, generator=generator)[..., 3:5],
+        A=torch.tensor([-1.0, -4.0]),
+        B=B.unflatten(-1, (1, 16)),
+        C=C.unflatten(-1, (1, 16)),
+        D=torch.ones(1).expand(2),
+        dt_softplus=True,
+    )
+
+
+def gdn() -> GDNInputs:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 12, 2, 16, generator=generator) for _ in range(3))
+    return GDNInputs(q=q, k=k, v=v, g=-torch.rand(1, 12, 2), beta=torch.rand(1, 12, 2), use_qk_l2norm=True)
+
+
+def beside(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """The element that lies so many elements from the tensor's first one."""
+    return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() + elements)
+
+
+@pytest.mark.parametrize("make", [ssd, gdn])
+def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
+    given = make()
+    guarded = GuardedInputs(given)
+    for name, tensor in tensors.tensors(given).items():
+        copy = getattr(guarded.inputs, name)
+        assert (copy.shape, copy.stride(), copy.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert copy.data_ptr() % 64 == tensor.data_ptr() % 64
+        assert torch.equal(copy, tensor)
+        assert copy.data_ptr() != tensor.data_ptr()
+    assert tensors.scalars(guarded.inputs) == tensors.scalars(given)
+    for one, other in zip(oracle_output(guarded.inputs), oracle_output(given), strict=True):
+        assert torch.equal(one, other)
+    assert guarded.damage() == ""
+
+
+def test_tensors_that_share_memory_share_it_in_the_copy() -> None:
+    given = ssd()
+    copy = GuardedInputs(given).inputs
+    assert copy.B.data_ptr() - copy.x.data_ptr() == given.B.data_ptr() - given.x.data_ptr()
+    assert copy.dt.untyped_storage().data_ptr() != copy.x.untyped_storage().data_ptr()
+
+
+def test_a_changed_input_is_named() -> None:
+    guarded = GuardedInputs(ssd())
+    guarded.inputs.B[0, 3, 0, 5] += 1
+    assert guarded.damage() == "it changes its inputs: B"
+
+
+@pytest.mark.parametrize("bits", [0, 0x7FC0, -2])
+@pytest.mark.parametrize(
+    ("elements", "where"),
+    [(-1, "before"), (-GUARD // 4, "before"), (11 * 6 + 2, "behind"), (2, "between the elements of")],
+)
+def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -> None:
+    guarded = GuardedInputs(ssd())
+    beside(guarded.inputs.dt, elements).view(torch.int32).fill_(bits)
+    assert guarded.damage() == f"it writes out of bounds, {where} its inputs dt"
+
+
+def test_what_torch_allocates_is_guarded() -> None:
+    makers: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.empty(3, 5),
+        lambda: torch.zeros(3, 5, dtype=torch.bfloat16),
+        lambda: torch.empty_like(torch.ones(3, 5)),
+        lambda: torch.ones(2).new_zeros(3, 5),
+        lambda: torch.full((3, 5), 2.0),
+        lambda: torch.empty_strided((3, 5), (5, 1)),
+    ]
+    for make in makers:
+        with guarded_allocations() as damage:
+            tensor = make()
+            assert damage() == ""
+            beside(tensor, 15).fill_(1)
+            assert damage() == "it writes out of bounds, behind a tensor of shape (3, 5) that it allocates"
+    with guarded_allocations() as damage:
+        tensor = torch.empty(3, 5)
+        beside(tensor, -1).fill_(1)
+        assert damage() == "it writes out of bounds, before a tensor of shape (3, 5) that it allocates"
+
+
+def test_guarded_tensors_hold_what_they_would_hold() -> None:
+    with guarded_allocations() as damage:
+        assert torch.equal(torch.zeros(2, 3), torch.tensor([[0.0] * 3] * 2))
+        assert torch.full((2,), 7).tolist() == [7, 7]
+        assert torch.ones_like(torch.empty(2, dtype=torch.int32)).tolist() == [1, 1]
+        assert torch.empty(0).shape == (0,)
+        plain, guarded = torch.randn(4, 4), torch.empty(4, 4)
+        guarded.copy_(plain)
+        assert torch.equal(guarded @ guarded, plain @ plain)
+        assert damage() == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_nobody_wrote_is_counted(dtype: torch.dtype) -> None:
+    with guarded_allocations():
+        tensor = torch.empty(4, 6, dtype=dtype)
+    assert unwritten(tensor) == 24
+    tensor[1:] = float("nan")  # a computed NaN has other bits
+    assert unwritten(tensor) == 6
+    assert unwritten(tensor.t()) == 6
+    tensor[0] = 0
+    assert unwritten(tensor) == 0
+
+
+def test_every_bundled_operator_can_be_guarded() -> None:
+    assert {type(make()) for make in (ssd, gdn)} == {operators.get(name).inputs for name in ("ssd", "gdn")}

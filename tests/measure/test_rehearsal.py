@@ -1,0 +1,149 @@
+"""A user's kernel that breaks does so in a process of its own, and the reason is told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_guard import gdn, ssd
+
+from ssdprof import operators
+from ssdprof.measure import rehearsal
+from ssdprof.measure.call import UnfitError
+from ssdprof.measure.rehearsal import Rehearsals, judged
+from ssdprof.operators.named import Named, resolve
+from ssdprof.schema import PrecisionRecord
+
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    monkeypatch.chdir(tmp_path)
+
+
+def named(function: str, operator: str = "ssd") -> Named:
+    return resolve(operators.get(operator), f"bad_kernels:{function}")
+
+
+def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
+    """Status and reason."""
+    try:
+        Rehearsals(limit_s).require(named(function, operators.of(inputs).name), inputs, EXACT)
+    except UnfitError as error:
+        return error.status, str(error)
+    return "passed", ""
+
+
+@pytest.mark.parametrize("make", [ssd, gdn])
+def test_a_good_kernel_passes(make: Any) -> None:
+    assert verdict("good", make()) == ("passed", "")
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason"),
+    [
+        ("raising", "failed", "ZeroDivisionError: seven by zero"),
+        ("refusing", "refused", "refusing: not on a Tuesday"),
+        ("changing", "failed", "it changes its inputs: x"),
+        (
+            "beyond_its_output",
+            "failed",
+            "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16) that it allocates",
+        ),
+        ("beyond_its_input", "failed", "it writes out of bounds, before its inputs x, B, C"),
+        ("incomplete", "failed", "it leaves 64 elements of out unwritten"),
+        (
+            "misshapen",
+            "failed",
+            "ValueError: out must be torch.bfloat16 of shape (1, 12, 2, 16) on cpu, "
+            "not torch.bfloat16 of shape (1, 2, 12, 16) on cpu",
+        ),
+        ("too_wide", "failed", "not torch.float64 of shape (1, 12, 2, 16) on cpu"),
+        (
+            "half_states",
+            "failed",
+            "final_states must be torch.float32 of shape (1, 2, 16, 16) on cpu, not torch.float16",
+        ),
+        ("alone", "failed", "TypeError: bad_kernels:alone must return (out, final_states), not Tensor"),
+        ("not_a_tensor", "failed", "must return tensors, and final_states is NoneType"),
+    ],
+)
+def test_what_a_bad_kernel_does_is_told(function: str, status: str, reason: str) -> None:
+    found = judged(named(function).present, ssd(), EXACT)
+    assert found.status == status
+    assert reason in found.reason
+
+
+def test_a_kernel_of_the_other_operator_is_looked_after_as_well() -> None:
+    for function, reason in (
+        ("changing", "it changes its inputs: q"),
+        ("incomplete", "it leaves 64 elements of out unwritten"),
+    ):
+        found = judged(named(function, "gdn").present, gdn(), EXACT)
+        assert (found.status, found.reason) == ("failed", reason)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("crashing", "its first call ended its process by SIGSEGV"),
+        ("leaving", "its first call ended its process with exit code 5: I have seen enough"),
+        ("beyond_its_output", "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16) that it allocates"),
+    ],
+)
+def test_what_ends_the_other_process_is_told(function: str, reason: str) -> None:
+    assert verdict(function, ssd()) == ("failed", reason)
+
+
+def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
+    began = time.monotonic()
+    assert verdict("hanging", ssd(), 1.5) == ("failed", "its first call was stopped after 1.5 s")
+    assert time.monotonic() - began < 60
+
+
+def test_each_precision_and_form_of_inputs_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    def rehearsed(one: Named, _inputs: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
+        made.append((one.name, str(precision)))
+        return rehearsal.Verdict(status="failed" if one.name.endswith("nan") else "passed", reason="seen before")
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
+    rehearsals, given = Rehearsals(), ssd()
+    for _ in range(2):
+        rehearsals.require(named("good"), given, EXACT)
+        rehearsals.require(named("good"), replace(given, x=given.x + 1), EXACT)  # contiguous
+        rehearsals.require(named("good"), given, EXACT.model_copy(update={"state_dtype": "bf16"}))
+        rehearsals.require(named("good"), replace(given, chunk_size=64), EXACT)
+        with pytest.raises(UnfitError, match="seen before"):
+            rehearsals.require(named("nan"), given, EXACT)
+    assert len(made) == 5
+
+
+def test_neither_a_secret_nor_a_stray_module_reaches_the_other_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (tmp_path / "typing.py").write_text("raise RuntimeError('not this one')\n")
+    (tmp_path / "nosy.py").write_text("import os\ndef kernel(inputs):\n    raise ValueError(os.getenv('HF_TOKEN'))\n")
+    with pytest.raises(UnfitError, match="ValueError: None"):
+        Rehearsals().require(resolve(operators.get("ssd"), "nosy:kernel"), ssd(), EXACT)
+
+
+def test_inputs_reach_the_other_process_as_they_are(tmp_path: Path) -> None:
+    given = ssd()
+    (tmp_path / "telling.py").write_text(
+        "def kernel(inputs):\n"
+        "    raise ValueError(f'{inputs.B.stride()} {inputs.dt_limit} {inputs.x.double().sum()}')\n"
+    )
+    with pytest.raises(UnfitError) as told:
+        Rehearsals().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT)
+    assert str(told.value) == f"ValueError: {given.B.stride()} {given.dt_limit} {given.x.double().sum()}"
+    assert torch.isfinite(given.x).all()

@@ -1,0 +1,172 @@
+"""Which implementation a name stands for, and what is said of a name that stands for none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.kernels.precision import Precision
+from ssdprof.operators import get
+from ssdprof.operators.named import known, resolve
+from ssdprof.schema import PrecisionRecord
+
+SSD, GDN = get("ssd"), get("gdn")
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+
+MODULE = """
+from dataclasses import dataclass
+
+def plain(inputs):
+    return inputs, inputs
+
+def told(inputs, *, precision):
+    return precision, precision
+
+def for_gdn(inputs: "GDNInputs"):
+    return inputs
+
+class Nested:
+    @staticmethod
+    def kernel(inputs):
+        return inputs.x, inputs.x
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("kernels_of_a_user", "broken_module", "leaving_module"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "kernels_of_a_user.py").write_text(MODULE)
+    (tmp_path / "broken_module.py").write_text("import no_such_library\n")
+    (tmp_path / "leaving_module.py").write_text("raise SystemExit('gone')\n")
+    return tmp_path
+
+
+def install(folder: Path, distribution: str, **points: str) -> None:
+    """What pip leaves of a distribution that registers entry points."""
+    info = folder / f"{distribution}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[ssdprof.implementations]", *lines, ""]))
+
+
+@pytest.mark.parametrize(("operator", "form"), [(SSD, "recurrent_in_place"), (GDN, "fused_portable")])
+def test_what_is_bundled(operator: object, form: str) -> None:
+    for name in ("unfused", "fused", "recurrent", form):
+        found = resolve(operator, name)  # type: ignore[arg-type]
+        assert (found.name, found.kind, found.present.name) == (name, "bundled", name)
+        assert found.precisions("bf16", (EXACT, RELAXED)) == (EXACT, RELAXED)
+
+
+def test_a_library_that_is_not_there_says_why() -> None:
+    assert "mamba_ssm" not in sys.modules
+    found = resolve(SSD, "mamba_ssm")
+    assert (found.kind, found.implementation) == ("library", None)
+    assert found.absent == "mamba_ssm cannot be imported: No module named 'mamba_ssm'."
+    with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
+        _ = found.present
+
+
+def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module = ModuleType("mamba_ssm"), ModuleType("mamba_ssm.ops.triton.ssd_combined")
+    package.__version__ = "9.9"  # type: ignore[attr-defined]
+    module._mamba_chunk_scan_combined_fwd = print  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
+    found = resolve(SSD, "mamba_ssm")
+    assert (found.present.name, found.source) == ("mamba_ssm", "9.9")
+    assert list(map(str, found.precisions("fp16", (EXACT, RELAXED)))) == ["exact, fp16 states"]
+    assert found.on(torch.device("cuda")) is found
+    absent = found.on(torch.device("cpu"))
+    assert (absent.implementation, absent.absent) == (
+        None,
+        "mamba_ssm needs an NVIDIA GPU, and this machine has none.",
+    )
+
+
+def test_a_checkout_is_named_with_the_library(here: Path) -> None:
+    with pytest.raises(BadInputError) as told:
+        resolve(SSD, "published")
+    assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."
+    assert "there is no mamba_ssm/ops/triton/softplus.py" in resolve(SSD, f"published={here}").absent
+    with pytest.raises(BadInputError, match="mamba_ssm is taken as installed"):
+        resolve(SSD, f"mamba_ssm={here}")
+    with pytest.raises(BadInputError, match="'fused' is no library of ssd"):
+        resolve(SSD, f"fused={here}")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(BadInputError, match="There is no implementation 'fussed' of ssd") as told:
+        resolve(SSD, "fussed")
+    assert told.value.hint.startswith("Did you mean fused?")
+    assert "flash_qla" in known(GDN)
+    assert "flash_qla" not in known(SSD)
+    with pytest.raises(BadInputError, match="There is no implementation 'flash_qla' of ssd"):
+        resolve(SSD, "flash_qla")
+
+
+def test_a_function_of_the_current_directory(here: Path) -> None:
+    found = resolve(SSD, "kernels_of_a_user:plain")
+    assert (found.kind, found.source) == ("own", "kernels_of_a_user:plain")
+    x = torch.ones(1)
+    assert found.present.run(x, Precision()) == (x, x)
+    assert found.precisions("bf16", (EXACT, RELAXED)) == (EXACT,)
+    assert sys.path[-1] == str(here), "what is imported later is found too, and hides no installed module"
+    assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
+
+
+def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> None:
+    found = resolve(SSD, "kernels_of_a_user:told")
+    assert found.precisions("bf16", (EXACT, RELAXED)) == (EXACT, RELAXED)
+    with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
+        found.present.run(None, Precision())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("broken_module:f", "The module of broken_module:f cannot be imported: No module named 'no_such_library'"),
+        ("leaving_module:f", "The module of leaving_module:f cannot be imported: SystemExit: gone"),
+        ("nowhere:f", "The module of nowhere:f cannot be imported: No module named 'nowhere'"),
+        ("kernels_of_a_user:g", "has no 'g'"),
+        ("kernels_of_a_user:number", "is no function, but of type int"),
+        ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
+    ],
+)
+def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
+    with pytest.raises(BadInputError) as told:
+        resolve(SSD, word)
+    assert message in told.value.message
+
+
+def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told")
+    monkeypatch.syspath_prepend(here / "site")
+    found = resolve(SSD, "mine")
+    assert (found.name, found.kind, found.source) == ("mine", "own", "kernels_of_a_user:plain")
+    assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
+    assert "mine" in known(GDN)
+
+
+def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(here / "one", "one", mine="kernels_of_a_user:plain")
+    install(here / "two", "two", mine="kernels_of_a_user:told")
+    monkeypatch.syspath_prepend(here / "one")
+    monkeypatch.syspath_prepend(here / "two")
+    with pytest.raises(BadInputError, match="Several installed packages register 'mine'") as told:
+        resolve(SSD, "mine")
+    assert "kernels_of_a_user:plain" in told.value.hint
+    assert "kernels_of_a_user:told" in told.value.hint

@@ -1,0 +1,332 @@
+"""`--impl` and `--baseline`: a user's own kernel and other libraries in `run` and `accuracy`, as a user meets them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ssdprof import kernels, runs
+from ssdprof.cli import app
+from ssdprof.kernels import UnsupportedError, registry
+from ssdprof.measure import rehearsal
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.operators.drawing import Peer, PeerSource
+from ssdprof.operators.ssd.peers import PEERS
+from ssdprof.schema import CaseResult, PrecisionRecord
+from ssdprof.schema.outcome import outcome
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "your-own-kernel.md"
+BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
+SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+    return result.exit_code, " ".join(result.stdout.split()), " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that Python imports from, and a quick baseline: kernels are slow in the interpreter."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my_kernels", "bad_kernels", "tiny"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    kernels.get("ssd", "unfused")  # registers all that there are
+    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
+    for key, old in list(registry._implementations.items()):
+        if key[1] in ("unfused", "fused"):
+            registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))
+    return tmp_path
+
+
+@pytest.fixture
+def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of its own: what is judged here is judged afterwards."""
+    monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
+
+
+def cases() -> dict[str, CaseResult]:
+    """Those of the latest run."""
+    return {case.implementation: case for case in runs.read(None)[1].cases}
+
+
+# --- the user's own kernel
+
+
+@pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
+def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
+    example = re.search(r"<!-- example: my_kernels\.py -->\n```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    assert example is not None
+    (here / "my_kernels.py").write_text(example[1])
+    code, shown, told = call("run", model, *SHORT, "--impl", f"unfused,my_kernels:{function}")
+    assert code == 0, shown + told
+    assert "PASSED: all 2 cases are within the error budget" in shown
+    case = cases()[f"my_kernels:{function}"]
+    assert (case.status, case.reason) == ("passed", "")
+    assert [accuracy.tensor for accuracy in case.accuracy if accuracy.passed] == ["out", "final_states"]
+
+
+def test_every_command_of_the_document_takes_the_example() -> None:
+    """The names in it are those of the example."""
+    text = DOCUMENT.read_text()
+    assert set(re.findall(r"my_kernels:(\w+)", text)) == set(re.findall(r"^def (my_\w+)", text, re.M))
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason"),
+    [
+        ("wrong_head", "inaccurate", r"out, head 1: max\|ours - oracle\| is \S+, its budget \S+; the largest"),
+        ("nan", "nonfinite", r"out: 1 elements are not finite, the first at \(0, 5, 1, 2\)"),
+        ("changing", "failed", "it changes its inputs: x"),
+        ("beyond_its_input", "failed", "it writes out of bounds, before its inputs x"),
+        ("misshapen", "failed", "ValueError: out must be torch.bfloat16 of shape"),
+        ("raising", "failed", "ZeroDivisionError: seven by zero"),
+        ("refusing", "refused", "refusing: not on a Tuesday"),
+    ],
+)
+@pytest.mark.usefixtures("unrehearsed")
+def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, status: str, reason: str) -> None:
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    name = f"bad_kernels:{function}"
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", f"unfused,{name}")
+    assert code == 1
+    assert name in shown
+    found = cases()
+    assert (found[name].status, found["unfused"].status) == (status, "passed")
+    assert re.match(reason, found[name].reason)
+    assert found[name].timing is None
+    assert re.search(reason.replace(r"\|", r"\\\|"), call("export")[1])
+
+
+def test_a_kernel_that_hangs_fails_the_run_and_is_named(here: Path) -> None:
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:hanging", "--first-call", "1")
+    assert code == 1
+    assert "bad_kernels:hanging (exact, fp32 states): its first call was stopped after 1 s" in shown
+    assert cases()["unfused"].status == "passed"
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_a_kernel_with_a_precision_is_judged_at_each(here: Path) -> None:
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    words = ("run", "demo", "--seq", "40", "--layers", "0", "--impl", "bad_kernels:precise,bad_kernels:good")
+    code, shown, _ = call(*words)
+    assert code == 1
+    assert "REFUSED: bad_kernels:precise (relaxed, bf16 states) in layer 0: precise: exact intermediates only." in shown
+    report = runs.read(None)[1]
+    assert report.asked is not None
+    assert report.asked.implementations == ()
+    assert {one.name: (one.kind, one.source, len(one.precisions)) for one in report.asked.others} == {
+        "bad_kernels:precise": ("own", "bad_kernels:precise", 2),
+        "bad_kernels:good": ("own", "bad_kernels:good", 1),
+    }
+    assert call(*words, "--dtypes", "exact")[0] == 0
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_a_kernel_that_changes_its_inputs_spoils_no_other(here: Path) -> None:
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    call("run", "demo", *SHORT, "--impl", "bad_kernels:changing,fused,bad_kernels:good")
+    assert {name: case.status for name, case in cases().items()} == {
+        "unfused": "passed",
+        "bad_kernels:changing": "failed",
+        "fused": "passed",
+        "bad_kernels:good": "passed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--impl", "unfused,nowhere:kernel"), "The module of nowhere:kernel cannot be imported: No module named"),
+        (("--impl", "bad_kernels:missing"), "has no 'missing'"),
+        (("--impl", "unfused,fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
+        (("--impl", "flash_qla"), "There is no implementation 'flash_qla' of ssd."),
+        (("--impl", "unfused,"), "--impl has an empty name: 'unfused,'."),
+        (("--baseline", "fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
+        (("--impl", "published"), "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_bad_input(here: Path, words: tuple[str, ...], message: str) -> None:
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    code, shown, told = call("run", "demo", *SHORT, *words)
+    assert (code, shown) == (2, "")
+    assert message in told
+    assert not list(here.glob("runs/*/report.json"))
+
+
+def test_an_installed_package_registers_a_kernel(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = here / "site" / "tiny-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ssdprof.implementations]\nquick = tiny:good\n")
+    (here / "site" / "tiny.py").write_text(BAD.read_text())
+    monkeypatch.syspath_prepend(here / "site")
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "quick", "--full")
+    assert code == 0, shown
+    assert cases()["quick"].status == "passed"
+    assert "your kernel quick, tiny:good, at exact, fp32 states" in shown
+
+
+# --- other libraries
+
+
+EXACT_BF16 = PrecisionRecord(intermediates="exact", state_dtype="bf16")
+
+
+def library(
+    monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[[Any], Any] = oracle_output, *, needs_gpu: bool = False
+) -> None:
+    """A stand-in for a library, with bf16 states like `mamba_ssm`."""
+
+    def load(_checkout: Path | None) -> Peer:
+        implementation = registry.Implementation(
+            operator="ssd",
+            name=name,
+            run=lambda inputs, _precision: run(inputs),
+            plan=lambda *_: registry.Plan(variant=name, launches=1),
+        )
+        return Peer(implementation=implementation, version="9.9", precisions=lambda _dtype: (EXACT_BF16,))
+
+    monkeypatch.setitem(PEERS, name, PeerSource(load=load, hint="pip install it.", needs_gpu=needs_gpu))
+
+
+def narrow(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out, states.bfloat16()
+
+
+def sloppy(inputs: Any) -> Any:
+    """One element is off."""
+    out, states = oracle_output(inputs)
+    out[0, 3, 0, 0] += out.abs().max() / 10
+    return out, states
+
+
+def doubled(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out * 2, states
+
+
+def refuse(_inputs: Any) -> Any:
+    raise UnsupportedError("shy: no chunks of 256")
+
+
+def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "other", narrow)
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full")
+    assert code == 0, shown
+    case = cases()["other"]
+    assert (case.status, case.precision) == ("passed", EXACT_BF16)
+    assert case.accuracy[0].vs_baseline is not None
+    assert case.accuracy[0].vs_baseline.against == "unfused exact, bf16 states"
+    assert "Accuracy of other's output at 40 tokens" in shown
+    assert "another library other, 9.9, at exact, bf16 states" in shown
+
+
+def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "shy", refuse)
+    library(monkeypatch, "gpu_only", needs_gpu=True)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,fused,shy,gpu_only,mamba_ssm", "--full")
+    assert code == 0, shown
+    assert "Not compared: " in shown
+    if not torch.cuda.is_available():
+        assert "gpu_only needs an NVIDIA GPU, and this machine has none" in shown
+    assert "mamba_ssm cannot be imported" in shown
+    assert "Without a time: shy (exact, bf16 states) in layer 0: shy: no chunks of 256." in shown
+    assert outcome(runs.read(None)[1]).passed
+
+
+def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "sloppy", sloppy)
+    library(monkeypatch, "wrong", doubled)
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full")
+    assert code == 0, shown
+    found = cases()
+    assert (found["sloppy"].status, found["wrong"].status) == ("passed", "inaccurate")
+    assert found["sloppy"].reason.startswith("out, head 0: max|ours - oracle| is ")
+    assert "Outside the error budget and timed all the same, as another library's: sloppy" in shown
+    assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
+    code, shown, _ = call("accuracy", "--impl", "sloppy")
+    assert "sloppy may not be used: exact with bf16 states: outside the error budget in layer 0." in shown
+
+
+def test_a_baseline_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    code, _, told = call("run", "demo", *SHORT, "--impl", "fused,mamba_ssm", "--baseline", "mamba_ssm")
+    assert code == 3
+    assert "mamba_ssm cannot be imported" in told
+    assert not list(here.glob("runs/*/report.json"))
+
+
+def test_a_baseline_that_refuses_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "shy", refuse)
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,shy", "--baseline", "shy")
+    assert code == 1
+    assert "REFUSED: shy (exact, bf16 states) in layer 0: shy: no chunks of 256." in shown
+
+
+def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, "other", narrow)
+    words = ("--seq", "40", "--layers", "0", "--impl", "unfused,fused", "--baseline", "other", "--full")
+    code, shown, _ = call("run", "demo", *words)
+    assert code == 0, shown
+    report = runs.read(None)[1]
+    assert report.baseline == "other"
+    against = {
+        (case.implementation, str(case.precision)): case.accuracy[0].vs_baseline.against
+        for case in report.cases
+        if case.accuracy[0].vs_baseline
+    }
+    assert len(against) == 4
+    assert set(against.values()) == {"other exact, bf16 states"}
+    assert "fused against other" in shown
+    assert "other against fp64" in shown
+    assert "baseline other, which the others are compared with" in shown
+    assert "unfused one kernel launch per stage fused" in shown
+
+
+def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    library(monkeypatch, "sloppy", sloppy)
+    words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--max-rms-ratio")
+    assert call(*words, "1.0001")[0] == 0
+    code, shown, _ = call(*words, "0.5")
+    assert code == 1
+    assert "layer 0, 40 tokens, bad_kernels:good, exact, fp32 states: " in shown
+    assert "layer 0, 40 tokens, sloppy" not in shown
+
+
+# --- accuracy
+
+
+@pytest.mark.usefixtures("unrehearsed")
+def test_accuracy_shows_the_named_implementations_of_the_run(here: Path) -> None:
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    assert call("run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")[0] == 1
+    code, shown, _ = call("accuracy")
+    assert code == 1
+    assert "Accuracy of bad_kernels:nan's output" in shown
+    code, shown, _ = call("accuracy", "--impl", "fused", "--baseline", "unfused")
+    assert code == 0, shown
+    assert "Accuracy of fused's output" in shown
+    assert "bad_kernels:nan" not in shown
+    code, _, told = call("accuracy", "--impl", "fussed")
+    assert code == 2
+    assert "has no implementation 'fussed'. hint: Did you mean fused?" in told
+    code, _, told = call("accuracy", "--baseline", "fused")
+    assert code == 2
+    assert "compared with unfused, not with fused. hint: Run the model again with --baseline fused." in told

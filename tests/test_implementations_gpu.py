@@ -1,0 +1,129 @@
+"""A user's own kernel on a GPU: timed if it is right; a fault or a hang of it costs nobody else the GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ssdprof import runs
+from ssdprof.cli import app
+from ssdprof.schema import CaseResult
+
+pytestmark = pytest.mark.gpu
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "your-own-kernel.md"
+FAULTY = """
+import torch
+import triton
+import triton.language as tl
+from ssdprof.kernels import get
+from ssdprof.kernels.precision import Precision
+
+
+@triton.jit
+def write(p, offset):
+    tl.store(p + offset, 1.0)
+
+
+@triton.jit
+def wait(p):
+    while tl.load(p, volatile=True) == 0:
+        pass
+
+
+def right(inputs):
+    return get("ssd", "unfused").run(inputs, Precision())
+
+
+def illegal(inputs):
+    out, states = right(inputs)
+    write[(1,)](states, 1 << 45)
+    return out, states
+
+
+def beyond(inputs):
+    out, states = right(inputs)
+    write[(1,)](states, states.numel())
+    return out, states
+
+
+def hanging(inputs):
+    out, states = right(inputs)
+    wait[(1,)](torch.zeros(1, device=out.device))
+    return out, states
+"""
+
+
+def call(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+    return result.exit_code, " ".join(result.stdout.split())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my_kernels", "faulty_kernels"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def cases() -> dict[str, CaseResult]:
+    return {case.implementation: case for case in runs.read(None)[1].cases}
+
+
+@pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
+def test_the_example_of_the_documents_is_timed(here: Path, model: str, function: str) -> None:
+    example = re.search(r"<!-- example: my_kernels\.py -->\n```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    assert example is not None
+    (here / "my_kernels.py").write_text(example[1])
+    name = f"my_kernels:{function}"
+    words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--impl", f"unfused,fused,{name}")
+    code, shown = call("run", model, *words)
+    assert code == 0, shown
+    case = cases()[name]
+    assert case.status == "passed", case.reason
+    assert case.timing is not None, case.reason
+    assert case.speedup is not None
+    assert case.speedup.baseline == "unfused exact, fp32 states"
+    assert [launch.kernel for launch in case.launches] == [function.replace("my_", "") + "_scan"]
+    assert case.memory is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("illegal", r"illegal memory access"),
+        ("beyond", r"it writes out of bounds, behind a tensor of shape \(1, .*\) that it allocates"),
+        ("hanging", r"its first call was stopped after 20 s"),
+    ],
+)
+def test_a_faulty_kernel_is_named_and_the_others_are_timed(here: Path, function: str, reason: str) -> None:
+    (here / "faulty_kernels.py").write_text(FAULTY)
+    name = f"faulty_kernels:{function}"
+    words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--first-call", "20")
+    code, shown = call("run", "demo", *words, "--impl", f"{name},unfused,fused,faulty_kernels:right")
+    assert code == 1
+    found = cases()
+    assert re.search(reason, found[name].reason), found[name].reason
+    assert found[name].timing is None
+    for other in ("unfused", "fused", "faulty_kernels:right"):
+        assert found[other].status == "passed", found[other].reason
+        assert found[other].timing is not None, found[other].reason
+    assert name in shown
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("function", ["right", "illegal"])
+def test_a_bench_judges_an_own_kernel_too(here: Path, function: str) -> None:
+    (here / "faulty_kernels.py").write_text(FAULTY)
+    words = ("--shape", "16x64x128x1", "--seq", "512", "--impl", f"unfused,faulty_kernels:{function}")
+    code, shown = call("bench", "ssd", *words)
+    assert code == (0 if function == "right" else 1), shown
+    assert f"faulty_kernels:{function}" in shown

@@ -1,0 +1,80 @@
+"""`run` with weights that do not all fit, through the command line and without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ssdprof import runs
+from ssdprof.cli import app
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.placement import bytes_beside_weights
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.subject import find
+from ssdprof.report import html
+from ssdprof.schema.outcome import outcome
+
+PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
+
+
+class Answer:
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.fixture(autouse=True)
+def little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, and room for 60 % of the demo's weights beside what it computes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    request = CaptureRequest(model=ModelRequest(model="demo"), prompt=PromptRequest(seqlens=(24,)))
+    subject = find(request)
+    free = bytes_beside_weights(request, subject) + int(0.6 * subject.weight_bytes)
+    monkeypatch.setattr(limits, "free_bytes", lambda: free)
+
+
+def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
+    planned = Answer(*PLAIN, "--dry-run")
+    assert planned.code == 0, planned.err
+    for words in (
+        "disk-offload:",
+        "in main memory",
+        "on the disk",
+        "is read once, in",
+        "GB/s",
+        "predicted peak on cpu",
+    ):
+        assert words in " ".join(planned.out.split())
+    answer = Answer(*PLAIN, "--out", "a")
+    assert answer.code == 0, answer.err
+    assert "on the disk; a layer of" in answer.err
+    _, report = runs.read("a")
+    assert outcome(report).passed
+    assert report.placement is not None
+    assert report.placement == report.placement.model_copy(update={"kind": "disk-offload", "device": "cpu"})
+    assert report.placement.bytes_per_s is not None
+    streamed = next(held.layers for held in report.placement.held if held.place == "disk")
+    assert any(f"layer by layer ({streamed} from the disk)" in note for note in report.notes)
+    assert "layer by layer" in html.render(report)
+    planned = json.loads(Answer(*PLAIN, "--dry-run", "--json").out)
+    assert planned["placement"]["kind"] == "disk-offload"
+
+
+def test_a_placement_that_this_machine_does_not_have() -> None:
+    for more in (("--dry-run",), ()):
+        answer = Answer(*PLAIN, "--placement", "all-gpus", *more)
+        assert answer.code == 3
+        assert "needs two NVIDIA GPUs; 0 can be used here" in answer.err
+    assert Answer(*PLAIN, "--placement", "moon").code == 2
+
+
+def test_stored_captures_have_no_weights_to_place() -> None:
+    stored = Answer("capture", "demo", "--seq", "24", "--layers", "first:1", "--out", "captures")
+    assert stored.code == 0, stored.err
+    answer = Answer("run", "captures", "--placement", "disk-offload")
+    assert answer.code == 2
+    assert "--layers is the only option" in answer.err

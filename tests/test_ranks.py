@@ -1,0 +1,170 @@
+"""Several processes of torchrun share a run's layers: one report, whatever becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ssdprof import runs
+from ssdprof.environment.ranks import Ranks, join
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.schema import RunReport
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+FAST = ("--dtypes", "exact", "--states", "fp32")
+
+
+@pytest.fixture
+def two() -> tuple[Ranks, Ranks]:
+    store = HashStore()
+    store.set("0/process", str(os.getpid()))
+    return Ranks(0, 2, store), Ranks(1, 2, store)
+
+
+def test_every_item_falls_to_one_rank(two: tuple[Ranks, Ranks]) -> None:
+    assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
+
+
+def test_messages_arrive_once_and_in_order(two: tuple[Ranks, Ranks]) -> None:
+    first, second = two
+    second.send("a")
+    second.send("b")
+    assert list(first.received()) == [(1, "a"), (1, "b")]
+    second.send("c")
+    second.end()
+    assert not first.ended
+    assert list(first.received()) == [(1, "c")]
+    assert first.ended
+    assert list(first.received()) == []
+
+
+def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks]) -> None:
+    first, second = two
+    assert first.lost() == ()  # it has not joined yet
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    first.store.set("1/process", str(process.pid))
+    deadline = time.monotonic() + 30
+    while not first.lost() and time.monotonic() < deadline:  # as a zombie: nobody has asked for its exit code
+        time.sleep(0.01)
+    assert first.lost() == (1,)
+    process.wait()
+    assert first.lost() == (1,)
+    assert second.lost() == ()
+    second.end()
+    assert first.lost() == ()
+
+
+def test_a_process_alone_joins_nobody() -> None:
+    assert join({}) is None
+    assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
+
+
+def test_ranks_on_several_machines_are_refused() -> None:
+    with pytest.raises(BadInputError, match="several machines"):
+        join({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
+
+
+def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
+        join({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+    assert "--nproc-per-node 1" in caught.value.hint
+
+
+# --- whole runs
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `ssdprof` in a folder of the test's own, with two ranks or with none."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, ranks: bool = True) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*(TORCHRUN if ranks else (sys.executable, "-m")), "ssdprof", *words],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def same(report: RunReport) -> dict[str, Any]:
+    """What is alike in two runs of the same thing."""
+    return report.model_dump(exclude={"run_id", "created", "command", "ranks", "clocks", "placement"}) | {
+        "held": report.placement and report.placement.held
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_report_of_one_process(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    words = ("run", "demo", "--seq", "16,24", "--layers", "first:3", "--decode", "1", *FAST)
+    for name, ranks in (("one", False), ("two", True)):
+        process = start(*words, "--out", name, ranks=ranks)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert out.count("PASSED") == 1, out
+    one, two = (runs.read(tmp_path / name)[1] for name in ("one", "two"))
+    assert (one.ranks, two.ranks) == (1, 2)
+
+    def order(report: RunReport) -> dict[str, Any]:
+        cases = sorted(report.cases, key=lambda case: case.model_dump_json())
+        return same(report) | {"cases": [case.model_dump() for case in cases]}
+
+    assert len(one.cases) == 2 * 3 * 4
+    assert order(one) == order(two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_dies_ends_the_run_and_is_named(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, killed: int
+) -> None:
+    process = start("run", "demo", "--seq", "256", "--out", "run")
+    ranks = wait_for(lambda: ranks_of(process.pid) if (tmp_path / "run" / "report.json").exists() else None)
+    os.kill(ranks[killed], signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    report = runs.read(tmp_path / "run")[1]
+    assert report.state == "partial"
+    assert report.cases
+    assert f"Rank {killed} of 2 died before its share was done." in report.notes
+    if killed == 1:
+        assert "Rank 1 of 2 died before its share was done." in err
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if answer := found():
+            return answer
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Rank -> process, of torchrun's children."""
+    found = {}
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        words = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+        found |= {int(word.removeprefix("RANK=")): int(child) for word in words if word.startswith("RANK=")}
+    return found

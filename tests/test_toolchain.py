@@ -1,0 +1,199 @@
+"""A bare machine with a GPU: what Triton and the driver lack is named before a kernel is compiled, with a remedy."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from ssdprof import environment
+from ssdprof.environment import checks, clocks, toolchain
+from ssdprof.environment.toolchain import needs, others_on_gpu, require_toolchain, unusable_gpu
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.pipeline import limits
+
+
+class FakeNvml:
+    """As pynvml, on a machine with some GPUs."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, gpus: int = 1, cuda: int = 12040, processes: int = 1) -> None:
+        self.gpus, self.cuda, self.processes = gpus, cuda, processes
+
+    def nvmlInit(self) -> None:
+        if self.gpus < 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.cuda
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self.gpus
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _handle: str) -> list[int]:
+        return [0] * self.processes
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
+    monkeypatch.setattr(clocks, "pynvml", FakeNvml(**options))
+
+
+@pytest.fixture
+def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that has all of it, in a folder: bin/gcc, bin/apt-get, include/Python.h, lib/libcuda.so.1."""
+    for name in ("bin/gcc", "bin/apt-get", "include/Python.h", "lib/libcuda.so.1"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
+    for name in ("CC", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(toolchain, "_LDCONFIG", str(tmp_path / "bin" / "ldconfig"))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme=None: {"include": str(tmp_path / "include")})  # noqa: ARG005
+    return tmp_path
+
+
+@pytest.mark.usefixtures("furnished")
+def test_nothing_is_lacking() -> None:
+    assert all(need.found for need in needs()), list(needs())
+    require_toolchain()
+
+
+@pytest.mark.parametrize(
+    ("gone", "words", "mend"),
+    [
+        ("bin/gcc", "there is no C compiler", "apt-get install -y gcc"),
+        ("include/Python.h", "Python's headers are not installed", "-dev"),
+        ("lib/libcuda.so.1", r"does not find libcuda\.so\.1", "ldconfig"),
+    ],
+)
+def test_what_is_lacking_is_named_with_one_command(furnished: Path, gone: str, words: str, mend: str) -> None:
+    (furnished / gone).unlink()
+    with pytest.raises(MissingCapabilityError, match=words) as caught:
+        require_toolchain()
+    assert caught.value.exit_code == 3
+    assert caught.value.hint.startswith("Run: ")
+    assert caught.value.hint.endswith(mend)
+    assert sum(not need.found for need in needs()) == 1
+
+
+def test_commands_are_those_of_the_machines_package_manager(furnished: Path) -> None:
+    (furnished / "bin" / "apt-get").rename(furnished / "bin" / "apk")
+    (furnished / "bin" / "gcc").unlink()
+    assert next(iter(needs())).mend == "apk add gcc"
+
+
+def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "icx")
+    with pytest.raises(MissingCapabilityError, match="CC=icx is no program") as caught:
+        require_toolchain()
+    assert caught.value.hint == "Run: unset CC"
+    (furnished / "bin" / "icx").touch(mode=0o755)
+    require_toolchain()
+
+
+def test_the_linkers_cache_comes_before_the_environment(furnished: Path) -> None:
+    elsewhere = furnished / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "libcuda.so.1").touch()
+    ldconfig = furnished / "bin" / "ldconfig"
+    ldconfig.write_text(f"#!/bin/sh\necho '\tlibcuda.so.1 (libc6,x86-64) => {elsewhere}/libcuda.so.1'\n")
+    ldconfig.chmod(0o755)
+    assert next(need.found for need in needs() if need.name == "driver library") == str(elsewhere)
+
+
+@pytest.mark.usefixtures("furnished")
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _mode: "bin" in str(path))
+    with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written") as caught:
+        require_toolchain()
+    assert "TRITON_CACHE_DIR" in caught.value.hint
+
+
+def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (furnished / "bin" / "gcc").unlink()
+    limits.check_replay((16,))  # in the interpreter nothing is compiled
+    monkeypatch.setattr(limits, "INTERPRETED", False)
+    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
+    with pytest.raises(MissingCapabilityError, match="no C compiler"):
+        limits.check_replay((16,))
+    driver(monkeypatch, cuda=11080)
+    monkeypatch.setattr(limits, "device", lambda: torch.device("cpu"))
+    with pytest.raises(MissingCapabilityError, match="torch cannot use one"):
+        limits.check_replay((16,))
+
+
+# --- the driver
+
+
+def test_no_driver_and_no_gpu_are_nothing_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus in (-1, 0):
+        driver(monkeypatch, gpus=gpus)
+        assert unusable_gpu() == ""
+
+
+@pytest.mark.parametrize(
+    ("built", "cuda", "hidden", "words"),
+    [
+        ("13.0", 12040, None, "runs CUDA 12.4, and this torch is built for CUDA 13.0.  Update NVIDIA's driver"),
+        ("12.8", 12040, None, "torch cannot start one.  Run: python -c"),
+        (None, 12040, None, "this torch is built without CUDA.  Install a CUDA build"),
+        ("12.8", 12080, "", "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset CUDA_VISIBLE_DEVICES"),
+        ("12.8", 12080, "7", "CUDA_VISIBLE_DEVICES='7' hides"),
+    ],
+)
+def test_why_torch_uses_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, cuda: int, hidden: str | None, words: str
+) -> None:
+    driver(monkeypatch, gpus=2, cuda=cuda)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if hidden is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert words in unusable_gpu()
+    found = next(one for one in environment.doctor() if one.name == "gpu")
+    assert (found.status, found.hint) == ("missing", unusable_gpu())
+
+
+def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for running, others in ((0, 0), (1, 0), (3, 2)):
+        driver(monkeypatch, processes=running)
+        assert others_on_gpu("GPU-1") == others
+    driver(monkeypatch, gpus=-1)
+    assert others_on_gpu("GPU-1") is None
+
+
+def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (furnished / "include" / "Python.h").unlink()
+    driver(monkeypatch, processes=3)
+    gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
+    monkeypatch.setattr(checks, "gpu", lambda: gpu)
+    monkeypatch.setattr(checks, "read", lambda: None)
+    monkeypatch.setattr(checks, "current_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = {one.name: one for one in checks._gpu()}
+    assert (found["gpu slice"].status, found["gpu sharing"].status) == ("warn", "warn")
+    assert "nvidia-smi -mig 0" in found["gpu slice"].hint
+    assert found["gpu sharing"].detail == "2 other processes on it"
+    assert found["C compiler"].status == "ok"
+    assert found["Python headers"].status == "missing"
+    assert found["Python headers"].hint.startswith("Run: apt-get install -y python3.")
+    assert all((one.hint == "") == (one.status == "ok") for one in found.values())
