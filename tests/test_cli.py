@@ -293,7 +293,7 @@ WRONG = [
     "bench ssd --states x",
     "tune ssd --shape x",
     "tune gdn --dtype x",
-    "stalls --impl x",
+    "stalls --impl fused,",
     "stalls --seq x",
     "stalls --from demo --layer 3",
 ]

@@ -55,14 +55,13 @@ def time_cell(
     sampled = {
         choice.contender: found for choice in passed if (found := timed[choice.judged.entry.call].sampled) is not None
     }
-    fastest = _fastest(sampled)
-    return tuple(_timed_case(choice, timed.get(choice.judged.entry.call), fastest, inputs, watch) for choice in choices)
+    return tuple(_timed_case(choice, timed.get(choice.judged.entry.call), sampled, inputs, watch) for choice in choices)
 
 
 def _timed_case(
-    choice: Choice, timed: Timed | None, fastest: Mapping[str, Sampled], inputs: Any, watch: Stopwatch
+    choice: Choice, timed: Timed | None, sampled: Mapping[Contender, Sampled], inputs: Any, watch: Stopwatch
 ) -> BenchCase:
-    """timed: None for a choice that did not pass."""
+    """timed: None for a choice that did not pass.  sampled: all that was."""
     case = _case(choice, watch.limits)
     if timed is None:
         return case
@@ -70,11 +69,12 @@ def _timed_case(
         return _updated(case, status="inaccurate", reason=f"after it was timed: {timed.changed}")
     if timed.sampled is None:
         return _updated(case, reason=timed.untimed)
-    timing = timed.sampled.timing()
+    timing, smallest = timed.sampled.timing(), watch.sampling.smallest_difference
     return _updated(
         case,
         timing=timing,
-        speedups=_speedups(choice.contender, timed.sampled, fastest, watch.sampling.smallest_difference),
+        speedups=_speedups(choice.contender, timed.sampled, _fastest(sampled), smallest),
+        over_exact=_over_exact(choice.contender, sampled, smallest),
         roofline=roofline(inputs, watch.ceilings, timing.device_median_us),
     )
 
@@ -120,6 +120,18 @@ def _speedups(
     )
 
 
+def _over_exact(
+    contender: Contender, sampled: Mapping[Contender, Sampled], smallest_difference: float
+) -> Speedup | None:
+    """The speedup of relaxed over exact intermediates of the same implementation and states, if both were timed."""
+    own = contender.precision
+    exact = own.model_copy(update={"intermediates": "exact"})
+    for other, times in sampled.items():
+        if own != exact and (other.name, other.precision) == (contender.name, exact):
+            return sampled[contender].speedup(times, f"{other.name} {exact}", smallest_difference)
+    return None
+
+
 def _case(choice: Choice, limits: Limits | None) -> BenchCase:
     judged = choice.judged
     return BenchCase(
@@ -133,6 +145,7 @@ def _case(choice: Choice, limits: Limits | None) -> BenchCase:
         plan=judged.verified.attempt.why_this_plan,
         trials=choice.trials,
         error=judged.verdict.error,
+        accuracy=judged.verdict.accuracy,
         memory=judged.verified.attempt.memory,
         first_call=judged.first_call,
         kernels=tuple(_kernel(launch, limits) for launch in judged.verified.attempt.launches),

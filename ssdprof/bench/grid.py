@@ -12,6 +12,7 @@ from ssdprof.operators.drawing import Cell, InputDType, Layout, Tokens
 from ssdprof.operators.shapes import Shape
 
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
+CHUNK_SIZES = (16, 32, 64, 128, 256)  # those that every implementation which is given one can take
 
 
 def parse_tokens(
@@ -63,6 +64,20 @@ def expand(
 def parse_dtypes(words: str) -> tuple[InputDType, ...]:
     """ "bf16,fp16" -> ("bf16", "fp16").  Raises BadInputError."""
     return tuple(dict.fromkeys(_input_dtype(word) for word in _words(words)))
+
+
+def parse_chunk_sizes(words: str) -> tuple[int, ...]:
+    """ "64,128" -> (64, 128); "best" -> (): those of the operator.  Raises BadInputError."""
+    return () if words == "best" else tuple(dict.fromkeys(_chunk_size(word.strip()) for word in words.split(",")))
+
+
+def _chunk_size(word: str) -> int:
+    found = next((size for size in CHUNK_SIZES if word == str(size)), None)
+    if found is None:
+        raise BadInputError(
+            f"--chunk-size does not know {word!r}.", f"Give one or more of {', '.join(map(str, CHUNK_SIZES))}."
+        )
+    return found
 
 
 def _input_dtype(word: str) -> InputDType:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ssdprof import operators
 from ssdprof.bench.contenders import Entry
 from ssdprof.bench.first_call import Patience, TimeIsUp, first_call
 from ssdprof.bench.schema import Error, FirstCall
@@ -18,7 +17,7 @@ from ssdprof.measure.engine import Verified, verify
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.memory import outputs_that_fit
 from ssdprof.operators.operator import Output
-from ssdprof.schema import Status
+from ssdprof.schema import Status, TensorAccuracy
 
 
 class BudgetSpent(Exception):
@@ -27,12 +26,13 @@ class BudgetSpent(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the comparison with the oracle said.  sloppy: see `schema.BenchCase`."""
+    """What the comparison with the oracle said.  sloppy, accuracy: see `schema.BenchCase`."""
 
     status: Status
     reason: str = ""
     sloppy: str = ""
     error: Error | None = None
+    accuracy: tuple[TensorAccuracy, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,41 +49,51 @@ def judge(
     entries: Sequence[Entry],
     on_progress: Callable[[int], None] = lambda _: None,
     patience: Patience = Patience(),  # noqa: B008
+    *,
+    match_with: str = "",
 ) -> list[Judged]:
-    """Run every entry and compare it with the oracle and with its baseline (`baselines_of`); the entries' inputs differ
-    in their chunk size only.
+    """Run every entry and compare it with the oracle; the entries' inputs differ in their chunk size only.
+
+    match_with: the implementation with whose output the others' are compared too: see `reference_of`.
 
     One pass over the oracle serves as many outputs as fit into memory together.  The chunk size of the comparison is
     the smallest one: more chunks round 16-bit states more often, and no entry shall be held to fewer.
 
     Raises BudgetSpent.
     """
-    inputs = min(entries, key=_chunk_size).call.inputs
-    baselines = baselines_of(entries, operators.of(inputs).baseline)
-    groups: dict[Entry, list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(baselines.get(entry, entry), []).append(entry)
-    whole = [tuple(dict.fromkeys((first, *rest))) for first, rest in groups.items()]
+    inputs = min(entries, key=lambda entry: entry.chunk_size or math.inf).call.inputs
+    references = {entry: reference_of(entry, entries, match_with) for entry in entries}
     judged: dict[Entry, Judged] = {}
-    for batch in batches_of(whole, outputs_that_fit(inputs)):
-        for one in _judge_together(batch, baselines, inputs, on_progress, patience):
-            judged.setdefault(one.entry, one)  # a baseline runs again in every batch that needs it
+    for batch in _batches(references, outputs_that_fit(inputs)):
+        for one in _judge_together(batch, references, inputs, on_progress, patience):
+            judged.setdefault(one.entry, one)  # a reference runs again for every batch that needs it
     return [judged[entry] for entry in entries]
 
 
-def baselines_of(entries: Iterable[Entry], baseline: str) -> dict[Entry, Entry]:
-    """Entry -> the entry whose output its own is matched with: that of `baseline` with exact intermediates, equal
-    states, and the same chunk size or else the smallest.  An entry without such a one is left out."""
-    known = [
-        one for one in entries if one.contender.name == baseline and one.contender.precision.intermediates == "exact"
-    ]
-    found = {}
-    for entry in entries:
-        states = entry.contender.precision.state_dtype
-        own = [one for one in known if one.contender.precision.state_dtype == states]
-        if own and entry.contender.name != baseline:
-            found[entry] = min(own, key=lambda one: (one.chunk_size != entry.chunk_size, _chunk_size(one)))
-    return found
+def reference_of(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
+    """The entry of the implementation `name` that is most like `entry`: with exact intermediates, the same states, the
+    same chunk size, in this order.  None if that is `entry` itself, or if there is none.
+    """
+
+    def likeness(other: Entry) -> tuple[bool, bool, bool]:
+        ours, theirs = entry.contender.precision, other.contender.precision
+        same_states = ours.state_dtype == theirs.state_dtype
+        return theirs.intermediates == "exact", same_states, entry.chunk_size == other.chunk_size
+
+    found = max((other for other in entries if other.contender.name == name), key=likeness, default=None)
+    return None if found is entry else found
+
+
+def _batches(references: Mapping[Entry, Entry | None], capacity: int) -> list[list[Entry]]:
+    """Entries whose outputs are held together.  Where two do not fit, nothing is matched."""
+    if capacity < 2:
+        return [[entry] for entry in references]
+    groups: dict[Entry, list[Entry]] = {}
+    for entry, reference in references.items():
+        group = groups.setdefault(reference or entry, [reference or entry])
+        if reference:
+            group.append(entry)
+    return batches_of([tuple(group) for group in groups.values()], capacity)
 
 
 def run_unjudged(
@@ -126,15 +136,15 @@ def _chunk_size(entry: Entry) -> float:
 
 def _judge_together(
     entries: Sequence[Entry],
-    baselines: Mapping[Entry, Entry],
+    references: Mapping[Entry, Entry | None],
     inputs: Any,
     on_progress: Callable[[int], None],
     patience: Patience,
 ) -> list[Judged]:
     tried = {entry: _attempt(entry, patience) for entry in entries}
     attempts = {entry.call: attempted for entry, (attempted, _) in tried.items()}
-    against = {entry.call: baselines[entry].call for entry in entries if entry in baselines}
-    verified = verify(attempts, inputs, baselines=against, on_progress=on_progress)
+    baselines = {entry.call: reference.call for entry in entries if (reference := references[entry])}
+    verified = verify(attempts, inputs, baselines=baselines, on_progress=on_progress)
     judged = []
     for entry, (attempted, first) in tried.items():
         one = verified[entry.call]
@@ -175,8 +185,7 @@ def _verdict(comparison: Comparison, *, ours: bool) -> Verdict:
         out_floor=out.floor.rms_ratio,
         final_states=states.vs_oracle.rms_ratio,
         final_states_floor=states.floor.rms_ratio,
-        matches=out.vs_baseline.matches if out.vs_baseline else (),
     )
     if comparison.sloppy and not ours:
-        return Verdict(status="passed", sloppy=comparison.reason, error=error)
-    return Verdict(status=comparison.status, reason=comparison.reason, error=error)
+        return Verdict(status="passed", sloppy=comparison.reason, error=error, accuracy=comparison.tensors)
+    return Verdict(status=comparison.status, reason=comparison.reason, error=error, accuracy=comparison.tensors)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Error
-from ssdprof.schema.rows import JUDGED, Errors, Row
+from typing import Literal
+
+from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
+from ssdprof.schema.rows import JUDGED, Errors, Row, errors
 
 
 def of_bench(report: BenchReport) -> tuple[Row, ...]:
@@ -11,7 +13,6 @@ def of_bench(report: BenchReport) -> tuple[Row, ...]:
 
 
 def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
-    error = case.error
     return Row(
         where=where(cell),
         tokens=cell.tokens,
@@ -28,13 +29,18 @@ def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
         roofline=case.roofline,
         memory=case.memory,
         launches=tuple(kernel.launch for kernel in case.kernels),
-        out=_out(error) if error else None,
-        final_states=Errors(rms_ratio=error.final_states, floor_rms_ratio=error.final_states_floor) if error else None,
+        out=_errors(case, "out"),
+        final_states=_errors(case, "final_states"),
     )
 
 
-def _out(error: Error) -> Errors:
-    return Errors(rms_ratio=error.out, floor_rms_ratio=error.out_floor, against_baseline=error.matches)
+def _errors(case: BenchCase, tensor: Literal["out", "final_states"]) -> Errors | None:
+    """Older results have RMS errors only."""
+    if case.accuracy or case.error is None:
+        return errors(case.accuracy, tensor)
+    if tensor == "out":
+        return Errors(rms_ratio=case.error.out, floor_rms_ratio=case.error.out_floor)
+    return Errors(rms_ratio=case.error.final_states, floor_rms_ratio=case.error.final_states_floor)
 
 
 def where(cell: BenchCell) -> str:

@@ -51,10 +51,10 @@ class BenchRequest:
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
     named: who takes part.  Those that are not there are left out, and the report says so.
-    baseline: an implementation's name.
+    baseline: an implementation's name.  match_with: of the one that outputs are matched with.
     chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
     first_call: seconds after which a first call is broken off.
-    smallest_difference: that counts, relative.
+    smallest_difference: that counts, relative.  warm: time by a second clock, too: see `SamplingPlan`.
     """
 
     operator: Operator[Any]
@@ -62,11 +62,13 @@ class BenchRequest:
     precisions: Callable[[InputDType], tuple[schema.PrecisionRecord, ...]]
     named: tuple[Named, ...]
     baseline: str = "unfused"
+    match_with: str = "unfused"
     chunk_sizes: tuple[int, ...] = ()
     check: Literal["full", "short"] = "full"
     budget: float | None = None
     first_call: float = math.inf
     smallest_difference: float = 0.01
+    warm: bool = False
     gates: schema.Gates = schema.NO_GATES
     command: tuple[str, ...] = ()
 
@@ -98,6 +100,7 @@ def bench(
         peers={one.name: one.source for one in request.present if one.kind == "library"},
         absent=tuple(one.absent for one in request.named if one.absent),
         baseline=request.baseline,
+        matched_with=request.match_with,
         gates=request.gates,
         ceilings=measure_ceilings(device),
     )
@@ -144,6 +147,7 @@ class _Cells:
     def __init__(self, request: BenchRequest, device: torch.device, ceilings: schema.Ceilings | None) -> None:
         assert ceilings is not None
         self._request = request
+        self._match_with = request.match_with
         self._device = device
         self._ceilings = ceilings
         self._bench = CudaBench(device)
@@ -170,13 +174,16 @@ class _Cells:
         checked = self._checked(cell)
         with watcher.step(f"{cell}: comparing with the fp64 oracle", unit="tokens") as advance:
             if checked == cell:
-                judged = judge(entries, advance, patience)
+                judged = judge(entries, advance, patience, match_with=self._match_with)
             else:
                 judged = self._judge_short(entries, contenders, checked, patience)
         watch = Stopwatch(
             bench=self._bench,
             sampling=SamplingPlan(
-                smallest_difference=request.smallest_difference, max_rounds=MAX_ROUNDS, seconds=seconds
+                smallest_difference=request.smallest_difference,
+                max_rounds=MAX_ROUNDS,
+                seconds=seconds,
+                warm=request.warm,
             ),
             ceilings=self._ceilings,
             limits=self._limits,
@@ -214,7 +221,9 @@ class _Cells:
             return run_unjudged(entries, self._verdicts[checked], patience)
         operator, inputs = self._request.operator, self._draw(checked)
         short = judge(
-            [one for contender in contenders for one in contender.entries(operator, inputs)], patience=patience
+            [one for contender in contenders for one in contender.entries(operator, inputs)],
+            patience=patience,
+            match_with=self._match_with,
         )
         self._verdicts[checked] = {one.entry.key: one.verdict for one in short}
         judged = run_unjudged(entries, self._verdicts[checked], patience)

@@ -17,13 +17,13 @@ from ssdprof.schema import (
     Environment,
     Gates,
     Launch,
-    Match,
     Memory,
     PrecisionRecord,
     Record,
     Roofline,
     Speedup,
     Status,
+    TensorAccuracy,
     Timing,
     migrate,
 )
@@ -39,17 +39,12 @@ class Kernel(Record):
 
 
 class Error(Record):
-    """Against the fp64 oracle, RMS of the difference over RMS of the oracle.  floor: of the oracle itself, rounded.
-
-    matches: of `out` with that of the operator's baseline (unfused) with exact intermediates and equal states; empty
-        for the baseline itself, where it did not run at these states, and in results from before it was recorded.
-    """
+    """Against the fp64 oracle, RMS of the difference over RMS of the oracle.  floor: of the oracle itself, rounded."""
 
     out: float
     out_floor: float
     final_states: float
     final_states_floor: float
-    matches: tuple[Match, ...] = ()
 
 
 class Compiled(Record):
@@ -81,7 +76,10 @@ class BenchCase(Record):
 
     chunk_size: None if the implementation chunks as it likes.
     sloppy: why it is outside ssdprof's error budget, and still close enough for another library's time to be shown.
+    accuracy: of out and of final_states; their `vs_baseline` is against `BenchReport.matched_with`.  Empty in results
+        from before it was recorded.
     speedups: over the fastest case of each other implementation in the cell.
+    over_exact: of relaxed intermediates, over the exact ones of the same implementation and states.
     """
 
     implementation: str
@@ -94,8 +92,10 @@ class BenchCase(Record):
     plan: str = ""  # why it ran as it did
     trials: tuple[ChunkTrial, ...] = ()
     error: Error | None = None
+    accuracy: tuple[TensorAccuracy, ...] = ()
     timing: Timing | None = None
     speedups: tuple[Speedup, ...] = ()
+    over_exact: Speedup | None = None
     roofline: Roofline | None = None
     memory: Memory | None = None
     kernels: tuple[Kernel, ...] = ()
@@ -117,7 +117,7 @@ class BenchCase(Record):
 
     @model_validator(mode="after")
     def _no_number_without_a_match(self) -> BenchCase:
-        if (self.timing or self.speedups) and (self.status != "passed" or self.error is None):
+        if (self.timing or self.speedups or self.over_exact) and (self.status != "passed" or self.error is None):
             raise ValueError("a timing belongs only to a case that was compared with the oracle and passed")
         return self
 
@@ -147,6 +147,7 @@ class LeftOut(Record):
 class BenchReport(Record):
     """kernels: hash of their sources; "" in results from before it was recorded.
     peers: other libraries and their versions.  baseline: whose time the speedups in tables are over.
+    matched_with: the implementation that every output is matched with; "" in results from before it was recorded.
     absent: a sentence for each implementation that was asked for and is not there.
     """
 
@@ -163,6 +164,7 @@ class BenchReport(Record):
     peers: dict[str, str]
     absent: tuple[str, ...] = ()
     baseline: str
+    matched_with: str = ""
     gates: Gates = NO_GATES
     ceilings: Ceilings | None = None
     clocks: Clocks | None = None

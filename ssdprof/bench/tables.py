@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ssdprof.bench.grouping import MOST_ROWS, grouped, short
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Kernel
+from ssdprof.bench.tables_of_choices import chunk_sizes, relaxed_over_exact
+from ssdprof.bench.tables_of_matches import matches
+from ssdprof.bench.tables_of_warm import by_warm_clock
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
-from ssdprof.schema import TOLERANCES, PrecisionRecord
 
-_MOST_ROWS = 50  # of a table, so that no renderer cuts it
 READING = (
     "Device: the GPU's own time, replayed from a CUDA graph.  Call: what a Python caller waits for, launches "
     "included.  In brackets: 95 % intervals.  Of floor: the least time that bytes and arithmetic take on this GPU, as "
@@ -23,7 +25,15 @@ READING = (
 
 def tables(report: BenchReport) -> tuple[Table, ...]:
     """The answer first, then everything behind it."""
-    found = (*speedups(report), *_details(report), *_matches(report), *_behind(report))
+    found = (
+        *speedups(report),
+        *_details(report),
+        *by_warm_clock(report),
+        *matches(report),
+        *relaxed_over_exact(report),
+        *chunk_sizes(report),
+        *_behind(report),
+    )
     return tuple(table for table in found if table.rows)
 
 
@@ -32,10 +42,10 @@ def speedups(report: BenchReport) -> Iterator[Table]:
 
     Over `unfused`, in a table of its own, where the baseline does not run.
     """
-    for title, cells in _grouped(report):
+    for title, cells in grouped(report):
         for base in dict.fromkeys((report.baseline, "unfused")):
             rows = [
-                (cell.tokens, f"{case.variant} {_short(case.precision)}".lstrip(), *_compared(case, cell, base))
+                (cell.tokens, f"{case.variant} {short(case.precision)}".lstrip(), *_compared(case, cell, base))
                 for cell in cells
                 if baseline_of(cell, report.baseline) == base
                 for case in cell.cases
@@ -92,11 +102,11 @@ def fastest(cell: BenchCell, implementation: str) -> BenchCase | None:
 
 def _details(report: BenchReport) -> Iterator[Table]:
     """Every implementation in every cell."""
-    for title, cells in _grouped(report):
+    for title, cells in grouped(report):
         rows: list[tuple[str, ...]] = []
         for cell in cells:
             own = [(cell.tokens, *_detail(case)) for case in cell.cases]
-            if len(rows) + len(own) > _MOST_ROWS:
+            if len(rows) + len(own) > MOST_ROWS:
                 yield _detail_table(title, rows)
                 rows = []
             rows += own
@@ -117,7 +127,7 @@ def _detail_table(title: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def _detail(case: BenchCase) -> tuple[str, ...]:
-    names = (case.kernel, _short(case.precision), fmt.count(case.chunk_size))
+    names = (case.kernel, short(case.precision), fmt.count(case.chunk_size))
     if case.timing is None:
         return (*names, case.status, *[fmt.MISSING] * 6)
     return (
@@ -130,34 +140,6 @@ def _detail(case: BenchCase) -> tuple[str, ...]:
         fmt.small(case.error.out_floor if case.error else None),
         _seconds(case.first_call.seconds if case.first_call else None),
     )
-
-
-def _matches(report: BenchReport) -> Iterator[Table]:
-    for title, cells in _grouped(report):
-        rows = [
-            (
-                cell.tokens,
-                case.kernel,
-                _short(case.precision),
-                *(fmt.percent(one.match_pct) for one in case.error.matches),
-            )
-            for cell in cells
-            for case in cell.cases
-            if case.error and case.error.matches
-        ]
-        for first in range(0, len(rows), _MOST_ROWS):
-            yield Table(
-                title=f"Match with unfused: {title}",
-                headers=(
-                    "sequences x\ntokens", "implementation", "intermediates,\nstates",
-                    *(f"match @\n{fmt.tolerance(tolerance)}" for tolerance in TOLERANCES),
-                ),
-                rows=tuple(rows[first : first + _MOST_ROWS]),
-                align=columns(3, len(TOLERANCES)),
-                keys=3,
-                note="Elements of the output that match those of the unfused kernels with exact intermediates and "
-                "equal states, within a tolerance.",
-            )  # fmt: skip
 
 
 def _behind(report: BenchReport) -> Iterator[Table]:
@@ -207,8 +189,8 @@ def _kernels(report: BenchReport) -> Iterator[Table]:
             (*resources, _seconds(compiled.get((name, resources[0]))), ", ".join(shapes))
             for resources, shapes in kernels.items()
         ]
-        for first in range(0, len(rows), _MOST_ROWS):
-            yield _kernel_table(name, rows[first : first + _MOST_ROWS])
+        for first in range(0, len(rows), MOST_ROWS):
+            yield _kernel_table(name, rows[first : first + MOST_ROWS])
 
 
 def _kernel_table(name: str, rows: list[tuple[str, ...]]) -> Table:
@@ -263,20 +245,6 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     yield "command", " ".join(report.command)
     yield "took", f"{report.seconds:.0f} s, {report.state}"
     yield "on", report.created
-
-
-def _grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
-    """Cells of one shape, dtype, draw and layout, under these in words, in the order in which they ran."""
-    found: dict[str, list[BenchCell]] = {}
-    for cell in report.cells:
-        dims = cell.dims
-        inputs = ", ".join((dims.dtype, *cell.drawn, f"{cell.layout} inputs"))
-        found.setdefault(f"{cell.shape} ({cell.sizes}), {inputs}", []).append(cell)
-    yield from found.items()
-
-
-def _short(precision: PrecisionRecord) -> str:
-    return f"{precision.intermediates}, {precision.state_dtype}"
 
 
 def _floor(case: BenchCase) -> str:

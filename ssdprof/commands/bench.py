@@ -67,8 +67,21 @@ def bench(
             show_default="the first of --against, else unfused",
         ),
     ] = None,
+    match_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The implementation whose outputs the others' are compared with, element by element.",
+            show_default="unfused",
+        ),
+    ] = None,
     chunk_size: Annotated[
-        Literal["best", "128", "256"], typer.Option(help="Chunk size of implementations that do not choose their own.")
+        str,
+        typer.Option(
+            metavar="Q[,Q...]",
+            help="Chunk sizes from which implementations that do not choose their own take the fastest.",
+            show_default="128,256 of SSD",
+        ),
     ] = "best",
     check: Annotated[
         Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
@@ -87,6 +100,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    clock: options.Clock = "cold",
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
@@ -98,7 +112,7 @@ def bench(
     refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
     from ssdprof import files, operators
-    from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
+    from ssdprof.bench.grid import expand, parse_chunk_sizes, parse_dtypes, parse_tokens
     from ssdprof.bench.shapes import parse_shapes
     from ssdprof.capture.prompt import parse_seq
     from ssdprof.errors import BadInputError
@@ -107,6 +121,7 @@ def bench(
 
     tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
     shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
+    sizes = parse_chunk_sizes(chunk_size)
     state_dtypes = None if states is None else parse_states(states)
     smallest = parse_percent("--smallest-difference", smallest_difference)
     names = parse_implementations("--impl", impl)
@@ -130,28 +145,36 @@ def bench(
 
     record = operators.get(operator)
     drawing = record.drawing
-    if chunk_size != "best" and not drawing.chunk_sizes:
+    if sizes and not drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
     libraries = _libraries(against, published)
     roster = Roster(torch.device("cuda"))
     named = [roster.get(record, word) for word in (*libraries, *names, *further)]
     over = roster.get(record, baseline or next(iter(libraries), record.baseline))
+    matched = roster.get(record, match_with) if match_with else None
+    if matched and matched.name != record.baseline and limits.min_match:
+        raise BadInputError(
+            f"--min-match judges matches with {record.baseline}, and --match-with names {matched.name}.",
+            "Leave one of them out.",
+        )
     grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
     require_gpu(*NEEDS_GPU)
-    _ = over.present
+    _ = over.present, matched and matched.present
     ranks = options.join_ranks({})
     options.use_tuned(no_tuned)
     request = BenchRequest(
         operator=record,
         cells=grid,
         precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
-        named=tuple({one.name: one for one in (*named, over)}.values()),
+        named=tuple({one.name: one for one in (*named, over, matched) if one}.values()),
         baseline=over.name,
-        chunk_sizes=drawing.chunk_sizes if chunk_size == "best" else (int(chunk_size),),
+        match_with=matched.name if matched else record.baseline,
+        chunk_sizes=sizes or drawing.chunk_sizes,
         check=check,
         budget=budget,
         first_call=first_call,
         smallest_difference=smallest,
+        warm=clock == "warm",
         gates=limits,
         command=terminal.command_line(),
     )

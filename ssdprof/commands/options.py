@@ -150,6 +150,12 @@ SmallestDifference = Annotated[
         metavar="P%", help="Report a kernel as faster or slower only if its 95 % interval lies beyond this difference."
     ),
 ]
+Clock = Annotated[
+    Literal["cold", "warm"],
+    typer.Option(
+        help="With warm, also time calls back to back with a warm cache, as many papers do: shown beside the others."
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(

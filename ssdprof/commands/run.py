@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,6 +32,10 @@ def run(
     tensor_parallel: options.TensorParallel = 1,
     dtypes: options.Dtypes = "all",
     states: options.UsualStates = None,
+    cast: Annotated[
+        Literal["fp16", "bf16", "fp32"] | None,
+        typer.Option(help="Replay the captured inputs in this dtype.", show_default="the model's"),
+    ] = None,
     impl: options.Implementations = "unfused,fused",
     baseline: options.Baseline = "unfused",
     first_call: options.FirstCall = 180,
@@ -51,6 +55,7 @@ def run(
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Also time the whole model's prefill: see 'ssdprof prefill'.")
     ] = False,
+    clock: options.Clock = "cold",
     smallest_difference: options.SmallestDifference = "1%",
     min_speedup: options.MinSpeedup = None,
     min_match: options.MinMatch = None,
@@ -83,6 +88,12 @@ def run(
     from ssdprof.runs import document
     from ssdprof.settings import gates
 
+    others = {"--answers": answers, "--prefill": prefill, "--stalls": stalls}
+    if cast is not None and (given := [option for option, wanted in others.items() if wanted]):
+        raise BadInputError(
+            f"--cast and {given[0]} exclude each other: --cast changes the inputs of the replay alone.",
+            "Leave out one of them.",
+        )
     if stalls and tensor_parallel > 1:
         raise BadInputError(
             "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
@@ -105,6 +116,8 @@ def run(
         baseline=baseline,
         first_call_s=first_call,
         smallest_difference=parse_percent("--smallest-difference", smallest_difference),
+        warm=clock == "warm",
+        cast=cast,
         tensor_parallel=tensor_parallel,
         gates=limits,
     )

@@ -22,7 +22,7 @@ def stalls(
     layer: Annotated[
         int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="of a run the middle one")
     ] = None,
-    impl: Annotated[str, typer.Option(metavar="I[,I...]", help="Implementations to profile.")] = "unfused,fused",
+    impl: options.Implementations = "unfused,fused",
     seq: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
     ] = None,
@@ -59,6 +59,7 @@ def stalls(
     """
     from ssdprof.errors import BadInputError, ExitCode
     from ssdprof.files import check_target
+    from ssdprof.pipeline.request import parse_implementations
 
     if where is not None and not where.strip():
         raise BadInputError(
@@ -66,12 +67,13 @@ def stalls(
         )
     if markdown is not None:
         check_target(markdown, replace=force)
-    implementations = _names(impl)
+    implementations = parse_implementations("--impl", impl)
     seqlen = None if seq is None else _one_length(seq)
     if files:
         _refuse(where, layer, seq, out)
 
     # these import torch: after all words that can be checked without
+    _refuse_unknown(implementations)
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stalls import StallRequest, from_files, profile
     from ssdprof.report import stall_document
@@ -123,17 +125,17 @@ def _one_length(seq: str) -> int:
     return parse_seq(seq)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    """Implementations that there are, each once."""
-    from ssdprof import kernels, operators
+def _refuse_unknown(names: tuple[str, ...]) -> None:
+    """BadInputError for a name that no operator has.  Whether an implementation can run here is not known yet."""
+    from ssdprof import operators
     from ssdprof.errors import BadInputError
+    from ssdprof.operators import named
 
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    known = {name: None for operator in operators.names() for name in kernels.names(operator) if name != "reference"}
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
+    records = [operators.get(name) for name in operators.names()]
+    unknown = [name for name in names if name == "reference" or not any(named.knows(one, name) for one in records)]
+    if unknown:
+        known = dict.fromkeys(name for one in records for name in named.known(one) if name != "reference")
         raise BadInputError(
-            f"--impl does not know {', '.join(map(repr, unknown)) or 'what to profile'}.",
-            f"There are: {', '.join(known)}.",
+            f"--impl does not know {', '.join(map(repr, unknown))}.",
+            f"There are: {', '.join(known)}; or MODULE:FUNCTION.",
         )
-    return names

@@ -36,26 +36,28 @@ def groups_of(
     """One group for each state dtype, because a comparison holds only between equal states.
 
     Its baseline is `baseline` with exact intermediates, asked for or not.
-    fixed: implementations with precisions of their own.  A baseline of that kind is one for all: there is one group.
+    fixed: implementations with precisions of their own.  A baseline of that kind that lacks the states of a group is
+        there with the first of its own precisions, and such groups are one.
     """
     wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
     wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
     cases = [Case(implementation=name, precision=precision) for name, precision in wanted]
-    if baseline in fixed:
-        first = Case(implementation=baseline, precision=fixed[baseline][0])
-        return (tuple(dict.fromkeys([first, *cases])),)
-    by_state: dict[DType, list[Case]] = {one.state_dtype: [] for one in precisions}
-    for case in cases:
-        by_state.setdefault(case.precision.state_dtype, []).append(case)
-    groups = []
-    for state_dtype, of_state in by_state.items():
+    own = fixed.get(baseline)
+
+    def first(state_dtype: DType) -> Case:
         exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
-        groups.append(tuple(dict.fromkeys([Case(implementation=baseline, precision=exact), *of_state])))
-    return tuple(groups)
+        return Case(implementation=baseline, precision=exact if own is None or exact in own else own[0])
+
+    groups: dict[Case, list[Case]] = {first(one.state_dtype): [] for one in precisions}
+    for case in cases:
+        groups.setdefault(first(case.precision.state_dtype), []).append(case)
+    return tuple(tuple(dict.fromkeys([baseline_case, *others])) for baseline_case, others in groups.items())
 
 
 def batches_of(groups: Iterable[tuple[T, ...]], capacity: int) -> list[list[T]]:
     """What has outputs that are held together: at most `capacity` (at least 2), each with its group's baseline.
+
+    groups: each begins with its baseline.
 
     A pass over the oracle serves a batch, so groups share one where they fit.  A group that does not fit is split, and
     its baseline is in every part.

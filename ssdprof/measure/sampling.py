@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ssdprof.measure.statistics import MAX_RECORDINGS, Samples, settled, steady
 
-Name = tuple[str, str]  # what is timed, "call" or "device", and of which run
+Name = tuple[str, str]  # what is timed, "call", "device" or "warm", and of which run
 Sampler = Callable[[], float]  # runs once, returns microseconds
 Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
 SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
@@ -29,6 +29,7 @@ class SamplingPlan:
         replays have numbers of their own.
     seconds: of wall clock, for all samplers together.  No recording begins that is expected to end later.  At least
         min_recordings of min_rounds are taken in any case.
+    warm: also sample calls back to back, with a warm cache: a clock of its own, beside the others.
     seed: of the order of turns, and of where recordings lie.
     """
 
@@ -39,6 +40,7 @@ class SamplingPlan:
     min_rounds: int = 4
     max_rounds: int = 128
     seconds: float = 1.5
+    warm: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
 call:   from an idle GPU to the end of the work, through Python: what a caller waits for, launch overhead included.
 device: the same work replayed from a CUDA graph: what the GPU alone needs.
 
-Both start with a cold L2.  `CudaBench` holds everything that touches a GPU, the rest takes any `Bench`.
+Both start with a cold L2.  A third, `warm`, is only taken where it is asked for: the mean of several calls back to
+back, as many papers time.  `CudaBench` holds everything that touches a GPU, the rest takes any `Bench`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from ssdprof.measure.faults import blaming
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
 from ssdprof.operators.operator import Output
-from ssdprof.schema import Speedup, Timing
+from ssdprof.schema import Speedup, Timing, WarmSpeedup, WarmTiming
 
+WARM_CALLS = 10  # back to back, of one sample
 _PAGE = 2 << 20  # bytes, the unit in which CUDA hands out memory
 _MOST_PADDING = 32  # pages
 
@@ -59,6 +61,9 @@ class Bench(Protocol):
     def device_us(self, recording: Recording) -> float:
         """One replay, cold."""
 
+    def warm_us(self, run: Run) -> float:
+        """One of WARM_CALLS calls back to back, on average, after one more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
@@ -66,6 +71,7 @@ class Sampled:
 
     call: Samples
     device: Samples
+    warm: Samples | None = None
 
     def timing(self) -> Timing:
         return Timing(
@@ -75,6 +81,7 @@ class Sampled:
             device_interval_us=median_interval(self.device),
             recordings=len(self.device),
             samples=sum(map(len, self.device)),
+            warm=None if self.warm is None else _warm_timing(self.warm),
         )
 
     def speedup(self, baseline: Sampled, name: str, smallest_difference: float) -> Speedup:
@@ -90,7 +97,22 @@ class Sampled:
             device_interval=device_interval,
             verdict=verdict(device_interval, smallest_difference),
             smallest_difference=smallest_difference,
+            warm=self._warm_speedup(baseline, smallest_difference),
         )
+
+    def _warm_speedup(self, baseline: Sampled, smallest_difference: float) -> WarmSpeedup | None:
+        if self.warm is None or baseline.warm is None:
+            return None
+        interval = ratio_interval(baseline.warm, self.warm)
+        return WarmSpeedup(
+            ratio=ratio(baseline.warm, self.warm),
+            interval=interval,
+            verdict=verdict(interval, smallest_difference),
+        )
+
+
+def _warm_timing(samples: Samples) -> WarmTiming:
+    return WarmTiming(calls=WARM_CALLS, median_us=median_us(samples), interval_us=median_interval(samples))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +150,8 @@ def time_in_turns(
         for key, recording in recordings.items():
             samplers["call", key] = partial(blaming, bench.device, key, partial(bench.call_us, runs[key]))
             samplers["device", key] = partial(blaming, bench.device, key, partial(bench.device_us, recording))
+            if plan.warm:
+                samplers["warm", key] = partial(blaming, bench.device, key, partial(bench.warm_us, runs[key]))
         return samplers
 
     gc.collect()
@@ -144,7 +168,9 @@ def time_in_turns(
         if reason:
             changed[key] = reason
         else:
-            sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
+            sampled[key] = Sampled(
+                call=samples["call", key], device=samples["device", key], warm=samples.get(("warm", key))
+            )
     return Session(sampled=sampled, untimed=untimed, changed=changed)
 
 
@@ -214,6 +240,16 @@ class CudaBench:
         recording.graph.replay()
         self._stop.record()
         return self._elapsed_us()
+
+    def warm_us(self, run: Run) -> float:
+        """Nothing is evicted and nothing waits: the host launches ahead of the GPU, if it can."""
+        run()
+        torch.cuda.synchronize(self.device)
+        self._start.record()
+        for _ in range(WARM_CALLS):
+            run()
+        self._stop.record()
+        return self._elapsed_us() / WARM_CALLS
 
     def _evict_l2(self) -> None:
         """By reading: written lines would have to be stored during the timed region."""

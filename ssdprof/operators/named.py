@@ -90,6 +90,11 @@ def known(operator: Operator[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*kernels.names(operator.name), *others, *own.entry_points())))
 
 
+def knows(operator: Operator[Any], word: str) -> bool:
+    """Whether `resolve` would know the name, without looking whether it is there.  Any MODULE:FUNCTION is one."""
+    return ":" in word or word.partition("=")[0] in known(operator)
+
+
 def resolve(operator: Operator[Any], word: str) -> Named:
     """What `word` stands for, among the implementations of the operator.  Bundled ones and libraries come first.
 

@@ -64,6 +64,7 @@ class Door(Generic[I]):
     always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
+    always_fp32: those that a model computes in fp32 whatever its own dtype.
     gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype.
     stand_in: what computes the operator in the model while its inputs are taken.
     scalars, arguments: the arguments that are no tensors as JSON's types, and back.
@@ -77,6 +78,7 @@ class Door(Generic[I]):
     always_a_pair: bool = False
     views: tuple[str, ...]
     per_position: tuple[str, ...]
+    always_fp32: tuple[str, ...] = ()
     gate_bytes: Callable[[int], int]
     stand_in: Callable[[I], Output]
     scalars: Callable[[I], dict[str, Scalar]] = tensors.scalars

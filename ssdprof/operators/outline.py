@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ssdprof.operators.known_sources import KnownSource
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
@@ -14,12 +16,14 @@ class Stages:
     words: a part's name in plain words.
     ahead: stages whose warps have nothing to do because they are ahead: no cost.
     kernels: function name of each bundled kernel -> the implementation that launches it.
+    sources: files of other libraries' kernels whose stages are known, by their hash.
     """
 
     order: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     ahead: frozenset[str] = frozenset()
     kernels: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, KnownSource] = field(default_factory=dict)
 
     @classmethod
     def together(cls, several: Sequence[Stages]) -> Stages:
@@ -29,6 +33,7 @@ class Stages:
             words={part: words for stages in several for part, words in stages.words.items()},
             ahead=frozenset().union(*(stages.ahead for stages in several)),
             kernels={kernel: name for stages in several for kernel, name in stages.kernels.items()},
+            sources={sha256: source for stages in several for sha256, source in stages.sources.items()},
         )
 
 

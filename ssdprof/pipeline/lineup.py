@@ -40,7 +40,9 @@ class Lineup:
         return tuple(dict.fromkeys(one.name for one in self.found[:-1] if one.kind != "library"))
 
     def asked(self, request: ReplayRequest, layers: tuple[LayerRef, ...], dtype: DType, *, decode: bool) -> Asked:
-        """For the report of a run of these layers, whose inputs have this dtype.  decode: it has decode steps."""
+        """For the report of a run of these layers of a model of this dtype.  decode: it has decode steps."""
+        cast = request.cast_from(dtype)
+        dtype = cast.to if cast else dtype
         wanted = request.precisions(dtype)
         compared = {one.name: one for one in self.found[:-1] if one.implementation is not None}
         return Asked(
@@ -54,6 +56,7 @@ class Lineup:
             ),
             steps=STEPS if decode else None,
             tensor_parallel=request.tensor_parallel,
+            cast=cast,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Tokens
-from ssdprof.schema import NO_GATES, DType, Gates, PrecisionRecord, StepsAsked, precisions_for
+from ssdprof.schema import NO_GATES, Cast, DType, Gates, PrecisionRecord, StepsAsked, precisions_for
 from ssdprof.schema.placement import PlacementKind
 
 Dtypes = Literal["exact", "relaxed", "all"]
@@ -75,6 +75,9 @@ class CaptureRequest:
 class ReplayRequest:
     """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
 
+    cast: the dtype in which captured inputs are replayed; None: the model's own.
+    warm: time by a second clock, too: see `measure.sampling.SamplingPlan`.
+
     tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
 
     states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
@@ -88,8 +91,14 @@ class ReplayRequest:
     baseline: str = "unfused"
     first_call_s: float = 180.0
     smallest_difference: float = 0.01
+    warm: bool = False
+    cast: DType | None = None
     tensor_parallel: int = 1
     gates: Gates = NO_GATES
+
+    def cast_from(self, dtype: DType) -> Cast | None:
+        """What is done to inputs of this dtype; None: nothing."""
+        return Cast(source=dtype, to=self.cast) if self.cast not in (None, dtype) else None
 
     def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
         """dtype: of the operators' inputs."""

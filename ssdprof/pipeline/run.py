@@ -25,6 +25,7 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits, tensor_parallel
 from ssdprof.pipeline.answers_request import AnswersRequest
+from ssdprof.pipeline.cast import cast as cast_inputs
 from ssdprof.pipeline.compare_answers import compare_answers
 from ssdprof.pipeline.lineup import Lineup, line_up
 from ssdprof.pipeline.model import OnLayer, load, run_model, store_in
@@ -169,7 +170,8 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> Lineup:
 def _replaying(
     recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, layers: int
 ) -> Iterator[OnLayer]:
-    """The context's value replays a layer and records what comes out."""
+    """The context's value replays a layer and records what comes out.  dtype: of the model."""
+    cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
         limits.memory_errors(),
@@ -182,12 +184,12 @@ def _replaying(
             recorder.update(ceilings=measure_ceilings(gpu))
             forget_peak(gpu)
         options = ReplayOptions(
-            precisions=wanted.precisions(dtype),
+            precisions=wanted.precisions(cast_to or dtype),
             implementations=wanted.implementations,
             baseline=wanted.baseline,
             roster=lineup.roster,
             rehearsals=Rehearsals(wanted.first_call_s),
-            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
+            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference, warm=wanted.warm),
             ceilings=recorder.report.ceilings,
             watcher=watcher,
             on_case=recorder.finished,
@@ -202,8 +204,10 @@ def _replaying(
         )
 
         def replay(captured: CapturedLayer) -> None:
-            recorder.captured(captured.layer, captured.remark)
             inputs = tensor_parallel.first_rank(captured.inputs, wanted.tensor_parallel)
+            inputs, lost = cast_inputs(inputs, cast_to)
+            recorder.captured(captured.layer, captured.remark)
+            recorder.captured(captured.layer, lost and f"{captured.layer.name}: {lost}")
             step = captured.call is not None and captured.call.kind == "decode"
             replay_layer(captured.layer, inputs, of_steps if step else options, captured.call)
             del inputs

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from ssdprof import environment, kernels, runs
+from ssdprof import environment, files, operators, runs
 from ssdprof.capture import store
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
+from ssdprof.operators.named import knows
 from ssdprof.pipeline import limits, stall_files
 from ssdprof.pipeline.capture import capture
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
@@ -35,6 +36,7 @@ DEFAULT_PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 class StallRequest:
     """where: a run, a model, a folder of captures; None is the latest run.  layer, seqlen: None takes what is there.
 
+    implementations: names, as `operators.named` resolves them.
     out: the folder for what is found; None takes the run's, or makes one under runs/.
     overwrite: stalls that were found before.  tuned: a file of configurations that the kernels shall take.
     command: as typed.
@@ -117,6 +119,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
             dims=stored_dims(captured.layer),
             precision=request.precision,
             launched=found.launched,
+            left_out=found.left_out,
         ),
         recorded=Recorded(
             created=created, command=request.command, environment=environment.collect(), ncu=found.ncu_version
@@ -129,9 +132,13 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
 
 @dataclass(frozen=True)
 class Collected:
-    """launched: by each implementation.  files: ncu's reports, in that order; none if something is `missing`."""
+    """launched: by each implementation.  files: ncu's reports, in that order; none if something is `missing`.
+
+    left_out: a sentence for each library that cannot be profiled.
+    """
 
     launched: tuple[Launched, ...]
+    left_out: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     ncu_version: str = ""
     missing: str = ""
@@ -150,20 +157,41 @@ def _collect(captured: Captured, request: StallRequest, folder: Path, cache: Pat
         )
         for implementation in request.implementations
     ]
-    files = tuple(folder / f"{job.implementation}.ncu-rep" for job in jobs)
-    launched: list[Launched] = []
+    launched: dict[collect.Job, Launched] = {}
+    left_out: list[str] = []
     with watcher.step("Profiling", 2 * len(jobs), unit="steps") as advance:
         for job in jobs:
-            launched.append(collect.launch(job, timeout_s=request.timeout_s))
+            try:
+                launched[job] = _launch(job, request.timeout_s)
+            except SsdprofError as error:
+                if (job == jobs[-1] and not launched) or not _is_library(captured, job.implementation):
+                    raise
+                left_out.append(f"{job.implementation} is left out: {error.message}")
+                watcher.say(left_out[-1])
             advance(1)
+        reports = {job: folder / f"{files.safe_name(one.implementation)}.ncu-rep" for job, one in launched.items()}
+        found = Collected(tuple(launched.values()), tuple(left_out))
         try:
             program = ncu.find()
-            for job, one, file in zip(jobs, launched, files, strict=True):
-                collect.profile(job, one, program, file, timeout_s=request.timeout_s)
+            for job, one in launched.items():
+                collect.profile(job, one, program, reports[job], timeout_s=request.timeout_s)
                 advance(1)
         except MissingCapabilityError as error:
-            return Collected(tuple(launched), missing=" ".join(part for part in (error.message, error.hint) if part))
-    return Collected(tuple(launched), files, program.version)
+            return replace(found, missing=" ".join(part for part in (error.message, error.hint) if part))
+    return replace(found, files=tuple(reports.values()), ncu_version=program.version)
+
+
+def _launch(job: collect.Job, timeout_s: float) -> Launched:
+    """Raises BadInputError for an implementation that launches nothing that could be profiled, and what
+    `collect.launch` raises."""
+    launched = collect.launch(job, timeout_s=timeout_s)
+    if not launched.launches:
+        raise BadInputError(f"{launched.implementation} launches no Triton kernel.", "Leave it out of --impl.")
+    return launched
+
+
+def _is_library(captured: Captured, word: str) -> bool:
+    return word.partition("=")[0] in operators.get(captured.layer.layer.operator).drawing.peers
 
 
 def _require_gpu() -> None:
@@ -215,6 +243,11 @@ def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def _captured(request: StallRequest, run: tuple[Path, RunReport] | None, watcher: Watcher) -> Iterator[Captured]:
     """The layer's tensors: those that are stored, else captured anew, for as long as they are needed."""
+    if run is not None and run[1].cast:
+        raise BadInputError(
+            f"The inputs of this run were {run[1].cast}, and stalls are those of inputs as the model has them.",
+            "Name the model or its captures instead of the run.",
+        )
     place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
     if store.is_capture(place):
         yield _stored(place, request)
@@ -237,11 +270,11 @@ def _stored(folder: Path, request: StallRequest) -> Captured:
 
 def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:
     """The wanted layer, or the middle one; the wanted length, or the longest."""
-    wanted = set(request.implementations)
     found = [
         stored
         for stored in manifest.layers
-        if wanted <= set(kernels.names(stored.layer.operator)) and (stored.call is None or stored.call.kind == "packed")
+        if all(knows(operators.get(stored.layer.operator), word) for word in request.implementations)
+        and (stored.call is None or stored.call.kind == "packed")
     ]
     if request.layer is not None:
         found = [stored for stored in found if stored.layer.index == request.layer]

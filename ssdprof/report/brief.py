@@ -12,7 +12,7 @@ from ssdprof.report import summary, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.groups import groups
 from ssdprof.report.origin import meanings, origin
-from ssdprof.report.tables import answers, brief, prefill
+from ssdprof.report.tables import answers, brief, prefill, warm
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 
@@ -36,6 +36,8 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
     for table in (brief.speed(found), brief.accuracy(found)):
         if table:
             yield from ("", terminal.SplitTable(table))
+    for table in filter(None, map(warm.total, found)):
+        yield from ("", terminal.SplitTable(table))
     for one in report.answers:
         if table := answers.total(one):
             yield from ("", terminal.SplitTable(table))

@@ -10,7 +10,7 @@ from ssdprof.report import summary
 from ssdprof.report.format import tokens as tokens_of
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.origin import meanings, origin
-from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed
+from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed, warm
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.prefill import Prefill
@@ -68,6 +68,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Failures and refusals", "main", run.failures(report))
     speeds = [table for group in found if (table := speed.total(group))]
     yield _section(SPEED, "main", *speeds, speed.READING if speeds else None)
+    yield _section("A second clock", "main", *(warm.total(group) for group in found))
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
     compared = [table for one in report.answers for table in (answers.total(one), answers.by_layer(one)) if table]

@@ -303,12 +303,12 @@ def total_speed(series: Series) -> TotalSpeed | None:
     device_ratio = call_ratio = device_interval = call_interval = device_verdict = call_verdict = None
     smallest = max((s.smallest_difference for s in speedups), default=0.0)
     if len(speedups) == len(timed):
-        device_ratio = _weighted((s.device_ratio for s in speedups), device)
-        device_interval = _interval((s.device_interval for s in speedups), device)
-        call_ratio = _weighted((s.call_ratio for s in speedups), call)
-        call_interval = _interval((s.call_interval for s in speedups), call)
-        device_verdict = _common((s.verdict for s in speedups), device_interval, smallest)
-        call_verdict = _common((s.call_verdict for s in speedups), call_interval, smallest)
+        device_ratio = weighted((s.device_ratio for s in speedups), device)
+        device_interval = interval_of((s.device_interval for s in speedups), device)
+        call_ratio = weighted((s.call_ratio for s in speedups), call)
+        call_interval = interval_of((s.call_interval for s in speedups), call)
+        device_verdict = common((s.verdict for s in speedups), device_interval, smallest)
+        call_verdict = common((s.call_verdict for s in speedups), call_interval, smallest)
     return TotalSpeed(
         layers=tuple(case.layer.index for case, _ in timed),
         device_us=sum(device),
@@ -326,20 +326,20 @@ def total_speed(series: Series) -> TotalSpeed | None:
     )
 
 
-def _weighted(values: Iterable[float], weights: list[float]) -> float:
+def weighted(values: Iterable[float], weights: list[float]) -> float:
     """A layer's ratio is baseline / own time, so its weight is its own time."""
     return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
-def _interval(intervals: Iterable[Interval], weights: list[float]) -> Interval:
+def interval_of(intervals: Iterable[Interval], weights: list[float]) -> Interval:
     bounds = list(intervals)
     return Interval(
-        low=_weighted((bound.low for bound in bounds), weights),
-        high=_weighted((bound.high for bound in bounds), weights),
+        low=weighted((bound.low for bound in bounds), weights),
+        high=weighted((bound.high for bound in bounds), weights),
     )
 
 
-def _common(verdicts: Iterable[Verdict | None], interval: Interval, smallest_difference: float) -> Verdict | None:
+def common(verdicts: Iterable[Verdict | None], interval: Interval, smallest_difference: float) -> Verdict | None:
     """The verdict that all layers share; otherwise that of the sum's interval, by the rule of `measure.statistics`."""
     different = set(verdicts)
     if len(different) == 1:

@@ -28,6 +28,7 @@ def origin(report: RunReport) -> tuple[tuple[str, str], ...]:
     gpu = report.environment.gpu
     return (
         ("weights", weights(report.checkpoint)),
+        *([("inputs", str(report.cast))] if report.cast else []),
         ("GPU", gpu.name if gpu else "none"),
         ("when", when(report.created)),
         ("run", report.run_id),

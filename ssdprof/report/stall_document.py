@@ -32,7 +32,7 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
         verdict=tuple(_verdict(report, found)),
         failed=bool(report.missing) or any(_failed(report)),
         summary=tuple(_statements(found)),
-        caveats=tuple(_failed(report)),
+        caveats=(*_failed(report), *_lacking(report), *_unlabelled(report)),
         sections=tuple(section for section in _sections(report, found, figures or {}) if section.blocks),
         run_id="",
     )
@@ -92,6 +92,28 @@ def _failed(report: StallReport) -> Iterator[str]:
         for check in kernel.checks:
             if check.status == "failed":
                 yield f"A self-check of {kernel.kernel} failed: {check.name}: {check.detail}."
+
+
+def _lacking(report: StallReport) -> Iterator[str]:
+    """Implementations that are not there, and those that lack the precision that was asked for."""
+    subject = report.subject
+    yield from subject.left_out if subject else ()
+    for one in subject.launched if subject else ():
+        if subject and one.precision not in (None, subject.precision):
+            yield f"{one.implementation} ran with {one.precision}: it does not have {subject.precision}."
+
+
+def _unlabelled(report: StallReport) -> Iterator[str]:
+    """Files of which nobody has said what their lines do."""
+    files: dict[str, list[str]] = {}
+    for kernel in report.kernels:
+        for file in kernel.unlabelled:
+            files.setdefault(file, []).append(kernel.kernel)
+    for file, kernels in files.items():
+        yield (
+            f"The stages of {file} are not known ({fmt.words(dict.fromkeys(kernels))}): its samples are listed by "
+            "function, and by line under the hottest lines."
+        )
 
 
 def _section(title: str, depth: Depth, *blocks: Table | Figure | Note | str | None) -> Section:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ssdprof.schema import CheckpointRef, Prompt
+from ssdprof.schema import Cast, CheckpointRef, Prompt
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Placement
 
@@ -43,6 +43,16 @@ def of_placement(placement: Placement | None) -> tuple[str, ...]:
         )
         how = f"were brought to {placement.device} layer by layer ({where})" if where else f"fit on {placement.device}"
     return (f"Placement {placement.kind}: the model's weights {how}; layers were replayed on {placement.device}.",)
+
+
+def of_cast(cast: Cast | None) -> tuple[str, ...]:
+    """What a reader must know if the inputs were replayed in another dtype than the model's."""
+    if cast is None:
+        return ()
+    return (
+        f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
+        f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast.",
+    )
 
 
 def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:

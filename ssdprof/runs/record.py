@@ -10,7 +10,7 @@ from typing import Any
 from ssdprof import __version__, environment
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
-from ssdprof.runs.notes import notes, of_absent, of_placement, of_ranks
+from ssdprof.runs.notes import notes, of_absent, of_cast, of_placement, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 from ssdprof.schema.placement import Placement
 
@@ -49,7 +49,13 @@ def draft(
         ranks=ranks,
         cases=(),
         baseline=baseline,
-        notes=(*of_absent(left_out), *notes(ref, prompts), *of_ranks(asked.tensor_parallel), *of_placement(placement)),
+        notes=(
+            *of_absent(left_out),
+            *notes(ref, prompts),
+            *of_ranks(asked.tensor_parallel),
+            *of_cast(asked.cast),
+            *of_placement(placement),
+        ),
     )
 
 

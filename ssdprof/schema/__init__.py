@@ -21,9 +21,20 @@ from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment, Gpu
-from ssdprof.schema.run import Asked, CaseResult, Participant, RunReport, StepsAsked
+from ssdprof.schema.run import Asked, CaseResult, Cast, Participant, RunReport, StepsAsked
 from ssdprof.schema.serving import CallRef, Serving
-from ssdprof.schema.speed import Ceilings, Interval, Launch, Memory, Roofline, Speedup, Timing, Verdict
+from ssdprof.schema.speed import (
+    Ceilings,
+    Interval,
+    Launch,
+    Memory,
+    Roofline,
+    Speedup,
+    Timing,
+    Verdict,
+    WarmSpeedup,
+    WarmTiming,
+)
 
 __all__ = [
     "NO_GATES",
@@ -37,6 +48,7 @@ __all__ = [
     "CallRef",
     "CaptureManifest",
     "CaseResult",
+    "Cast",
     "Ceilings",
     "CheckpointRef",
     "Clocks",
@@ -68,5 +80,7 @@ __all__ = [
     "TensorRecord",
     "Timing",
     "Verdict",
+    "WarmSpeedup",
+    "WarmTiming",
     "precisions_for",
 ]

@@ -11,7 +11,7 @@ from ssdprof.schema.accuracy import Match, TensorAccuracy
 from ssdprof.schema.answers import AnswerBand, AnswerCase, Answers
 from ssdprof.schema.base import PrecisionRecord, Record, Status
 from ssdprof.schema.prefill import CallTime, PartName, PrefillSpeedup
-from ssdprof.schema.run import CaseResult, RunReport
+from ssdprof.schema.run import CaseResult, Cast, RunReport
 from ssdprof.schema.speed import Interval, Launch, Memory, Roofline, Speedup, Timing
 
 JUDGED = "fused"  # the implementation that the gates of benches and prefills are about
@@ -19,8 +19,7 @@ Measured = tuple[float, Interval]
 
 
 class Errors(Record):
-    """How exact a tensor is.  Matches are empty where they were not recorded: a bench records those of the output with
-    its baseline's alone."""
+    """How exact a tensor is.  Matches are empty where they were not recorded, as in older benches."""
 
     rms_ratio: float  # rms(out - oracle) / rms(oracle)
     floor_rms_ratio: float  # the same of the oracle, rounded to the output's dtype
@@ -58,7 +57,7 @@ class PrefillFigures(Record):
 
 class Row(Record):
     """where: "layer 3"; of a bench a shape and a dtype.  tokens: "131,072 tokens", "8 x 4,096".
-    shape: the sizes of the call, in words; of the whole model, which model it is.
+    shape: the sizes of the call, in words, and whether its inputs were cast; of the whole model, which model it is.
     gated: whether gates judge it; they do not judge the baseline and other libraries.
     """
 
@@ -128,7 +127,7 @@ def tokens(seqlen: int, batch: int = 1) -> str:
 
 def of_run(report: RunReport) -> tuple[Row, ...]:
     ungated = {report.baseline, *report.libraries}
-    return tuple(_row(case, gated=case.implementation not in ungated) for case in report.cases)
+    return tuple(_row(case, report.cast, gated=case.implementation not in ungated) for case in report.cases)
 
 
 def of_answers(report: RunReport) -> tuple[Row, ...]:
@@ -152,11 +151,11 @@ def _answers(answers: Answers, case: AnswerCase) -> Row:
     )
 
 
-def _row(case: CaseResult, *, gated: bool) -> Row:
+def _row(case: CaseResult, cast: Cast | None, *, gated: bool) -> Row:
     return Row(
         where=f"layer {case.layer.index}",
         tokens=tokens(case.dims.seqlen, case.dims.batch),
-        shape=f"{case.dims.operator}, {case.dims}",
+        shape=f"{case.dims.operator}, {case.dims}{f', {cast}' if cast else ''}",
         implementation=case.implementation,
         variant=case.variant,
         precision=case.precision,
@@ -168,12 +167,13 @@ def _row(case: CaseResult, *, gated: bool) -> Row:
         roofline=case.roofline,
         memory=case.memory,
         launches=case.launches,
-        out=_errors(case.accuracy, "out"),
-        final_states=_errors(case.accuracy, "final_states"),
+        out=errors(case.accuracy, "out"),
+        final_states=errors(case.accuracy, "final_states"),
     )
 
 
-def _errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:
+def errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:
+    """How exact one tensor is; None if it was not compared."""
     found = next((one for one in accuracy if one.tensor == tensor), None)
     if found is None:
         return None

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from ssdprof.schema.accuracy import TensorAccuracy
 from ssdprof.schema.answers import Answers
-from ssdprof.schema.base import SCHEMA_VERSION, PrecisionRecord, Record, Status
+from ssdprof.schema.base import SCHEMA_VERSION, DType, PrecisionRecord, Record, Status
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.dims import Dims
 from ssdprof.schema.gates import NO_GATES, Gates
@@ -70,12 +70,23 @@ class Participant(Record):
     precisions: tuple[PrecisionRecord, ...]
 
 
+class Cast(Record):
+    """The captured inputs were replayed in another dtype than the model's.  source: the model's."""
+
+    source: DType
+    to: DType
+
+    def __str__(self) -> str:
+        return f"cast from {self.source} to {self.to}"
+
+
 class Asked(Record):
     """What a run was to compare: every implementation at every precision, in every layer, on every prompt.
 
     others: the same of implementations that are not ssdprof's, each at its own precisions.
     steps: the same for decode steps; None: there are none.
     tensor_parallel: of how many ranks the first one's share of the heads was replayed.
+    cast: of the inputs; None: they were replayed in the model's own dtype.
     """
 
     implementations: tuple[str, ...]
@@ -84,6 +95,7 @@ class Asked(Record):
     others: tuple[Participant, ...] = ()
     steps: StepsAsked | None = None
     tensor_parallel: int = 1
+    cast: Cast | None = None
 
 
 class RunReport(Record):
@@ -111,6 +123,11 @@ class RunReport(Record):
     baseline: str = "unfused"
     gates: Gates = NO_GATES  # what the user wants to hold
     notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
+
+    @property
+    def cast(self) -> Cast | None:
+        """What was done to the dtype of the inputs."""
+        return self.asked.cast if self.asked else None
 
     @property
     def libraries(self) -> frozenset[str]:

@@ -14,6 +14,14 @@ class Interval(Record):
     high: float
 
 
+class WarmTiming(Record):
+    """By a second clock: the mean of `calls` Python calls back to back, without a wait or an eviction between them."""
+
+    calls: int
+    median_us: float
+    interval_us: Interval
+
+
 class Timing(Record):
     call_median_us: float  # what a Python caller waits for
     device_median_us: float  # CUDA graph replay
@@ -21,9 +29,18 @@ class Timing(Record):
     device_interval_us: Interval
     recordings: int = 1  # how often graph, workspace and output were placed anew
     samples: int  # replays, of all recordings
+    warm: WarmTiming | None = None  # if it was asked for
 
 
 Verdict = Literal["faster", "slower", "no difference"]
+
+
+class WarmSpeedup(Record):
+    """The ratio of two `WarmTiming`s."""
+
+    ratio: float
+    interval: Interval
+    verdict: Verdict
 
 
 class Speedup(Record):
@@ -38,6 +55,7 @@ class Speedup(Record):
     device_ratio: float
     device_interval: Interval
     verdict: Verdict  # by device time
+    warm: WarmSpeedup | None = None  # if both have such a time
     smallest_difference: float = 0.0
 
 

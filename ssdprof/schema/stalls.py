@@ -21,10 +21,14 @@ Samples = dict[str, int]  # stall reason -> warp samples
 
 
 class Launched(Record):
-    """What one call of an implementation launches."""
+    """What one call of an implementation launches.
+
+    precision: at which it ran; None in reports from before every implementation had its own.
+    """
 
     implementation: str
     variant: str
+    precision: PrecisionRecord | None = None
     launch_count: int  # of Triton kernels
     launches: tuple[Launch, ...]  # each kernel once, with what Triton knows of its resources
     occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
@@ -131,6 +135,7 @@ class KernelStalls(Record):
     stages: tuple[Stage, ...]
     lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py
+    unlabelled: tuple[str, ...] = ()  # files of which no stages are known: their stages are their functions
     not_collected: tuple[str, ...] = ()
     checks: tuple[SelfCheck, ...] = ()
     hints: tuple[Hint, ...] = ()
@@ -153,6 +158,7 @@ class Profiled(Record):
     dims: Dims
     precision: PrecisionRecord
     launched: tuple[Launched, ...]
+    left_out: tuple[str, ...] = ()  # a sentence for each library that could not be profiled
 
 
 class Recorded(Record):

@@ -60,7 +60,9 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     count = kernel.number(checks.SAMPLE_COUNT)
     stalls = KernelStalls(
         kernel=kernel.function,
-        implementation=implementation or known.kernels.get(kernel.function, ""),
+        implementation=implementation
+        or known.kernels.get(kernel.function, "")
+        or sources.implementation(kernel.function),
         resources=resources,
         throughput=throughput,
         sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
@@ -69,6 +71,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         stages=found.stages,
         lines=found.lines,
         from_neighbours=found.from_neighbours,
+        unlabelled=tuple(sorted(sources.unlabelled)),
         not_collected=missing,
         checks=checks.of_kernel(kernel, found, sources),
     )
@@ -76,9 +79,14 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
 
 
 def _stages(kernel: RawKernel) -> Stages:
-    """Those of the operator that the kernel is bundled for; those of all operators for a kernel that is not known."""
+    """Those of the operator that has a kernel of this name; those of all operators for a kernel that is not known."""
     known = [outline.stages for outline in operators.outlines()]
-    return next((stages for stages in known if kernel.function in stages.kernels), Stages.together(known))
+    return next((stages for stages in known if kernel.function in _kernels(stages)), Stages.together(known))
+
+
+def _kernels(stages: Stages) -> set[str]:
+    """Names of bundled kernels, and of those of other libraries."""
+    return {*stages.kernels, *(name for source in stages.sources.values() for name in source.stages)}
 
 
 def _words(known: Sequence[Stages]) -> dict[str, str]:

@@ -7,19 +7,24 @@ A kernel's file declares it, so that editing a kernel moves nothing and a report
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
 Lines of "caller", of libraries and of a function's header (the compiler's own) have no stage: `attribute` gives them
-that of their neighbours.  In a file without STAGES every function is a stage of its own name.
+that of their neighbours.  For files of other libraries a table says the same, by the hash of the file
+(`operators/known_sources.py`).  In any other file every function is a stage of its own name.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from ssdprof import operators
+from ssdprof.operators.known_sources import KnownSource
+from ssdprof.operators.outline import Stages
 from ssdprof.stalls.raw import RawKernel, base_name
 
 CALLER = "caller"
@@ -60,13 +65,14 @@ class Function:
 @dataclass(frozen=True)
 class SourceFile:
     """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is.
-    fillers: that stage -> functions that end the wait.
+    fillers: that stage -> functions that end the wait.  labelled: somebody says what its stages are.
     """
 
     text: tuple[str, ...]
     functions: tuple[Function, ...]
     waits: Mapping[int, str] = field(default_factory=dict)
     fillers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    labelled: bool = True
 
     def place(self, line: int) -> Place:
         found = [function for function in self.functions if function.first <= line <= function.last]
@@ -85,13 +91,23 @@ class Sources:
 
     One that was not recorded with it is taken from the installed package, if it is of this package and the lines that
     are known of it are the same there.
+
+    known: other libraries' files, by their hash.
+    unlabelled: files with kernels of unknown stages that were asked for, by name.
     """
 
-    def __init__(self, recorded: Mapping[str, str], excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({})):
+    def __init__(
+        self,
+        recorded: Mapping[str, str],
+        excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
+        known: Mapping[str, KnownSource] | None = None,
+    ):
         self._recorded = recorded
         self._excerpts = excerpts
+        self._known = _all_known() if known is None else known
         self._files: dict[str, SourceFile | None] = {}
         self.not_recorded: set[str] = set()
+        self.unlabelled: set[str] = set()
 
     @classmethod
     def of(cls, kernel: RawKernel) -> Sources:
@@ -101,6 +117,8 @@ class Sources:
         if not file or not line or _LIBRARY.search(file):
             return Place()
         parsed = self._file(file)
+        if parsed and not parsed.labelled:
+            self.unlabelled.add(base_name(file))
         return parsed.place(line) if parsed else Place("", base_name(file))
 
     def text(self, file: str, line: int) -> str:
@@ -120,6 +138,12 @@ class Sources:
                     return function
         return None
 
+    def implementation(self, kernel: str) -> str:
+        """Whose kernel it is, if its file is a known one of another library; else ""."""
+        texts = (self._recorded[file] for file in self._recorded if not _LIBRARY.search(file))
+        found = (self._known.get(_sha256(text)) for text in texts)
+        return next((one.implementation for one in found if one and kernel in one.stages), "")
+
     def fillers(self) -> dict[str, tuple[str, ...]]:
         """Stage of waiting -> functions that end the wait, by every file that has any."""
         found: dict[str, tuple[str, ...]] = {}
@@ -138,35 +162,47 @@ class Sources:
                 if text is None or not known or not _same(text, known):
                     self.not_recorded.add(base_name(file))
                     text = None if known else text
-            self._files[file] = parse(text) if text else None
+            self._files[file] = parse(text, self._known.get(_sha256(text))) if text else None
         return self._files[file]
 
 
-def parse(text: str) -> SourceFile:
-    """The functions and stages of a file.  A text that is no Python has none."""
+def parse(text: str, known: KnownSource | None = None) -> SourceFile:
+    """The functions and stages of a file.  A text that is no Python has none.
+
+    known: what is said of it from outside; None: it says so itself, if anybody does.
+    """
     lines = tuple(text.splitlines())
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return SourceFile(lines, ())
-    stages, waits = _table(tree, "STAGES"), _table(tree, "WAITS")
+    stages, waits = known.stages if known else _table(tree, "STAGES"), _table(tree, "WAITS")
+    marks = known.starts if known else _marks(lines)
     functions = [
-        _function(node, stages, lines)
+        _function(node, stages, marks, lines)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
     ]
     ordered = tuple(sorted(functions, key=lambda f: (f.first, -f.last)))
-    return SourceFile(lines, ordered, _waits(tree, waits), _fillers(tree, waits or {}))
+    labelled = stages is not None or not functions
+    return SourceFile(lines, ordered, _waits(tree, waits), _fillers(tree, waits or {}), labelled)
 
 
-def _function(node: ast.FunctionDef, stages: Mapping[str, str] | None, lines: tuple[str, ...]) -> Function:
+def _marks(lines: Sequence[str]) -> dict[int, str]:
+    """The stages that begin at a remark in the file, by line."""
+    found = ((number, _MARK.match(line)) for number, line in enumerate(lines, start=1))
+    return {number: mark[1] for number, mark in found if mark}
+
+
+def _function(
+    node: ast.FunctionDef, stages: Mapping[str, str] | None, marks: Mapping[int, str], lines: Sequence[str]
+) -> Function:
     first, last = min(d.lineno for d in node.decorator_list), node.end_lineno or node.lineno
     body = node.body[0].lineno
     # a mark may stand between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
     stage = node.name if stages is None else stages.get(node.name, UNKNOWN)
-    marks = ((number, _MARK.match(lines[number - 1])) for number in range(body, last + 1))
     return Function(
         name=node.name,
         first=first,
@@ -174,7 +210,7 @@ def _function(node: ast.FunctionDef, stages: Mapping[str, str] | None, lines: tu
         last=last,
         stage=None if stage == CALLER else stage,
         specialized=any(_called(call) == "warp_specialize" for call in ast.walk(node)),
-        starts=tuple((number, mark[1]) for number, mark in marks if mark),
+        starts=tuple((number, begun) for number, begun in sorted(marks.items()) if body <= number <= last),
     )
 
 
@@ -239,6 +275,14 @@ def _barrier(node: ast.AST, waits: Mapping[str, str]) -> str:
 
 def _called(node: ast.AST) -> str:
     return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
+
+
+def _all_known() -> Mapping[str, KnownSource]:
+    return Stages.together([outline.stages for outline in operators.outlines()]).sources
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _same(text: str, known: Mapping[int, str]) -> bool:

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from ssdprof import kernels, operators
+from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
-from ssdprof.kernels.precision import Precision
+from ssdprof.measure.call import Call, call_of
 from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.measure.occupancy import Limits, occupancy
-from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import dtype_name
+from ssdprof.operators.named import Named, resolve
+from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import call_sites
 from ssdprof.stalls.ncu import RANGE
@@ -43,19 +44,21 @@ def main() -> None:
     parser.add_argument("--launched", type=Path, required=True)
     parser.add_argument("--tuned", type=Path)
     given = parser.parse_args()
-    precision = Precision(intermediates=given.intermediates, state_dtype=dtype_named(given.state_dtype))
+    precision = PrecisionRecord(intermediates=given.intermediates, state_dtype=given.state_dtype)
     call_sites.install()
     if given.tuned:
         use_file(given.tuned)
     try:
         inputs = load(given.folder, given.layer, given.seqlen, DEVICE)
-        launched = warm_up(given.implementation, inputs, precision)
+        named = resolve(operators.of(inputs), given.implementation)
+        call = call_at(named, inputs, precision)
+        launched = warm_up(named, call)
     except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
         refusal = refusal_of(error)
         given.launched.write_text(refusal.model_dump_json() + "\n", encoding="utf-8")
         sys.exit(f"Error: {refusal.message}")
     given.launched.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
-    profiled(given.implementation, inputs, precision)
+    profiled(call)
 
 
 def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
@@ -78,19 +81,36 @@ def refusal_of(error: Exception) -> Refusal:
     return Refusal(message=f"{error}.", hint=hint, exit_code=ExitCode.BAD_INPUT)
 
 
+def call_at(named: Named, inputs: Any, wanted: PrecisionRecord) -> Call:
+    """The call at the wanted precision; of an implementation that lacks it, at the most alike of its own.
+
+    Raises MissingCapabilityError if the implementation is not there.
+    """
+    found = named.precisions(operators.of(inputs).costed.dims(inputs).dtype, (wanted,))
+
+    def likeness(one: PrecisionRecord) -> tuple[bool, bool]:
+        return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
+
+    return call_of(named.present, inputs, max(found, key=likeness))
+
+
 @torch.no_grad()
-def warm_up(name: str, inputs: Any, precision: Precision) -> Launched:
-    """Compile and settle everything, so that the profiled call only launches."""
-    implementation = kernels.get(operators.of(inputs).name, name)
+def warm_up(named: Named, call: Call) -> Launched:
+    """Compile and settle everything, so that the profiled call only launches.
+
+    A library tunes itself in its first call: only a later one launches what it launches from then on.
+    """
+    call.run()
     with recorded_launches() as launches, counted_launches() as count:
-        implementation.run(inputs, precision)
-    implementation.run(inputs, precision)
-    device = tensors.device(inputs)
-    limits = Limits.of(device) if device.type == "cuda" else None
+        call.run()
+    limits = Limits.of(call.device) if call.device.type == "cuda" else None
     found = [occupancy(launch, limits) if limits else None for launch in launches]
     return Launched(
-        implementation=name,
-        variant=implementation.plan(inputs, precision).variant,
+        implementation=named.name,
+        variant=call.plan().variant,
+        precision=PrecisionRecord(
+            intermediates=call.precision.intermediates, state_dtype=dtype_name(call.precision.state_dtype)
+        ),
         launch_count=len(count),
         launches=tuple(launches),
         occupancy_pct=tuple(one.warps_pct if one else None for one in found),
@@ -98,12 +118,11 @@ def warm_up(name: str, inputs: Any, precision: Precision) -> Launched:
 
 
 @torch.no_grad()
-def profiled(name: str, inputs: Any, precision: Precision) -> None:
+def profiled(call: Call) -> None:
     """The one call that ncu sees."""
-    run = kernels.get(operators.of(inputs).name, name).run
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push(RANGE)  # type: ignore[no-untyped-call]
-    run(inputs, precision)
+    call.run()
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 

@@ -63,6 +63,9 @@ class FakeBench:
     def call_us(self, run: Run) -> float:
         return self.costs[run] + 10
 
+    def warm_us(self, run: Run) -> float:
+        return self.costs[run] / 2
+
 
 def contender(
     name: str,
@@ -90,11 +93,13 @@ def contender(
     return Contender(named=named, precision=precision, chunk_sizes=chunk_sizes)
 
 
-def measured(*contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL) -> tuple[BenchCase, ...]:
+def measured(
+    *contenders: Contender, bench: FakeBench | None = None, cell: Cell = CELL, match_with: str = "", warm: bool = False
+) -> tuple[BenchCase, ...]:
     """The cases of a cell, judged by the real comparator and timed by a fake stopwatch."""
     inputs = draw(cell, torch.device("cpu"))
-    judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)])
-    plan = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
+    judged = judge([entry for one in contenders for entry in one.entries(SSD, inputs)], match_with=match_with)
+    plan = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, warm=warm)
     watch = Stopwatch(bench=bench or FakeBench(), sampling=plan, ceilings=CEILINGS, limits=HOPPER)
     return time_cell(inputs, contenders, judged, watch)
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -71,6 +71,26 @@ def test_mamba_ssm_is_called_as_its_users_call_it(calls: list[Any]) -> None:
     assert [str(precision) for precision in peer.precisions("bf16", ())] == ["exact, bf16 states"]
 
 
+def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def forward(*arguments: Any, state_dtype: Any = None, **_: Any) -> Any:
+        asked.append(state_dtype)
+        return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
+
+    module: Any = sys.modules["mamba_ssm.ops.triton.ssd_combined"]
+    monkeypatch.setattr(module, "_mamba_chunk_scan_combined_fwd", forward)
+    peer = resolve(SSD, "mamba_ssm")
+    found = {dtype: [str(one) for one in peer.precisions(dtype, ())] for dtype in ("fp16", "fp32")}
+    assert found == {"fp16": ["exact, fp16 states", "exact, fp32 states"], "fp32": ["exact, fp32 states"]}
+    for states in (torch.float16, torch.float32):
+        peer.present.run(inputs(torch.float16), Precision(state_dtype=states))
+    assert asked == [None, torch.float32]
+    assert not calls
+
+
 def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
     run = mamba_ssm.load().run
     for precision, given, words in (
@@ -123,13 +143,23 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
     softplus, options = run(inputs(torch.float16), Precision()).final_states
     assert softplus == "of the checkout"
     assert options["chunk_size"] == 128
-    assert [options[name] for name in ("states_in_fp32", "cb_store_fp32", "cs_acc_fp32", "cb_comp_fp32")] == [True] * 4
-    relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
-    _, options = run(inputs(torch.float16), relaxed).final_states
-    assert [options[name] for name in ("states_in_fp32", "cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")] == [
-        False
-    ] * 4
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.float16])
+@pytest.mark.parametrize("intermediates", ["exact", "relaxed"])
+def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
+    checkout: Path, intermediates: Literal["exact", "relaxed"], states: torch.dtype
+) -> None:
+    precision = Precision(intermediates=intermediates, state_dtype=states)
+    implementation = published.load(checkout)
+    _, options = implementation.run(inputs(torch.float16), precision).final_states
+    assert options["states_in_fp32"] is (states == torch.float32)
+    assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {intermediates == "exact"}
     assert options["cb_comp_fp32"] is True
+    plan = implementation.plan(inputs(torch.float16), precision)
+    assert plan.variant == {"exact": "high", "relaxed": "medium"}[intermediates]
+    of_its_own = (intermediates == "exact") == (states == torch.float32)
+    assert ("with the states of the other one" in plan.reason) is not of_its_own
 
 
 def test_the_published_kernel_leaves_no_trace_where_nothing_is_installed(checkout: Path) -> None:
@@ -142,8 +172,9 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
     plan = published.load(checkout).plan
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
     for precision, given, words in (
-        (Precision(state_dtype=torch.float16), inputs(torch.float16), "exact intermediates go with fp32 states"),
-        (relaxed, inputs(torch.bfloat16), "fp16 inputs and fp16 states"),
+        (Precision(state_dtype=torch.bfloat16), inputs(torch.bfloat16), "fp32 and fp16 states only"),
+        (Precision(state_dtype=torch.float16), inputs(torch.bfloat16), "go with fp16 inputs"),
+        (relaxed, inputs(torch.bfloat16), "go with fp16 inputs"),
         (Precision(), inputs(cu_seqlens=torch.tensor([0, 8])), "no packed sequences"),
         (Precision(), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
     ):
@@ -291,8 +322,10 @@ def test_peers_line_up_before_ours(checkout: Path) -> None:
     contenders = line_up(SSD, replace(CELL, dtype="fp16"), (EXACT,), names, CHUNK_SIZES)
     assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
         ("published", "exact, fp32 states", False),
+        ("published", "exact, fp16 states", False),
+        ("published", "relaxed, fp32 states", False),
         ("published", "relaxed, fp16 states", False),
         ("unfused", "exact, fp32 states", True),
     ]
-    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 3
+    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 5
     assert len(line_up(SSD, CELL, (), names, CHUNK_SIZES)) == 1

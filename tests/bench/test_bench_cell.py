@@ -11,7 +11,7 @@ from fakes import CELL, EXACT, FakeBench, contender, measured
 
 from ssdprof import operators, schema
 from ssdprof.bench.contenders import line_up
-from ssdprof.bench.judge import Verdict, judge, run_unjudged
+from ssdprof.bench.judge import Verdict, judge, reference_of, run_unjudged
 from ssdprof.bench.run import sampling_seconds
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.drawing import Cell, Tokens
@@ -191,3 +191,65 @@ def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
     assert sampling_seconds(300, 100) == pytest.approx(1.0)
     assert sampling_seconds(1, 100) == 0.1
     assert sampling_seconds(300, 1) == 1.5
+
+
+RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
+HALF_STATES = schema.PrecisionRecord(intermediates="exact", state_dtype="bf16")
+
+
+def test_every_output_is_matched_with_the_entry_that_is_most_like_it() -> None:
+    peer = contender("peer", lambda _: 1.0, chunk_sizes=(16, 32), ours=False)
+    half = contender("peer", lambda _: 1.0, chunk_sizes=(16, 32), ours=False, precision=HALF_STATES)
+    relaxed = contender("peer", lambda _: 1.0, chunk_sizes=(16, 32), ours=False, precision=RELAXED)
+    chunked = contender("ours", lambda _: 1.0, chunk_sizes=(16, 32), precision=HALF_STATES)
+    inputs = draw(CELL, torch.device("cpu"))
+    entries = [entry for one in (peer, half, relaxed, chunked, FAST) for entry in one.entries(SSD, inputs)]
+    found = [reference_of(entry, entries, "peer") for entry in entries]
+    assert [one and one.call.label for one in found] == [
+        *(None, None, None, None),
+        *("peer exact, fp32 states, chunk 16", "peer exact, fp32 states, chunk 32"),
+        *("peer exact, bf16 states, chunk 16", "peer exact, bf16 states, chunk 32"),
+        "peer exact, fp32 states, chunk 16",
+    ]
+    assert [reference_of(entry, entries, "nobody") for entry in entries] == [None] * len(entries)
+
+
+@pytest.mark.parametrize("capacity", [100, 2, 1])
+def test_matches_are_those_of_the_comparator_however_many_outputs_fit(
+    monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
+    monkeypatch.setattr("ssdprof.bench.judge.outputs_that_fit", lambda _: capacity)
+    off = contender("off", lambda _: 1.0, ours=False, spoil=noisy(0.005))
+    equal = contender("equal", lambda _: 1.0)
+    inputs = draw(CELL, torch.device("cpu"))
+    entries = [entry for one in (off, SLOW, equal) for entry in one.entries(SSD, inputs)]
+    judged = judge(entries, match_with="slow")
+    assert [one.entry.contender.name for one in judged] == ["off", "slow", "equal"]
+    against = [one.verdict.accuracy[0].vs_baseline for one in judged]
+    if capacity == 1:
+        assert against == [None] * 3
+        return
+    assert against[1] is None
+    assert against[0] is not None
+    assert against[2] is not None
+    assert against[2].against == "slow exact, fp32 states"
+    assert [match.match_pct for match in against[2].matches] == [100.0] * 3
+    assert [match.tolerance for match in against[0].matches] == [0.0, 1e-3, 1e-2]
+    shares = [match.match_pct for match in against[0].matches]
+    a, b = (entries[place].call.run()[0].double() for place in (0, 1))
+    near = (a - b).abs() <= 1e-2 + 1e-2 * b.abs()
+    assert shares[2] == pytest.approx(100 * float(near.double().mean()))
+    assert shares[0] < shares[1] < shares[2]
+
+
+def test_relaxed_intermediates_are_compared_with_exact_ones_at_the_same_states() -> None:
+    exact, half, relaxed = measured(
+        contender("peer", lambda _: 300.0, ours=False),
+        contender("peer", lambda _: 100.0, ours=False, precision=HALF_STATES),
+        contender("peer", lambda _: 200.0, ours=False, precision=RELAXED),
+    )
+    assert (exact.over_exact, half.over_exact) == (None, None)
+    assert relaxed.over_exact is not None
+    assert (relaxed.over_exact.baseline, relaxed.over_exact.device_ratio) == ("peer exact, fp32 states", 1.5)
+    (alone,) = measured(contender("peer", lambda _: 200.0, precision=RELAXED))
+    assert alone.over_exact is None

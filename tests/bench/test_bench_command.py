@@ -31,6 +31,8 @@ def bench(*words: str) -> tuple[int, str, str]:
         (["--against", "published"], "Give a checkout"),
         (["--baseline", "vllm"], "There is no implementation 'vllm' of ssd"),
         (["--impl", "nowhere:kernel"], "cannot be imported"),
+        (["--match-with", "vllm"], "There is no implementation 'vllm' of ssd"),
+        (["--chunk-size", "100"], "--chunk-size does not know '100'"),
         (["--states", "int8"], "does not know 'int8'"),
         (["--out", "nowhere/result.json"], "There is no folder nowhere"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssdprof.bench.grid import Cell, Tokens, expand, lengths, parse_dtypes, parse_tokens
+from ssdprof.bench.grid import Cell, Tokens, expand, lengths, parse_chunk_sizes, parse_dtypes, parse_tokens
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.errors import BadInputError
 from ssdprof.operators.ssd.drawing import DRAWING, draw
@@ -124,3 +124,11 @@ def test_packed_sequences_have_states_and_lengths_in_range() -> None:
     assert ((steps >= 8) & (steps <= 32)).all()
     assert steps.unique().numel() > 1
     assert inputs.x.shape[:2] == (1, int(inputs.cu_seqlens[-1]))
+
+
+def test_chunk_sizes() -> None:
+    assert parse_chunk_sizes("best") == ()
+    assert parse_chunk_sizes("64,128,64,256") == (64, 128, 256)
+    for words in ("8", "100", "512", "x", "", "0128"):
+        with pytest.raises(BadInputError, match="--chunk-size does not know"):
+            parse_chunk_sizes(words)

@@ -16,6 +16,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Fi
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
+from ssdprof.report import format as fmt
 from ssdprof.schema import Gates, Gpu, Launch, PrecisionRecord
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,54 @@ def test_every_implementation_is_in_the_details(done: BenchReport) -> None:
         ("unfused", "exact, fp32", "-"),
         ("fused", "exact, fp32", "-"),
     ]
+
+
+def test_matches_are_in_a_table_of_their_own() -> None:
+    half = contender("mamba_ssm", lambda _: 1.0, ours=False, spoil=lambda o: SSDOutput(o.out * 1.005, o.final_states))
+    shown = report(*measured(half, contender("fused", lambda _: 1.0), match_with="mamba_ssm"), matched_with="mamba_ssm")
+    table = next(table for table in tables.tables(shown) if table.title.startswith("Matches with mamba_ssm: tiny"))
+    rows = [dict(zip(table.headers, row, strict=True)) for row in table.rows]
+    assert [(row["implementation"], row["tensor"], row["matched with"]) for row in rows] == [
+        ("mamba_ssm", "output", "-"),
+        ("mamba_ssm", "final states", "-"),
+        ("fused", "output", "mamba_ssm exact, fp32 states"),
+        ("fused", "final states", "mamba_ssm exact, fp32 states"),
+    ]
+    fused = shown.cells[0].cases[1].accuracy[0]
+    assert fused.vs_baseline is not None
+    against = [fused.vs_baseline, fused.vs_oracle, fused.floor]
+    shares = [found.matches[1].match_pct for found in against]
+    assert 0 < shares[0] < shares[1] == shares[2] < 100
+    assert list(table.rows[2][6::3]) == [fmt.percent(share) for share in shares]
+    assert rows[3]["match\n@ 0"] == "100.000%"
+
+
+def test_relaxed_over_exact_and_chunk_sizes_are_shown_where_they_were_timed(done: BenchReport) -> None:
+    relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
+    both = measured(contender("fused", lambda _: 150.0), contender("fused", lambda _: 100.0, precision=relaxed))
+    (table,) = [one for one in tables.tables(report(*both)) if one.title.startswith("Relaxed over exact")]
+    assert table.rows == (
+        ("1 x 40", "fused", "fp32", "1.50x [1.50, 1.50]", "faster", "1.45x [1.45, 1.45]", "faster"),
+    )  # fmt: skip
+    assert not [one for one in tables.tables(report(*both)) if one.title.startswith("Device times by chunk")]
+    (table,) = [one for one in tables.tables(done) if one.title.startswith("Device times by chunk")]
+    assert table.headers[3:] == ("chunk\n128", "chunk\n256", "fastest")
+    assert table.rows == (("1 x 40", "mamba_ssm", "exact, fp32", "330 µs", "300 µs", "256"),)
+
+
+def test_the_warm_clock_has_a_table_beside_the_others() -> None:
+    timed = report(
+        *measured(contender("mamba_ssm", lambda _: 300.0, ours=False), contender("fused", lambda _: 100.0), warm=True)
+    )
+    (table,) = [one for one in tables.tables(timed) if "warm clock" in one.title]
+    assert table.title.startswith("By the warm clock, over mamba_ssm: tiny")
+    assert table.rows == (
+        ("1 x 40", "mamba_ssm", "exact, fp32", "-", "-", "150 µs", "310 µs", "300 µs"),
+        ("1 x 40", "fused", "exact, fp32", "3.00x [3.00, 3.00]", "faster", "50.0 µs", "110 µs", "100 µs"),
+    )
+    assert "10 Python calls back to back" in table.note
+    assert tables.tables(timed)[0].rows[0][2] == "3.00x [3.00, 3.00]", "the default clock stays where it is"
+    assert load(dump(timed)) == timed
 
 
 def test_details_are_cut_into_tables_that_are_drawn_whole(done: BenchReport) -> None:

@@ -98,6 +98,38 @@ def test_from_words_to_a_file() -> None:
         assert over.device_ratio == 3
         assert cell.checked is None
         assert fused.plan
+    assert report.matched_with == "unfused"
+
+
+def test_outputs_are_matched_with_another_one_than_the_baseline_and_at_several_chunk_sizes() -> None:
+    words = [
+        "--seq",
+        "40",
+        "--match-with",
+        "fused",
+        "--chunk-size",
+        "16,32",
+        "--check",
+        "short",
+        "--clock",
+        "warm",
+        "--json",
+    ]
+    code, out, err = bench(*words)
+    assert code == 0, err
+    report = load(out)
+    assert (report.baseline, report.matched_with) == ("unfused", "fused")
+    unfused, fused = report.cells[0].cases
+    assert fused.timing is not None
+    assert fused.timing.warm is not None
+    assert fused.timing.warm.median_us == 50
+    assert [trial.chunk_size for trial in unfused.trials] == [16, 32]
+    (tensor, states) = unfused.accuracy
+    assert tensor.vs_baseline is not None
+    assert tensor.vs_baseline.against == "fused exact, fp32 states"
+    assert 0 < tensor.vs_baseline.matches[2].match_pct <= 100
+    assert states.vs_baseline is not None
+    assert fused.accuracy[0].vs_baseline is None
 
 
 @pytest.mark.slow

@@ -29,6 +29,18 @@ def test_the_baseline_is_there_even_if_nobody_asked() -> None:
     assert labels(group) == ["unfused exact, fp16 states", "fused relaxed, fp16 states"]
 
 
+def test_a_library_is_the_baseline_at_equal_states_where_it_has_them() -> None:
+    exact = {states: PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp16", "fp32")}
+    wanted = [exact["fp32"], RELAXED_FP16]
+    both = groups_of(wanted, ("fused",), "them", {"them": (exact["fp16"], exact["fp32"])})
+    assert [labels(group) for group in both] == [
+        ["them exact, fp32 states", "fused exact, fp32 states"],
+        ["them exact, fp16 states", "fused relaxed, fp16 states"],
+    ]
+    (one,) = groups_of(wanted, ("fused",), "them", {"them": (exact["bf16"],)})
+    assert labels(one) == ["them exact, bf16 states", "fused exact, fp32 states", "fused relaxed, fp16 states"]
+
+
 @pytest.mark.parametrize("capacity", [0, 2, 3, 4, 5, 8, 11, 12, 100])
 def test_every_batch_holds_its_baselines_and_fits(capacity: int) -> None:
     groups = groups_of(PRECISIONS, ("unfused", "fused"), "unfused")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import faults
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaBench, Recording, Run, Sampled, time_in_turns
+from ssdprof.measure.timing import WARM_CALLS, CaptureError, CudaBench, Recording, Run, Sampled, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
@@ -45,6 +46,10 @@ class FakeBench:
         self.events.append("device")
         return recording.graph.cost / 2
 
+    def warm_us(self, run: Run) -> float:
+        self.events.append("warm")
+        return run.cost / 4  # type: ignore[attr-defined]
+
 
 class FakeRun:
     def __init__(self, cost: float, error: Exception | None = None) -> None:
@@ -71,6 +76,27 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
     timing = session.sampled["a"].timing()
     assert (timing.call_median_us, timing.device_median_us) == pytest.approx((200, 100))
     assert (timing.recordings, timing.samples) == (2, 10)
+
+
+def test_the_warm_clock_is_beside_the_others_and_only_where_it_is_asked_for() -> None:
+    bench = FakeBench()
+    runs = {"a": FakeRun(200), "b": FakeRun(100)}
+    session = time_in_turns(runs, bench, replace(PLAN, warm=True), check=fine)
+    assert [bench.events.count(kind) for kind in ("call", "device", "warm")] == [
+        2 * SAMPLED,
+        2 * SAMPLED + 2,
+        2 * SAMPLED,
+    ]
+    timing = session.sampled["a"].timing()
+    assert (timing.call_median_us, timing.device_median_us) == pytest.approx((200, 100))
+    assert timing.warm is not None
+    assert (timing.warm.median_us, timing.warm.calls) == (pytest.approx(50), WARM_CALLS)
+    over = session.sampled["b"].speedup(session.sampled["a"], "a", 0.01).warm
+    assert over is not None
+    assert (over.ratio, over.verdict) == (pytest.approx(2), "faster")
+    cold = time_in_turns(runs, FakeBench(), PLAN, check=fine).sampled
+    assert cold["a"].timing().warm is None
+    assert session.sampled["b"].speedup(cold["a"], "a", 0.01).warm is None
 
 
 def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +266,17 @@ def test_the_cache_is_cold(bench: CudaBench) -> None:
     cold = np.median([bench.device_us(once) for _ in range(10)])
     warm = np.median([bench.device_us(often) for _ in range(10)]) / sums
     assert cold > 1.15 * warm
+
+
+@pytest.mark.gpu
+def test_the_warm_clock_finds_its_inputs_in_the_cache_and_hides_launches(bench: CudaBench) -> None:
+    data = torch.zeros(4 << 20, device="cuda")
+
+    def read() -> SSDOutput:
+        return SSDOutput(data.sum(), data[:1])
+
+    warm = np.median([bench.warm_us(read) for _ in range(10)])
+    assert np.median([bench.call_us(read) for _ in range(10)]) > 1.15 * warm
 
 
 @pytest.mark.gpu

@@ -269,6 +269,9 @@ class FakeBench:
         self.spoil(recording.output)
         return self._time(recording.graph) / 2
 
+    def warm_us(self, run: Run) -> float:
+        return self._time(run) / 8
+
 
 QUICK = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
 

@@ -14,8 +14,11 @@ from report.make import (
 )
 
 from ssdprof.report import format as fmt
+from ssdprof.report.document import compose
 from ssdprof.report.groups import groups
-from ssdprof.report.tables import Table, accuracy, run, speed
+from ssdprof.report.markdown import render_document
+from ssdprof.report.tables import Table, accuracy, run, speed, warm
+from ssdprof.schema import Interval, WarmSpeedup, WarmTiming
 
 
 def rows(table):
@@ -28,6 +31,39 @@ def below(table, heading):
     start = next(i for i in table.headings if table.rows[i][0] == heading)
     stop = min((i for i in table.headings if i > start), default=len(table.rows))
     return {row[0]: row[1:] for row in table.rows[start + 1 : stop]}
+
+
+def with_warm(case):
+    """A case with a warm time of a tenth of its device time; over the baseline 3 times as fast."""
+    if case.timing is None:
+        return case
+    us = case.timing.device_median_us / 10
+    warm_timing = WarmTiming(calls=10, median_us=us, interval_us=Interval(low=us, high=us))
+    timing = case.timing.model_copy(update={"warm": warm_timing})
+    over = WarmSpeedup(ratio=3.0, interval=Interval(low=2.9, high=3.1), verdict="faster")
+    speedup = case.speedup and case.speedup.model_copy(update={"warm": over})
+    return case.model_copy(update={"timing": timing, "speedup": speedup})
+
+
+def test_the_warm_clock_has_a_table_of_its_own_with_the_cold_times_beside_it():
+    (group,) = groups(make_report(change=with_warm))
+    table, plain = warm.total(group), speed.total(group)
+    assert table.title.startswith("Speed by the warm clock at 131,072 tokens, sum over 4 layers")
+    assert [row[:2] for row in table.rows] == [row[:2] for row in plain.rows]
+    for row, cold in zip(table.rows, plain.rows, strict=True):
+        own, default = dict(zip(table.headers, row, strict=True)), dict(zip(plain.headers, cold, strict=True))
+        assert own["call time,\ncold"] == default["call\ntime"]
+        assert own["device time,\ncold"] == default["device\ntime"]
+    for row, series in zip(table.rows, group.series(), strict=True):
+        tenths = sum(case.timing.device_median_us for case in series.cases) / 10
+        assert row[table.headers.index("warm\ntime")] == fmt.duration(tenths)
+    assert table.rows[0][2] == "-", "the baseline"
+    assert table.rows[-1][2:4] == ("3.00x [2.90, 3.10]", "faster")
+    (without,) = groups(make_report())
+    assert warm.total(without) is None
+    (partly,) = groups(make_report(change=lambda case: with_warm(case) if case.layer.index else case))
+    assert warm.total(partly) is None
+    assert "Speed by the warm clock" in render_document(compose(make_report(change=with_warm)))
 
 
 def test_a_table_refuses_rows_of_another_length():

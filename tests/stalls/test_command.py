@@ -76,7 +76,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "--from FILE" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["fusde", "", "reference"])
+@pytest.mark.parametrize("name", ["fusde", "reference", "fused,nowhere=here"])
 def test_an_unknown_implementation_is_named(name: str) -> None:
     result = call("demo", "--impl", name)
     assert result.exit_code == ExitCode.BAD_INPUT
@@ -169,6 +169,56 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
 def test_one_layer_and_implementation_can_be_chosen(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
     assert call(str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", "fused").exit_code == 0
     assert gpu == [("fused", 7)]
+
+
+def test_libraries_and_own_kernels_are_profiled_by_name(
+    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    words = "fused,mamba_ssm,published=checkout,my_module:kernel"
+    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", words, "--json")
+    assert result.exit_code == 0, result.output
+    assert [name for name, _ in gpu] == words.split(",")
+    report = StallReport.model_validate_json(result.stdout)
+    assert [kernel.implementation for kernel in report.kernels] == words.split(",")
+    files = {file.name for file in (tmp_path / "o" / "stalls").glob("*.ncu-rep")}
+    assert files == {"fused.ncu-rep", "mamba_ssm.ncu-rep", "published-checkout.ncu-rep", "my_module-kernel.ncu-rep"}
+
+
+def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
+    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssdprof.errors import SsdprofError
+    from ssdprof.stalls import collect
+
+    pretended = collect.launch
+
+    def launch(job: collect.Job, **options: float) -> object:
+        if job.implementation == "mamba_ssm":
+            raise SsdprofError("mamba_ssm cannot be imported: no.", "pip install it.", ExitCode.MISSING_CAPABILITY)
+        return pretended(job, **options)
+
+    monkeypatch.setattr(collect, "launch", launch)
+    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused")
+    assert result.exit_code == 0, result.output
+    assert "mamba_ssm is left out: mamba_ssm cannot be imported: no." in " ".join(result.stdout.split())
+    assert gpu == [("fused", 5)]
+    alone = call(str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
+    assert alone.exit_code == ExitCode.MISSING_CAPABILITY
+    assert "cannot be imported" in alone.stderr
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_implementation_without_triton_kernels_is_bad_input(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssdprof.schema.stalls import Launched
+    from ssdprof.stalls import collect
+
+    nothing = Launched(implementation="my_module:kernel", variant="own", launch_count=0, launches=())
+    monkeypatch.setattr(collect, "launch", lambda *_, **__: nothing)
+    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", "my_module:kernel")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "my_module:kernel launches no Triton kernel" in result.stderr
 
 
 def test_what_was_found_before_is_not_replaced_unasked(
@@ -283,6 +333,22 @@ def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, in
     assert gpu == [("unfused", 5), ("fused", 5)]
     assert report.subject is not None
     assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_whose_inputs_were_cast_has_no_stalls_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from report.make import make_report as run_report
+
+    from ssdprof import runs
+    from ssdprof.schema import Asked, Cast
+
+    monkeypatch.chdir(tmp_path)
+    asked = Asked(implementations=(), precisions=(), layers=(), cast=Cast(source="bf16", to="fp16"))
+    with runs.opened(tmp_path / "runs" / "a", "m") as opened:
+        opened.write(run_report().model_copy(update={"asked": asked}))
+    result = call("a")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "cast from bf16 to fp16" in " ".join(result.stderr.split())
 
 
 def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

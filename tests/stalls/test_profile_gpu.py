@@ -47,3 +47,29 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
         assert kernel.from_neighbours < 0.1 * kernel.busy_samples, kernel.kernel
         assert {line.file for line in kernel.lines} <= OURS, kernel.kernel
     assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {file.name for file in folder.iterdir()}
+
+
+def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
+    """Of a version whose files are known; of another one the report says that they are not."""
+    pytest.importorskip("mamba_ssm")
+    case = Case(seqlen=4096, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16)
+    captures = store_layers(tmp_path / "captures", case)
+    request = StallRequest(
+        where=str(captures),
+        layer=5,
+        implementations=("mamba_ssm",),
+        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        timeout_s=600,
+        out=tmp_path / "run",
+    )
+    _, report = profile(request, Unwatched())
+    assert report.missing == ""
+    assert {kernel.implementation for kernel in report.kernels} == {"mamba_ssm"}
+    assert len(report.kernels) == 5
+    stages = {stage.name.partition(".")[0] for kernel in report.kernels for stage in kernel.stages}
+    algorithm = {"chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"}
+    for kernel in report.kernels:
+        known = {stage.name.partition(".")[0] for stage in kernel.stages} <= algorithm | {"setup"}
+        assert known is not bool(kernel.unlabelled), kernel.kernel
+    if not any(kernel.unlabelled for kernel in report.kernels):
+        assert algorithm <= stages

@@ -1,7 +1,9 @@
 """The process that ncu watches, without ncu and without a GPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +11,15 @@ import triton
 from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
-from ssdprof.kernels.precision import Precision
+from ssdprof.operators.named import Named
+from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import target
+
+EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("run")
         return real.run(inputs, precision)
 
-    monkeypatch.setattr(target.kernels, "get", lambda *_: SimpleNamespace(run=run, plan=real.plan))
+    named = Named(name="fused", kind="bundled", implementation=replace(real, run=run))
+    monkeypatch.setattr(target, "resolve", lambda *_: named)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"push {name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
@@ -97,6 +103,43 @@ def test_the_tensors_are_those_of_the_layer(folder: Path) -> None:
 
 def test_nothing_is_left_of_the_warm_up(folder: Path, calls: list[str]) -> None:
     inputs = target.load(folder, 2, 32, "cpu")
-    launched = target.warm_up("fused", inputs, Precision())
+    named = target.resolve(operators.get("ssd"), "fused")
+    launched = target.warm_up(named, target.call_at(named, inputs, EXACT))
     assert calls == ["run", "run"]
     assert launched.launch_count == 0  # Triton's interpreter launches nothing
+
+
+def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(folder: Path) -> None:
+    """A library has precisions of its own, and a library that is not there says so."""
+    inputs = target.load(folder, 2, 32, "cpu")
+    both = tuple(PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32"))
+    library = Named(name="them", kind="library", implementation=kernels.get("ssd", "fused"), fixed=lambda _: both)
+    assert target.call_at(library, inputs, EXACT).precision.state_dtype == torch.float32
+    fixed = replace(library, fixed=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),))
+    call = target.call_at(fixed, inputs, EXACT)
+    assert call.precision.state_dtype == torch.bfloat16
+    launched = target.warm_up(fixed, call)
+    assert (launched.implementation, str(launched.precision)) == ("them", "exact, bf16 states")
+    with pytest.raises(MissingCapabilityError, match="is not there"):
+        target.call_at(replace(library, implementation=None, absent="It is not there."), inputs, EXACT)
+
+
+def test_a_library_has_tuned_itself_before_its_launches_are_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = kernels.get("ssd", "fused"), []
+
+    def run(inputs: object, precision: object) -> object:
+        seen.append("run")
+        return real.run(inputs, precision)
+
+    @contextmanager
+    def counting() -> Iterator[list[str]]:
+        seen.append("count")
+        yield seen
+
+    monkeypatch.setattr(target, "counted_launches", counting)
+    library = Named(name="them", kind="library", implementation=replace(real, run=run))
+    inputs = target.load(folder, 2, 32, "cpu")
+    target.warm_up(library, target.call_at(library, inputs, EXACT))
+    assert seen == ["run", "count", "run"]

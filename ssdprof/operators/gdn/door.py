@@ -93,6 +93,7 @@ DOOR = Door(
     always_a_pair=True,
     views=("q", "k", "v"),
     per_position=("g", "beta"),
+    always_fp32=("g",),
     gate_bytes=lambda item: item + 4,  # beta, and g in fp32
     stand_in=stand_in,
 )

@@ -1,5 +1,8 @@
 """The stages of GDN, in the order of the algorithm."""
 
+from pathlib import Path
+
+from ssdprof.operators.known_sources import known_sources
 from ssdprof.operators.outline import Stages
 
 STAGES = Stages(
@@ -64,4 +67,5 @@ STAGES = Stages(
         "_combine_kernel": "fused",
         "_hopper_kernel": "fused",
     },
+    sources=known_sources(Path(__file__).with_name("known_sources.toml")),
 )

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from ssdprof.kernels.ssd.adapters import mamba_ssm, published, selective_state_update
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import DType, PrecisionRecord, precisions_for
 
 
 def _mamba_ssm(_checkout: Path | None) -> Peer:
     return Peer(
         implementation=mamba_ssm.load(),
         version=mamba_ssm.version(),
-        precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),),
+        precisions=lambda dtype: _exact(*dict.fromkeys((dtype, "fp32")) if mamba_ssm.passes_any_states() else (dtype,)),
     )
 
 
@@ -21,7 +21,7 @@ def _selective_state_update(_checkout: Path | None) -> Peer:
     return Peer(
         implementation=selective_state_update.load(),
         version=mamba_ssm.version(),
-        precisions=lambda _dtype: (PrecisionRecord(intermediates="exact", state_dtype="fp32"),),
+        precisions=lambda _dtype: _exact("fp32"),
     )
 
 
@@ -35,9 +35,14 @@ def _published(checkout: Path | None) -> Peer:
 
 
 def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
-    high = PrecisionRecord(intermediates="exact", state_dtype="fp32")
-    medium = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
-    return (high, medium) if dtype == "fp16" else (high,)
+    """Its "high" setting; of fp16 inputs also its "medium" one, and each with the states of the other."""
+    if dtype != "fp16":
+        return _exact("fp32")
+    return precisions_for(dtype, "all", ("fp32", "fp16"))
+
+
+def _exact(*states: DType) -> tuple[PrecisionRecord, ...]:
+    return tuple(PrecisionRecord(intermediates="exact", state_dtype=state) for state in states)
 
 
 _MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out."

@@ -1,5 +1,8 @@
 """The stages of SSD, in the order of the algorithm, and what their parts are called."""
 
+from pathlib import Path
+
+from ssdprof.operators.known_sources import known_sources
 from ssdprof.operators.outline import Stages
 
 STAGES = Stages(
@@ -61,4 +64,5 @@ STAGES = Stages(
         "_ssd_step_state_kernel": "unfused_step",
         "_ssd_step_output_kernel": "unfused_step",
     },
+    sources=known_sources(Path(__file__).with_name("known_sources.toml")),
 )

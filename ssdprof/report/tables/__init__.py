@@ -1,6 +1,6 @@
 """Records -> tables: what is in them, not how they are drawn."""
 
-from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls
+from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls, warm
 from ssdprof.report.tables.table import Figure, Note, Table
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "speed",
     "stall_origin",
     "stalls",
+    "warm",
 ]

@@ -111,6 +111,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     for prompt in report.prompts:
         yield "prompt", _prompt(prompt)
     yield "served", _served(report)
+    yield "inputs", str(report.cast or "")
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))

@@ -39,6 +39,15 @@ def version() -> str:
     return str(stated or content(Path(str(import_module(_MODULE).__file__))))
 
 
+def passes_any_states() -> bool:
+    """Whether the installed version passes states on in another dtype than that of C; older ones do not."""
+    return _takes_state_dtype(import_module(_MODULE)._mamba_chunk_scan_combined_fwd)
+
+
+def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
+    return "state_dtype" in signature(forward).parameters
+
+
 @dataclass(frozen=True)
 class _FiveKernels:
     """forward: what the public `mamba_chunk_scan_combined` calls, without the autograd function around it."""
@@ -67,7 +76,7 @@ class _FiveKernels:
     def _refuse_unsupported(self, inputs: SSDInputs, precision: Precision) -> None:
         if not precision.exact:
             raise UnsupportedError("mamba_ssm: exact intermediates only")
-        if precision.state_dtype != inputs.C.dtype and "state_dtype" not in signature(self.forward).parameters:
+        if precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(self.forward):
             raise UnsupportedError(f"mamba_ssm: this version passes states on in {inputs.C.dtype} only")
         if inputs.cu_seqlens is not None:
             raise UnsupportedError("mamba_ssm: no initial and final states of each packed sequence")

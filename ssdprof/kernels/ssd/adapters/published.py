@@ -27,9 +27,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 _FOLDER = Path("mamba_ssm", "ops", "triton")
 _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
 
-# its two settings: what is fp32 in each, and whether the others are 16 bit or fp32
-_HIGH = dict.fromkeys(("states_in_fp32", "cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32", "cb_comp_fp32"), True)
-_MEDIUM = dict.fromkeys(_HIGH, False) | {"cb_comp_fp32": True}
+# its switches for intermediates: all fp32 in its "high" setting, 16 bit in "medium"; C B^T is tf32 in both
+_INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
 def load(checkout: Path) -> Implementation:
@@ -83,25 +82,28 @@ class _Published:
             out, _, _, final_states, _, _ = self.launch(
                 inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, chunk_size=inputs.chunk_size,
                 initial_states=inputs.initial_states, z=inputs.z, dt_bias=inputs.dt_bias,
-                dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit, **(_HIGH if precision.exact else _MEDIUM),
+                dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit, **_switches(precision),
             )  # fmt: skip
         return SSDOutput(out, final_states)
 
     def plan(self, inputs: SSDInputs, precision: Precision) -> Plan:
         self._refuse_unsupported(inputs, precision)
         setting = "high" if precision.exact else "medium"
+        own = precision.exact == (precision.state_dtype == torch.float32)
         return Plan(
             variant=setting,
             launches=4,
             config={"chunk_size": inputs.chunk_size},
-            reason=f"its {setting!r} setting; also launched: flags and first state zeroed, last state copied",
+            reason=f"its {setting!r} setting{'' if own else ' with the states of the other one'}; also launched: flags "
+            "and first state zeroed, last state copied",
         )
 
     def _refuse_unsupported(self, inputs: SSDInputs, precision: Precision) -> None:
-        if precision.exact and precision.state_dtype != torch.float32:
-            raise UnsupportedError("published: exact intermediates go with fp32 states")
-        if not precision.exact and not precision.state_dtype == inputs.x.dtype == torch.float16:
-            raise UnsupportedError("published: relaxed intermediates go with fp16 inputs and fp16 states")
+        if precision.state_dtype not in (torch.float32, torch.float16):
+            raise UnsupportedError("published: fp32 and fp16 states only")
+        plain = precision.exact and precision.state_dtype == torch.float32
+        if not plain and inputs.x.dtype != torch.float16:  # it adds up in the 16-bit dtype, and Triton does so in fp16
+            raise UnsupportedError("published: relaxed intermediates and fp16 states go with fp16 inputs")
         if inputs.cu_seqlens is not None:
             raise UnsupportedError("published: no packed sequences")
         if inputs.chunk_size & (inputs.chunk_size - 1):
@@ -111,3 +113,8 @@ class _Published:
         rows = (span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
         if max(states, *rows) > INT32_ELEMENTS:
             raise UnsupportedError("published: 32-bit offsets, and a sequence here spans more than 2^31 elements")
+
+
+def _switches(precision: Precision) -> dict[str, bool]:
+    states = {"states_in_fp32": precision.state_dtype == torch.float32}
+    return states | dict.fromkeys(_INTERMEDIATES, precision.exact) | {"cb_comp_fp32": True}

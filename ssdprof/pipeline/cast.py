@@ -1,0 +1,44 @@
+"""`run --cast`: captured inputs in another dtype than the model computed them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ssdprof import operators
+from ssdprof.capture.layout import token_major
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.tensors import tensors
+from ssdprof.schema import DType
+
+
+def cast(inputs: Any, to: DType | None) -> tuple[Any, str]:
+    """The inputs with the model's activations in dtype `to`, in the layout that a model of that dtype would give them.
+
+    Activations are the tensors with a position that the model computed in its own dtype.  What belongs to the whole
+    call (A, D, dt_bias, initial states) stays as it is, and so does what the model computes in fp32 in any case.
+    The second value names elements that `to` does not hold, in a sentence for the report; empty if it holds all.
+    to: None leaves everything as it is.
+    """
+    if to is None:
+        return inputs, ""
+    door, given, dtype = operators.of(inputs).door, tensors(inputs), dtype_named(to)
+    own = given[door.views[0]].dtype
+    names = [name for name in (*door.views, *door.per_position) if name in given and name not in door.always_fp32]
+    changed = {name: given[name].to(dtype) for name in names if given[name].dtype == own}
+    lost = [words for name, tensor in changed.items() for words in _lost(name, given[name], tensor)]
+    remark = f"Cast to {to}, some elements are not what they were: {'; '.join(lost)}." if lost else ""
+    return token_major(replace(inputs, **changed)), remark
+
+
+def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
+    """What became of finite and of small numbers, in words."""
+    infinite = int((before.isfinite() & ~after.isfinite()).sum())
+    zero = int(((before != 0) & (after == 0)).sum())
+    if infinite:
+        yield f"{infinite:,} of {name} became infinite"
+    if zero:
+        yield f"{zero:,} of {name} became 0"
