@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -29,6 +30,15 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
             put(file.resolve(), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+def has_key(file: Path, key: str) -> bool:
+    """Whether the file holds a JSON object with this key.  What cannot be read, or is no JSON, has none."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(document, dict) and key in document
 
 
 def append_text(file: Path, text: str) -> None:

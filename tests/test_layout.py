@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "environment": {"errors", "schema", "kernels"},
     "measure": {"errors", "schema", "operators", "kernels", "environment"},
     "stalls": MEASURING | {"tuning"},
-    "bench": MEASURING | {"report"},
+    "bench": MEASURING | {"report", "files"},
     "tuning": MEASURING | {"report", "bench", "runs", "files"},
     "report": {"errors", "schema"},
     "runs": {"errors", "schema", "progress", "files", "environment"},

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssdprof import files
 from ssdprof.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 def is_bench(file: Path) -> bool:
     """Anything that is not JSON is left for the reader of runs to refuse."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return False
-    return isinstance(document, dict) and "cells" in document
+    return files.has_key(file, "cells")
 
 
 def read(file: Path) -> BenchReport:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
-from ssdprof.schema.rows import Errors, Row, errors
-
-JUDGED = "fused"  # the implementation that gates are about
+from ssdprof.schema.rows import JUDGED, Errors, Row, errors
 
 
 def of_bench(report: BenchReport) -> tuple[Row, ...]:

@@ -1,4 +1,4 @@
-"""`ssdprof compare`: what changed from one run or bench to the next."""
+"""`ssdprof compare`: what changed from one run, bench or record of prefill times to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from ssdprof.commands import options, terminal
 
-_HELP = "A run's folder or name, its report as JSON, or a result of bench --out."
+_HELP = "A run's folder or name, its report as JSON, or a result of bench --out or prefill --out."
 
 
 def compare(
@@ -38,7 +38,7 @@ def compare(
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Compare two runs, or two benches, case by case.
+    """Compare two runs, two benches, or two results of prefill, case by case.
 
     Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
     compared in any case.  Exit code 1 says that a case offends against --fail-if, or that --fail-if could judge none.

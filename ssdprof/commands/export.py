@@ -1,4 +1,4 @@
-"""`ssdprof export`: a kept run or bench as a file for people or for machines."""
+"""`ssdprof export`: a kept run, bench or record of prefill times as a file for people or for machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def export(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A run's folder, its name under runs/, or the file of [bold]bench --out[/bold].",
+            help="A run's folder, its name under runs/, or a file of [bold]bench[/bold] or [bold]prefill --out[/bold].",
             show_default="the latest run",
         ),
     ] = None,
@@ -24,7 +24,7 @@ def export(
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Write the report of a run or a bench for people or for other programs.
+    """Write the report of a run, a bench or prefill times for people or for other programs.
 
     github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
     annotations.  benchmark-action is what github-action-benchmark reads as customSmallerIsBetter, and

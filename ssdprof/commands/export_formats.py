@@ -1,4 +1,4 @@
-"""The formats of `ssdprof export`: a name, and the function that makes the text of a kept run or bench.
+"""The formats of `ssdprof export`: a name, and the function that makes the text of what is kept.
 
 A new format is a line in `FORMATS` and a word in `Format`.  Functions import what they need when they are called.
 github is none of them, because it writes to files of its own: see `github_job`.

@@ -1,4 +1,4 @@
-"""What `ssdprof export` reads: a run that is kept, or the result of a bench."""
+"""What `ssdprof export` reads: a run that is kept, or the result of a bench or of prefill."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
     from ssdprof.report.exports.exported import Exported
     from ssdprof.schema import RunReport
+    from ssdprof.schema.prefill import PrefillReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +90,55 @@ class KeptBench:
             terminal.gate_failed(lines)
 
 
-Kept = KeptRun | KeptBench
+@dataclass(frozen=True, kw_only=True)
+class KeptPrefill:
+    """source: its file."""
+
+    source: Path
+    report: PrefillReport
+
+    def exported(self) -> Exported:
+        from ssdprof.report.exports.prefill import from_prefill
+
+        return from_prefill(self.report)
+
+    def markdown(self, _output: Path | None) -> str:
+        from ssdprof.report import markdown, prefill_document
+
+        return markdown.render_document(prefill_document.compose(self.report))
+
+    def html(self) -> str:
+        from ssdprof.report import html, prefill_document
+
+        document = prefill_document.compose(self.report)
+        return html.render_document(document, good=prefill_document.GOOD, version=self.report.ssdprof_version)
+
+    def json(self) -> str:
+        from ssdprof.runs import prefill_file
+
+        return prefill_file.dump(self.report)
+
+    def exit(self) -> None:
+        """With exit code 1 if a case or a gate failed, or if the command did not reach its end."""
+        if lines := self.exported().errors:
+            terminal.gate_failed(lines)
+
+
+Kept = KeptRun | KeptBench | KeptPrefill
 
 
 def read(where: str | None) -> Kept:
-    """A run's folder or name, its report as JSON, a result of a bench, or None for the latest run.
+    """A run's folder or name, its report as JSON, a result of a bench or of prefill, or None for the latest run.
 
     Raises BadInputError.
     """
     from ssdprof import runs
     from ssdprof.bench import file
+    from ssdprof.runs import prefill_file
 
     if where is not None and Path(where).is_file() and file.is_bench(Path(where)):
         return KeptBench(source=Path(where), report=file.read(Path(where)))
+    if where is not None and Path(where).is_file() and prefill_file.is_prefill(Path(where)):
+        return KeptPrefill(source=Path(where), report=prefill_file.read(Path(where)))
     folder, report = runs.read(where)
     return KeptRun(source=folder, report=report)

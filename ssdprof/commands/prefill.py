@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ssdprof.commands import options, terminal
-from ssdprof.errors import ExitCode
 
 if TYPE_CHECKING:
     from ssdprof.schema.prefill import PrefillReport
@@ -49,6 +48,13 @@ def prefill(
         Path | None, typer.Option("--markdown", metavar="FILE", parser=options.path, help="Write Markdown to FILE.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
+    min_speedup: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", min=0, help="Fail unless fused makes every prefill X times as fast as the baseline does."
+        ),
+    ] = None,
+    config: options.Config = None,
     smallest_difference: options.SmallestDifference = "1%",
     no_tuned: options.NoTuned = False,
     as_json: options.Json = False,
@@ -56,14 +62,16 @@ def prefill(
     """Time the model's own forward on a prompt, first token included, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's own times.  Needs an
-    NVIDIA GPU.  Exit code 1 says that an implementation failed.
+    NVIDIA GPU.  Exit code 1 says that an implementation failed, or that --min-speedup does not hold.
     """
     from ssdprof import files
     from ssdprof.pipeline.request import parse_implementations, parse_percent
+    from ssdprof.settings import gates
 
     request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
     names = parse_implementations("--impl", f"{impl},{against}" if against else impl)
     smallest = parse_percent("--smallest-difference", smallest_difference)
+    limits = gates.of_prefill(config, min_speedup)
     for file in (out, markdown):
         if file is not None:
             files.check_target(file, replace=force)
@@ -72,7 +80,9 @@ def prefill(
     from ssdprof.environment.present import require_gpu
     from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
+    from ssdprof.runs import prefill_file
     from ssdprof.schema import PrecisionRecord
+    from ssdprof.schema.prefill_rows import broken_gates
 
     require_gpu(*NEEDS_GPU)
     subject = find(request)
@@ -82,7 +92,7 @@ def prefill(
     def keep(report: PrefillReport) -> None:
         kept[:] = [report]
         if out is not None:
-            files.write_text(out, _dump(report))
+            files.write_text(out, prefill_file.dump(report) + "\n")
 
     wanted = PrefillRequest(
         model=request,
@@ -94,6 +104,7 @@ def prefill(
         seconds=seconds,
         budget=budget,
         smallest_difference=smallest,
+        gates=limits,
         command=terminal.command_line(),
     )
     try:
@@ -105,8 +116,9 @@ def prefill(
         where = f", and in {out}" if out is not None else ""
         raise KeyboardInterrupt(f"What was timed is printed{where}, marked as partial.") from None
     _show(report, markdown, as_json)
-    if report.prefill.failed:
-        raise typer.Exit(ExitCode.GATE_FAILED)
+    broken = broken_gates(report)
+    if report.prefill.failed or broken:
+        terminal.gate_failed(f"GATE FAILED: {one}" for one in broken)
 
 
 def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:
@@ -114,15 +126,12 @@ def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:
     from ssdprof.report import markdown as as_markdown
     from ssdprof.report import prefill_document
     from ssdprof.report import terminal as tables
+    from ssdprof.runs import prefill_file
 
     document = prefill_document.compose(report)
     if markdown is not None:
         files.write_text(markdown, as_markdown.render_document(document))
     if as_json:
-        print(_dump(report), end="")
+        print(prefill_file.dump(report))
     else:
         terminal.out().print(tables.render_document(document, good=prefill_document.GOOD))
-
-
-def _dump(report: PrefillReport) -> str:
-    return report.model_dump_json(indent=1) + "\n"

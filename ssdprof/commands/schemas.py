@@ -43,7 +43,7 @@ def documents() -> dict[str, Published]:
         "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
         "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
-        "prefill-v1.json": Published("ssdprof prefill", ("prefill",), PrefillReport),
+        "prefill-v1.json": Published("ssdprof prefill", ("prefill", "export"), PrefillReport),
         "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
         "bench-v2.json": Published("ssdprof bench", ("bench", "export"), BenchReport),
         "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),

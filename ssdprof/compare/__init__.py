@@ -1,4 +1,4 @@
-"""Two runs or two benches, case by case: read, pair, judge.
+"""Two runs, benches or records of prefill times, case by case: read, pair, judge.
 
 compare(BASE, NEW) -> schema.comparison.Comparison
 """

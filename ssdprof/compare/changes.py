@@ -8,8 +8,7 @@ from statistics import fmean
 
 from ssdprof.schema import Interval, Verdict
 from ssdprof.schema.comparison import Change
-
-Measured = tuple[float, Interval]
+from ssdprof.schema.rows import Measured
 
 
 def change(above: Measured, below: Measured, smallest_difference: float) -> Change:

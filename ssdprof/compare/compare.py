@@ -18,11 +18,12 @@ def compare(
 ) -> Comparison:
     """smallest_difference: of two times that counts, relative.
 
-    Raises BadInputError if one is a run and the other a bench.
+    Raises BadInputError if the two are of different kinds.
     """
     if base.side.kind != new.side.kind:
         raise BadInputError(
-            f"BASE is a {base.side.kind} and NEW is a {new.side.kind}.", "Compare two runs, or two benches."
+            f"BASE is a {base.side.kind} and NEW is a {new.side.kind}.",
+            "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
     machine = pairs.differences(base.side.environment, new.side.environment)
     found = pairs.pairs(base, new, machine, smallest_difference)

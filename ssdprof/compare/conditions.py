@@ -13,7 +13,8 @@
 | top1:-0.1 | fewer positions keep their most likely token, by more than 0.1 percentage points |
 | perplexity:1% | the perplexity of the prompt is larger by more than 1 % |
 
-A time is longer if its whole 95 % interval is beyond the limit.
+A time is longer if its whole 95 % interval is beyond the limit.  A prefill has call times alone: both conditions on
+times judge them.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _verdict(asked: Asked, pair: Pair) -> str | None:
     assert pair.new is not None
     metric = METRICS[asked.metric]
     if isinstance(metric, Time):
-        if pair.base.timing and not pair.new.timing:
+        if pair.base.time and not pair.new.time:
             return f"timed in BASE; {_status(pair.new)} in NEW"
         change = metric.of(pair)
         return None if change is None else _slower(asked, change, by_speedup=pair.time is None)

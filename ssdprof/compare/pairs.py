@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from ssdprof.compare.changes import Measured, change, mean
+from ssdprof.compare.changes import change, mean
 from ssdprof.compare.read import Subject
 from ssdprof.schema import Environment, PrecisionRecord
-from ssdprof.schema.comparison import Change, Difference, Pair, Total, TotalBy
-from ssdprof.schema.rows import Row
+from ssdprof.schema.comparison import Change, Difference, Pair, Total, TotalBy, TotalOver
+from ssdprof.schema.rows import Measured, Row
 
 
 def differences(base: Environment, new: Environment) -> tuple[Difference, ...]:
     """What keeps absolute times from being compared.  Without a GPU there are none to compare."""
     if base.gpu is None or new.gpu is None:
         return ()
-    pairs = {
-        "GPU": (base.gpu.name, new.gpu.name),
-        "driver": (base.gpu.driver, new.gpu.driver),
-        "Triton": (base.packages.get("triton", "unknown"), new.packages.get("triton", "unknown")),
-    }
-    return tuple(Difference(what=what, base=one, new=other) for what, (one, other) in pairs.items() if one != other)
+    before, now = (
+        {"GPU": gpu.name, "driver": gpu.driver, "Triton": environment.packages.get("triton", "unknown")}
+        for gpu, environment in ((base.gpu, base), (new.gpu, new))
+    )
+    return _different(before, now)
+
+
+def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Difference, ...]:
+    return tuple(
+        Difference(what=what, base=base.get(what, "none"), new=new.get(what, "none"))
+        for what in dict.fromkeys((*base, *new))
+        if base.get(what) != new.get(what)
+    )
 
 
 def pairs(base: Subject, new: Subject, machine: Sequence[Difference], smallest: float) -> tuple[Pair, ...]:
@@ -36,6 +43,8 @@ def _pair(
 ) -> Pair:
     if base is None:
         return Pair(base=None, new=new)
+    if base.prefill and new.prefill:
+        return _prefills(base, new, machine, smallest)
     if base.shape != new.shape:
         shape = f"other shape: {base.shape}, now {new.shape}"
         return Pair(base=base, new=new, incomparable=(shape,), other_inputs=shape)
@@ -43,26 +52,47 @@ def _pair(
     return Pair(
         base=base,
         new=new,
-        time=None if machine else _ratio(_device(base), _device(new), smallest),
-        call=None if machine else _ratio(_call(base), _call(new), smallest),
+        time=None if machine else _ratio(base.time, new.time, smallest),
+        call=None if machine else _ratio(base.call, new.call, smallest),
         over_baseline=_over_baseline(base, new, smallest),
         incomparable=tuple(map(str, machine)),
         other_inputs="" if before == now else f"other inputs: {before}, now {now}",
     )
 
 
+def _prefills(base: Row, new: Row, machine: Sequence[Difference], smallest: float) -> Pair:
+    """Times depend on the whole model; inputs do not count, because no errors are compared."""
+    assert base.prefill is not None
+    assert new.prefill is not None
+    if base.shape != new.shape:
+        return Pair(base=base, new=new, incomparable=(f"other model: {base.shape}, now {new.shape}",))
+    differ = (*machine, *_different(base.prefill.needs, new.prefill.needs))
+    ratio = None if differ else _ratio(base.call, new.call, smallest)
+    return Pair(
+        base=base,
+        new=new,
+        time=ratio,
+        call=ratio,
+        over_baseline=_over_baseline(base, new, smallest),
+        incomparable=tuple(map(str, differ)),
+    )
+
+
 def totals(found: Sequence[Pair], kind: str, smallest: float) -> Iterator[Total]:
-    """Every implementation and precision: the layers of a prompt together, or the lengths of a bench's shape."""
-    groups: dict[tuple[str, str, PrecisionRecord, TotalBy], list[Change]] = {}
+    """Every implementation and precision: the layers of a prompt together, or the lengths of a bench's shape or of the
+    prefills with the same surroundings."""
+    groups: dict[tuple[str, TotalOver, str, PrecisionRecord, TotalBy], list[Change]] = {}
     for pair in found:
         if pair.judged_by is not None:
             row = pair.row
-            where = row.tokens if kind == "run" else row.where
-            by: TotalBy = "device time" if pair.time else "speedup"
-            groups.setdefault((where, row.implementation, row.precision, by), []).append(pair.judged_by)
-    for (where, implementation, precision, by), changes in groups.items():
+            over: TotalOver = "layer" if kind == "run" and not row.prefill else "length"
+            where = row.tokens if over == "layer" else row.where
+            by: TotalBy = "speedup" if not pair.time else "call time" if row.prefill else "device time"
+            groups.setdefault((where, over, row.implementation, row.precision, by), []).append(pair.judged_by)
+    for (where, over, implementation, precision, by), changes in groups.items():
         yield Total(
             where=where,
+            over=over,
             implementation=implementation,
             precision=precision,
             cases=len(changes),
@@ -73,20 +103,10 @@ def totals(found: Sequence[Pair], kind: str, smallest: float) -> Iterator[Total]
 
 def _over_baseline(base: Row, new: Row, smallest: float) -> Change | None:
     """None unless both are over the same baseline."""
-    if base.speedup is None or new.speedup is None or base.speedup.baseline != new.speedup.baseline:
+    if base.baseline != new.baseline:
         return None
-    before = (base.speedup.device_ratio, base.speedup.device_interval)
-    now = (new.speedup.device_ratio, new.speedup.device_interval)
-    return change(now, before, smallest)
+    return _ratio(new.over_baseline, base.over_baseline, smallest)
 
 
-def _ratio(base: Measured | None, new: Measured | None, smallest: float) -> Change | None:
-    return change(base, new, smallest) if base and new else None
-
-
-def _device(row: Row) -> Measured | None:
-    return (row.timing.device_median_us, row.timing.device_interval_us) if row.timing else None
-
-
-def _call(row: Row) -> Measured | None:
-    return (row.timing.call_median_us, row.timing.call_interval_us) if row.timing else None
+def _ratio(above: Measured | None, below: Measured | None, smallest: float) -> Change | None:
+    return change(above, below, smallest) if above and below else None

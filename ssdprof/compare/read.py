@@ -1,4 +1,4 @@
-"""A run or a bench as something to compare."""
+"""A run, a bench or a record of prefill times as something to compare."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from pathlib import Path
 from ssdprof import runs
 from ssdprof.bench.file import is_bench
 from ssdprof.bench.file import read as read_bench
-from ssdprof.schema import RunReport
+from ssdprof.runs import prefill_file
+from ssdprof.schema import CheckpointRef, RunReport
 from ssdprof.schema.comparison import Side
 from ssdprof.schema.outcome import outcome
+from ssdprof.schema.prefill_rows import of_prefill, of_report
 from ssdprof.schema.rows import Row, of_answers, of_run, tokens
 from ssdprof.schema.stalls import StallReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty for a bench, which has a fixed seed."""
+    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty for a bench, which has a fixed seed, and for
+    prefill times, which depend on shapes."""
 
     side: Side
     rows: tuple[Row, ...]
@@ -27,10 +30,15 @@ class Subject:
 
 
 def read(where: str) -> Subject:
-    """A run's folder or name, its report as JSON, or a result of `ssdprof bench --out`.  Raises BadInputError."""
+    """A run's folder or name, its report as JSON, or a result of `ssdprof bench` or `ssdprof prefill --out`.
+
+    Raises BadInputError.
+    """
     file = Path(where)
     if file.is_file() and is_bench(file):
         return _bench(file)
+    if file.is_file() and prefill_file.is_prefill(file):
+        return _prefill(file)
     folder, report = runs.read(where)
     from ssdprof.pipeline import stall_files
 
@@ -53,9 +61,22 @@ def _bench(file: Path) -> Subject:
     return Subject(side=side, rows=of_bench(report))
 
 
+def _prefill(file: Path) -> Subject:
+    report = prefill_file.read(file)
+    side = Side(
+        name=str(file),
+        kind="prefill",
+        created=report.created,
+        ssdprof_version=report.ssdprof_version,
+        subject=_model(report.checkpoint),
+        environment=report.environment,
+        unfinished="" if report.state == "complete" else "the command did not reach its end",
+    )
+    return Subject(side=side, rows=of_report(report))
+
+
 def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
-    checkpoint, found = report.checkpoint, outcome(report)
-    model = f"{checkpoint.repo_id}{f'@{checkpoint.revision[:12]}' if checkpoint.revision else ''}"
+    model, found = _model(report.checkpoint), outcome(report)
     missing = f"{found.missing} of the cases that were asked for are missing" if found.missing else ""
     side = Side(
         name=where,
@@ -69,4 +90,9 @@ def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
     inputs = {
         tokens(prompt.seqlen, prompt.batch): f"{model}, prompt {prompt.token_sha256[:16]}" for prompt in report.prompts
     }
-    return Subject(side=side, rows=(*of_run(report), *of_answers(report)), inputs=inputs, stalls=stalls)
+    prefills = of_prefill(report.prefill, report.checkpoint, report.environment) if report.prefill else ()
+    return Subject(side=side, rows=(*of_run(report), *of_answers(report), *prefills), inputs=inputs, stalls=stalls)
+
+
+def _model(checkpoint: CheckpointRef) -> str:
+    return f"{checkpoint.repo_id}{f'@{checkpoint.revision[:12]}' if checkpoint.revision else ''}"

@@ -37,7 +37,8 @@ from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes, of_absent
-from ssdprof.schema import DType, PrecisionRecord, RunReport
+from ssdprof.schema import DType, Gates, PrecisionRecord, RunReport
+from ssdprof.schema.gates import NO_GATES
 from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
 
 NEEDS_GPU = (
@@ -55,7 +56,7 @@ class PrefillRequest:
     lineup: who takes part; other libraries run with the first surroundings.
     first_call_s: seconds that the first call of an own kernel may take.
     seconds: of sampling for each set.  budget: seconds of wall clock, loading included; what does not fit is left out.
-    smallest_difference: that counts, relative.
+    smallest_difference: that counts, relative.  gates: stored with the report, and judged by its readers.
     """
 
     model: CaptureRequest
@@ -67,6 +68,7 @@ class PrefillRequest:
     seconds: float = 20.0
     budget: float | None = None
     smallest_difference: float = 0.01
+    gates: Gates = NO_GATES
     command: tuple[str, ...] = ()
 
 
@@ -214,6 +216,7 @@ def _draft(
             baseline=request.lineup.baseline,
             smallest_difference=request.smallest_difference,
         ),
+        gates=request.gates,
         notes=tuple(remarks),
     )
 

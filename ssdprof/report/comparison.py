@@ -1,24 +1,24 @@
-"""What `ssdprof compare` prints: two runs or benches side by side."""
+"""What `ssdprof compare` prints: two runs, benches or records of prefill times side by side."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Document, Section
 from ssdprof.report.summary import Statement
-from ssdprof.report.tables.table import Note, Table, columns
-from ssdprof.schema.comparison import Change, Comparison, Condition, Pair, Total
-from ssdprof.schema.rows import Row
+from ssdprof.report.tables import Note, Table
+from ssdprof.report.tables import comparison as tables
+from ssdprof.schema.comparison import Comparison, Condition, Total, TotalBy
 
 GOOD = ("PASSED", "Compared")  # how a line begins that holds no bad news
 _MOST_OFFENDERS = 20
-_KEYS = ("case", "implementation", "intermediates,\nstates")
-_READING = Note(
-    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  In brackets: 95 % intervals of the spread within each "
-    "of the two; what differs from run to run, such as clocks and temperature, is not in them."
-)
+_BY: dict[TotalBy, str] = {
+    "device time": "by device time",
+    "call time": "by call time",
+    "speedup": "by the speedup over the baseline",
+}
 
 
 def compose(comparison: Comparison) -> Document:
@@ -27,7 +27,7 @@ def compose(comparison: Comparison) -> Document:
         title=f"ssdprof compare: BASE {base.name}, NEW {new.name}",
         verdict=tuple(_verdict(comparison)),
         failed=not comparison.passed,
-        summary=tuple(_statement(total, new.kind) for total in comparison.totals),
+        summary=tuple(_statement(total) for total in comparison.totals),
         caveats=tuple(_caveats(comparison)),
         sections=tuple(section for section in _sections(comparison) if section.blocks),
         run_id=new.name,
@@ -54,13 +54,11 @@ def _offences(condition: Condition) -> str:
     return f"{condition.text}: {'; '.join(lines[:_MOST_OFFENDERS])}{rest}"
 
 
-def _statement(total: Total, kind: str) -> Statement:
-    noun = "layer" if kind == "run" else "length"
-    of = f"geometric mean of {fmt.plural(total.cases, noun)}" if total.cases > 1 else f"one {noun}"
-    by = "by device time" if total.by == "device time" else "by the speedup over the baseline"
+def _statement(total: Total) -> Statement:
+    of = f"geometric mean of {fmt.plural(total.cases, total.over)}" if total.cases > 1 else f"one {total.over}"
     return Statement(
         f"{total.implementation}, {total.precision}, {total.where}:",
-        f"{total.change.verdict}, {_ratio(total.change)} {by}, {of}.",
+        f"{total.change.verdict}, {tables.ratio(total.change)} {_BY[total.by]}, {of}.",
     )
 
 
@@ -71,6 +69,11 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             f"The machines differ ({differences}), so absolute times are not compared.  Speedups over the baseline, "
             "each measured on one machine, are."
         )
+    if reasons := _of_prefills(comparison):
+        yield (
+            f"What prefills depend on differs ({'; '.join(reasons)}), so their absolute times are not compared.  Their "
+            "speedups over the baseline are."
+        )
     for name, side in (("BASE", comparison.base), ("NEW", comparison.new)):
         if side.unfinished:
             yield f"{name} is not whole: {side.unfinished}."
@@ -78,197 +81,24 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
         yield f"Errors do not compare: {reason}."
 
 
+def _of_prefills(comparison: Comparison) -> list[str]:
+    """Why absolute times of prefills do not compare though their speedups do; not what the machines differ in."""
+    machine = set(map(str, comparison.machine))
+    compared = (pair for pair in comparison.pairs if pair.row.prefill and pair.over_baseline)
+    return [why for why in dict.fromkeys(why for pair in compared for why in pair.incomparable) if why not in machine]
+
+
 def _sections(comparison: Comparison) -> Iterator[Section]:
     pairs = [pair for pair in comparison.pairs if pair.base and pair.new]
-    speed = _speed(pairs)
-    yield _section("Speed", speed, _READING if speed else None)
-    yield _section("Accuracy", _accuracy(pairs))
-    yield _section("Answers of the model", _answers(pairs))
-    yield _section("Launches and memory", _resources(pairs))
-    yield _section("Stalls by stage", _stalls(comparison))
-    yield _section("Not compared", _unpaired(comparison.pairs))
-    yield _section("What ran", _facts(comparison))
-
-
-def _speed(pairs: Sequence[Pair]) -> Table | None:
-    timed = [pair for pair in pairs if pair.verdict != "not timed"]
-    return _table(
-        "Speed of NEW against BASE",
-        (
-            "verdict", "device time,\nBASE / NEW", "call time,\nBASE / NEW", "speedup,\nNEW / BASE",
-            "device,\nBASE", "device,\nNEW", "speedup,\nBASE", "speedup,\nNEW",
-        ),
-        [
-            (
-                pair.verdict, _ratio(pair.time), _ratio(pair.call), _ratio(pair.over_baseline),
-                *_both(pair, lambda row: fmt.duration(row.timing.device_median_us if row.timing else None)),
-                *_both(pair, lambda row: fmt.ratio(row.speedup.device_ratio if row.speedup else None)),
-            )
-            for pair in timed
-        ],
-        timed,
-        words=1,
-    )  # fmt: skip
-
-
-def _accuracy(pairs: Sequence[Pair]) -> Table | None:
-    compared = [pair for pair in pairs if any(row and row.out for row in (pair.base, pair.new))]
-    return _table(
-        "Accuracy of the output, side by side",
-        (
-            "match @ 1e-3,\nBASE", "match @ 1e-3,\nNEW", "rms error,\nBASE", "rms error,\nNEW",
-            "largest error,\nBASE", "largest error,\nNEW",
-        ),
-        [
-            (
-                *_both(pair, lambda row: fmt.percent(row.out.match_pct(1e-3) if row.out else None)),
-                *_both(pair, lambda row: fmt.small(row.out.rms_ratio if row.out else None)),
-                *_both(pair, lambda row: fmt.small(row.out.max_abs if row.out else None)),
-            )
-            for pair in compared
-        ],
-        compared,
-    )  # fmt: skip
-
-
-def _answers(pairs: Sequence[Pair]) -> Table | None:
-    compared = [pair for pair in pairs if any(row and row.answers for row in (pair.base, pair.new))]
-    return _table(
-        "Answers of the model, side by side",
-        (
-            "mean KL [nats],\nBASE", "mean KL [nats],\nNEW", "same top token,\nBASE", "same top token,\nNEW",
-            "perplexity,\nBASE", "perplexity,\nNEW",
-        ),
-        [
-            (
-                *_both(pair, lambda row: fmt.small(row.answers.kl_mean if row.answers else None)),
-                *_both(pair, lambda row: fmt.percent(row.answers.top1_pct if row.answers else None)),
-                *_both(pair, lambda row: fmt.small(row.answers.perplexity if row.answers else None)),
-            )
-            for pair in compared
-        ],
-        compared,
-    )  # fmt: skip
-
-
-def _resources(pairs: Sequence[Pair]) -> Table | None:
-    known = [pair for pair in pairs if any(row and (row.launches or row.memory) for row in (pair.base, pair.new))]
-    return _table(
-        "Kernels and memory",
-        (
-            "kernel,\nBASE", "kernel,\nNEW", "configuration", "kernels,\nBASE", "kernels,\nNEW",
-            "extra memory,\nBASE", "extra memory,\nNEW",
-        ),
-        [
-            (
-                *_both(pair, lambda row: row.variant or fmt.MISSING), _configuration(pair),
-                *_both(pair, lambda row: fmt.count(len(row.launches) or None)),
-                *_both(pair, lambda row: fmt.size(row.memory.workspace_bytes if row.memory else None)),
-            )
-            for pair in known
-        ],
-        known,
-        words=3,
-    )  # fmt: skip
-
-
-def _configuration(pair: Pair) -> str:
-    assert pair.base is not None
-    assert pair.new is not None
-    before, now = ([(launch.kernel, launch.config) for launch in row.launches] for row in (pair.base, pair.new))
-    return "the same" if before == now else "another"
-
-
-def _stalls(comparison: Comparison) -> Table | None:
-    if not comparison.stalls:
-        return None
-    return Table(
-        title="Busy warp samples of each stage, by ncu",
-        headers=("implementation", "stage", "share,\nBASE", "share,\nNEW", "time,\nBASE", "time,\nNEW"),
-        rows=tuple(
-            (
-                one.implementation,
-                one.stage,
-                fmt.share(one.base_pct, 1),
-                fmt.share(one.new_pct, 1),
-                fmt.duration(one.base_us),
-                fmt.duration(one.new_us),
-            )
-            for one in comparison.stalls
-        ),
-        align=columns(2, 4),
-        note="Times of ncu, which do not compare with those of a run.",
-        keys=2,
-    )
-
-
-def _unpaired(pairs: Sequence[Pair]) -> Table | None:
-    left = [pair for pair in pairs if pair.verdict.startswith(("only", "not")) and not _untimed(pair)]
-    rows = [(pair.verdict, "; ".join(pair.incomparable) or _statuses(pair)) for pair in left]
-    return _table("Cases without a verdict on speed", ("why", "more"), rows, left, words=2)
-
-
-def _untimed(pair: Pair) -> bool:
-    """Whether nothing is to be said of a case but that neither run had a GPU."""
-    return pair.verdict == "not timed" and all(row and row.status == "passed" for row in (pair.base, pair.new))
-
-
-def _statuses(pair: Pair) -> str:
-    found = {name: row.status for name, row in (("BASE", pair.base), ("NEW", pair.new)) if row}
-    return ", ".join(f"{name} {status}" for name, status in found.items())
-
-
-def _facts(comparison: Comparison) -> Table:
-    sides = (comparison.base, comparison.new)
-    rows = {
-        "what": [f"{side.kind}: {side.subject}" for side in sides],
-        "started": [side.created for side in sides],
-        "GPU": [side.environment.gpu.name if side.environment.gpu else "none" for side in sides],
-        "driver": [side.environment.gpu.driver if side.environment.gpu else fmt.MISSING for side in sides],
-        "ssdprof": [side.ssdprof_version for side in sides],
-        "Triton": [side.environment.packages.get("triton", fmt.MISSING) for side in sides],
-        "PyTorch": [side.environment.packages.get("torch", fmt.MISSING) for side in sides],
-    }
-    return Table(
-        title="What ran",
-        headers=("", f"BASE: {sides[0].name}", f"NEW: {sides[1].name}"),
-        rows=tuple((name, *values) for name, values in rows.items()),
-        align=columns(3, 0),
-    )
-
-
-def _table(
-    title: str,
-    headers: Sequence[str],
-    cells: Sequence[tuple[str, ...]],
-    pairs: Sequence[Pair],
-    *,
-    words: int = 0,
-) -> Table | None:
-    """A row for each pair.  words: how many columns after the names hold words; the others hold numbers."""
-    if not pairs:
-        return None
-    return Table(
-        title=title,
-        headers=(*_KEYS, *headers),
-        rows=tuple((*_names(pair.row), *own) for pair, own in zip(pairs, cells, strict=True)),
-        align=columns(len(_KEYS) + words, len(headers) - words),
-        keys=len(_KEYS),
-    )
-
-
-def _names(row: Row) -> tuple[str, str, str]:
-    return row.place, row.implementation, f"{row.precision.intermediates}, {row.precision.state_dtype}"
-
-
-def _both(pair: Pair, cell: Callable[[Row], str]) -> tuple[str, str]:
-    assert pair.base is not None
-    assert pair.new is not None
-    return cell(pair.base), cell(pair.new)
-
-
-def _ratio(change: Change | None) -> str:
-    return fmt.speedup(change.ratio, change.interval) if change else fmt.MISSING
+    speed, prefills = tables.speed(pairs), tables.prefills(pairs)
+    yield _section("Speed", speed, tables.READING if speed else None)
+    yield _section("Prefill time of the model", prefills, tables.READING_PREFILLS if prefills else None)
+    yield _section("Accuracy", tables.accuracy(pairs))
+    yield _section("Answers of the model", tables.answers(pairs))
+    yield _section("Launches and memory", tables.resources(pairs))
+    yield _section("Stalls by stage", tables.stalls(comparison))
+    yield _section("Not compared", tables.unpaired(comparison.pairs))
+    yield _section("What ran", tables.facts(comparison))
 
 
 def _section(title: str, *blocks: Table | Note | None) -> Section:

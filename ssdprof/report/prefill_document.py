@@ -10,9 +10,12 @@ from ssdprof.report.summary import Statement
 from ssdprof.report.tables import Table, prefill
 from ssdprof.report.tables.run import clocks, gpu, versions
 from ssdprof.report.tables.table import columns
+from ssdprof.schema.gating import gate_names
 from ssdprof.schema.prefill import Prefill, PrefillCase, PrefillLength, PrefillReport
+from ssdprof.schema.prefill_rows import broken_gates
+from ssdprof.schema.rows import JUDGED
 
-GOOD = ("The fused", "Prefill times")
+GOOD = ("PASSED", "Prefill times")
 
 
 def compose(report: PrefillReport) -> Document:
@@ -23,7 +26,7 @@ def compose(report: PrefillReport) -> Document:
     return Document(
         title=", ".join(parts),
         verdict=tuple(_verdict(report)),
-        failed=report.state == "partial" or bool(found.failed),
+        failed=report.state == "partial" or bool(found.failed or broken_gates(report)),
         summary=tuple(statements(found)),
         caveats=report.notes,
         sections=tuple(section for section in (*prefill_sections(found), _what_ran(report)) if section.blocks),
@@ -51,6 +54,11 @@ def _said(found: Prefill, length: PrefillLength, case: PrefillCase) -> str:
 
 
 def _verdict(report: PrefillReport) -> Iterator[str]:
+    broken = broken_gates(report)
+    for one in broken:
+        yield f"FAILED: {one}."
+    if report.gates and not broken:
+        yield f"PASSED: every prefill of {JUDGED} holds {fmt.words(gate_names(report.gates))}."
     if report.state == "partial":
         yield "Partial: the command did not end."
     else:

@@ -1,4 +1,4 @@
-"""What `ssdprof compare` finds: two runs or two benches, case by case.
+"""What `ssdprof compare` finds: two runs, benches or records of prefill times, case by case.
 
 Ratios are BASE's time over NEW's, so that a ratio above 1 says that NEW is faster.
 """
@@ -14,7 +14,8 @@ from ssdprof.schema.rows import Row
 from ssdprof.schema.speed import Interval, Verdict
 
 COMPARISON_VERSION = 1
-TotalBy = Literal["device time", "speedup"]
+TotalBy = Literal["device time", "call time", "speedup"]
+TotalOver = Literal["layer", "length"]
 
 
 class Side(Record):
@@ -23,7 +24,7 @@ class Side(Record):
     """
 
     name: str
-    kind: Literal["run", "bench"]
+    kind: Literal["run", "bench", "prefill"]
     created: str
     ssdprof_version: str
     subject: str
@@ -53,7 +54,8 @@ class Change(Record):
 class Pair(Record):
     """A case of both, or of one of them.
 
-    time, call: of device and call times; None if the times do not compare or there are none.
+    time, call: of device and call times, both of the call time for a prefill; None if the times do not compare or there
+        are none.
     over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
     incomparable: why absolute times do not compare.
     other_inputs: why errors do not compare; empty if both had the same inputs.
@@ -75,7 +77,7 @@ class Pair(Record):
 
     @property
     def judged_by(self) -> Change | None:
-        """Device times where they compare, else the ratio of the speedups."""
+        """Times where they compare, else the ratio of the speedups."""
         return self.time or self.over_baseline
 
     @property
@@ -85,7 +87,7 @@ class Pair(Record):
             return "only in NEW" if self.base is None else "only in BASE"
         if self.judged_by is not None:
             return self.judged_by.verdict
-        timed = self.base.timing is not None and self.new.timing is not None
+        timed = self.base.time is not None and self.new.time is not None
         return "not comparable" if timed else "not timed"
 
 
@@ -95,7 +97,8 @@ class Total(Record):
     Its interval takes every case at its own bound, as if all erred the same way.
     """
 
-    where: str  # "131,072 tokens"; of a bench a shape and a dtype
+    where: str  # "131,072 tokens"; of a bench a shape and a dtype; "prefill, bundled surroundings"
+    over: TotalOver  # what its cases are
     implementation: str
     precision: PrecisionRecord
     cases: int

@@ -55,12 +55,12 @@ def _broken(gate: str, check: Check, judged: list[Row]) -> Iterator[Broken]:
 
 
 def _slower(row: Row, least: float) -> str:
-    if row.timing is None:
+    if row.time is None:
         return "not timed"
-    if row.speedup is None:
+    if row.over_baseline is None:
         return "its baseline was not timed"
-    ratio = row.speedup.device_ratio
-    return "" if ratio >= least else f"{ratio:.5g}x over {row.speedup.baseline}"
+    ratio, _ = row.over_baseline
+    return "" if ratio >= least else f"{ratio:.5g}x over {row.baseline}"
 
 
 def _off(row: Row, tolerance: str, least: float) -> str:

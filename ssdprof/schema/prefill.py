@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from ssdprof.schema.base import PrecisionRecord, Record, Status
 from ssdprof.schema.checkpoint import CheckpointRef, LayerRef
+from ssdprof.schema.gates import NO_GATES, Gates
 from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Interval, Verdict
 
@@ -172,7 +173,7 @@ class Prefill(Record):
 
 
 class PrefillReport(Record):
-    """What `ssdprof prefill` writes."""
+    """What `ssdprof prefill` writes.  gates: the minimum speedup, by call time, that it has to reach."""
 
     prefill_version: Literal[1] = 1
     kind: Literal["prefill"] = "prefill"
@@ -184,4 +185,5 @@ class PrefillReport(Record):
     environment: Environment
     clocks: Clocks | None = None
     prefill: Prefill
+    gates: Gates = NO_GATES
     notes: tuple[str, ...] = ()

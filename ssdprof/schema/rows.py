@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from pydantic import Field
+
 from ssdprof.schema.accuracy import Match, TensorAccuracy
 from ssdprof.schema.answers import AnswerBand, AnswerCase, Answers
 from ssdprof.schema.base import PrecisionRecord, Record, Status
+from ssdprof.schema.prefill import CallTime, PartName, PrefillSpeedup
 from ssdprof.schema.run import CaseResult, Cast, RunReport
-from ssdprof.schema.speed import Launch, Memory, Roofline, Speedup, Timing
+from ssdprof.schema.speed import Interval, Launch, Memory, Roofline, Speedup, Timing
+
+JUDGED = "fused"  # the implementation that the gates of benches and prefills are about
+Measured = tuple[float, Interval]
 
 
 class Errors(Record):
@@ -31,9 +37,27 @@ class Errors(Record):
         return next((match.match_pct for match in self.against_baseline if match.tolerance == tolerance), None)
 
 
+class PrefillFigures(Record):
+    """What was measured in a prefill of the whole model: call times, and no device times.
+
+    speedup: over the baseline with the same surroundings.
+    needs: what the call time depends on beside GPU, driver, Triton and implementation, by name: versions, attention.
+    gpu_us: the GPU's work for each part of the model.  The others are as in `schema.prefill.PrefillCase`.
+    """
+
+    baseline: str
+    call: CallTime | None = None
+    speedup: PrefillSpeedup | None = None
+    needs: dict[str, str]
+    gpu_us: dict[PartName, float] = Field(default_factory=dict)
+    alone_us: float | None = None
+    peak_bytes: int | None = None
+    logits_rms: float | None = None
+
+
 class Row(Record):
     """where: "layer 3"; of a bench a shape and a dtype.  tokens: "131,072 tokens", "8 x 4,096".
-    shape: the sizes of the call, in words, and whether its inputs were cast.
+    shape: the sizes of the call, in words, and whether its inputs were cast; of the whole model, which model it is.
     gated: whether gates judge it; they do not judge the baseline and other libraries.
     """
 
@@ -54,6 +78,35 @@ class Row(Record):
     out: Errors | None = None
     final_states: Errors | None = None
     answers: AnswerBand | None = None  # over all positions of the prompt, in a row of the whole model
+    prefill: PrefillFigures | None = None  # in a row of the whole model, whether it was timed or not
+
+    @property
+    def call(self) -> Measured | None:
+        """The call time."""
+        time = self.prefill.call if self.prefill else None
+        if time is not None:
+            return time.median_us, time.interval_us
+        return (self.timing.call_median_us, self.timing.call_interval_us) if self.timing else None
+
+    @property
+    def time(self) -> Measured | None:
+        """What verdicts are about: the device time; of a prefill the call time."""
+        return (self.timing.device_median_us, self.timing.device_interval_us) if self.timing else self.call
+
+    @property
+    def baseline(self) -> str:
+        """What the speedup is over; empty if there is none."""
+        if self.prefill:
+            return self.prefill.baseline if self.prefill.speedup else ""
+        return self.speedup.baseline if self.speedup else ""
+
+    @property
+    def over_baseline(self) -> Measured | None:
+        """The speedup by `time`."""
+        if self.prefill:
+            found = self.prefill.speedup
+            return (found.ratio, found.interval) if found else None
+        return (self.speedup.device_ratio, self.speedup.device_interval) if self.speedup else None
 
     @property
     def place(self) -> str:

@@ -5,6 +5,9 @@ min-speedup = 1.5
 min-match = { "1e-3" = 99.0 }
 max-rms-ratio = 1.5
 
+[tool.ssdprof.prefill]          in ssdprof.toml: [prefill]
+min-speedup = 1.05
+
 [tool.ssdprof.compare]          in ssdprof.toml: [compare]
 fail-if = ["slower:3%", "match:-0.1"]
 smallest-difference = "1%"
@@ -39,6 +42,14 @@ class GateSettings(Gates):
     model_config = _CONFIG
 
 
+class PrefillSettings(BaseModel):
+    """The gate of prefill, where the command line does not set it.  An operator gains more than the model around it."""
+
+    model_config = _CONFIG
+
+    min_speedup: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+
+
 class CompareSettings(BaseModel):
     """The options of compare, where the command line does not give them."""
 
@@ -54,6 +65,7 @@ class Settings(BaseModel):
     model_config = _CONFIG
 
     gates: GateSettings = Field(default_factory=GateSettings)
+    prefill: PrefillSettings = Field(default_factory=PrefillSettings)
     compare: CompareSettings = Field(default_factory=CompareSettings)
 
 

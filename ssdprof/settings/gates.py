@@ -49,6 +49,12 @@ def chosen(
     return Gates.model_validate(stored.model_dump() | _set(given))
 
 
+def of_prefill(config: Path | None, min_speedup: float | None) -> Gates:
+    """The gate of prefill times: from the command line, else from the settings file.  Raises BadInputError."""
+    stored = find.load(config).prefill.min_speedup
+    return Gates(min_speedup=stored if min_speedup is None else min_speedup)
+
+
 def of_accuracy(limits: Gates, of_run: Gates) -> Gates:
     """The gates of a run, with those on accuracy replaced where `limits` sets them."""
     given = {"min_match": limits.min_match or None, "max_rms_ratio": limits.max_rms_ratio}

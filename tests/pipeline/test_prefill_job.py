@@ -23,8 +23,9 @@ from ssdprof.pipeline.replay import COMPARED
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Unwatched
 from ssdprof.runs.record import draft
-from ssdprof.schema import Asked, PrecisionRecord, Prompt
+from ssdprof.schema import Asked, Gates, PrecisionRecord, Prompt
 from ssdprof.schema.prefill import PrefillReport
+from ssdprof.schema.prefill_rows import broken_gates
 
 EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
@@ -89,6 +90,17 @@ def test_the_first_layers_alone_are_timed_and_counted() -> None:
     report = run(wanted(8, layers="first:1"))
     assert report.prefill.layers < report.prefill.layer_count
     assert report.prefill.operator_layers == report.prefill.lengths[0].operator_calls == 1
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_the_gate_is_stored_and_judges_what_was_timed() -> None:
+    report = run(wanted(8, layers="first:1", gates=Gates(min_speedup=1.5)))
+    assert report.gates.min_speedup == 1.5
+    (broken,) = broken_gates(report)  # both took as long
+    assert (broken.row, broken.found) == (
+        "prefill, model surroundings, 8 tokens, fused, exact, fp32 states",
+        "1x over unfused",
+    )
 
 
 @pytest.mark.usefixtures("no_gpu_needed")

@@ -2,81 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import make
 import pytest
+from report.make_prefill import FUSED, UNFUSED, case, found, length, report, speedup
 from rich.console import Console
 
 from ssdprof.report import markdown, prefill_document
 from ssdprof.report import terminal as tables
 from ssdprof.report.tables import prefill
-from ssdprof.schema import Interval, LayerRef, PrecisionRecord
-from ssdprof.schema.prefill import (
-    CallTime,
-    LeftOutLength,
-    PartTime,
-    Prefill,
-    PrefillCase,
-    PrefillLength,
-    PrefillReport,
-    PrefillSpeedup,
-)
-
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
-
-
-def case(name: str, call_us: float, parts: dict[str, float], **fields: Any) -> PrefillCase:
-    return PrefillCase.model_validate(
-        {
-            "implementation": name,
-            "surroundings": "bundled",
-            "precision": EXACT,
-            "status": "passed",
-            "call": CallTime(
-                median_us=call_us,
-                interval_us=Interval(low=0.99 * call_us, high=1.01 * call_us),
-                recordings=3,
-                samples=3,
-            ),
-            "parts": tuple(PartTime(name=part, gpu_us=us, launches=1) for part, us in parts.items()),  # type: ignore[arg-type]
-        }
-        | fields
-    )
-
-
-def speedup(ratio: float, predicted: float | None) -> PrefillSpeedup:
-    return PrefillSpeedup(
-        ratio=ratio, interval=Interval(low=ratio - 0.01, high=ratio + 0.01), verdict="faster", predicted=predicted
-    )
-
-
-UNFUSED = case("unfused", 2000, {"operator": 600, "mixer": 1000}, alone_us=10.0)
-FUSED = case("fused", 1000, {"operator": 300, "mixer": 600}, alone_us=5.0, variant="hopper", speedup=speedup(2.0, 1.18))
-
-
-def length(*cases: PrefillCase) -> PrefillLength:
-    layer = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")
-    return PrefillLength(seqlen=1024, batch=1, segment_length=1024, operator_calls=60, layer=layer, cases=cases)
-
-
-def found(*cases: PrefillCase, **fields: Any) -> Prefill:
-    settings: dict[str, Any] = {"layers": 40, "layer_count": 40, "lengths": (length(*cases),)} | fields
-    return Prefill(
-        operator_layers=36, attention="sdpa", convolution="causal-conv1d 1.5", smallest_difference=0.01, **settings
-    )
-
-
-def report(state: str = "complete", **fields: Any) -> PrefillReport:
-    return PrefillReport(
-        ssdprof_version="0.1.0",
-        created="2026-01-02T03:04:05Z",
-        command=("ssdprof", "prefill", "granite"),
-        state=state,  # type: ignore[arg-type]
-        checkpoint=make.make_checkpoint(),
-        environment=make.make_environment(gpu=True),
-        prefill=found(UNFUSED, FUSED, **fields),
-    )
+from ssdprof.schema.prefill import LeftOutLength, PrefillReport
 
 
 def test_a_column_of_parts_adds_up_to_the_call() -> None:

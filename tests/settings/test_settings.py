@@ -19,6 +19,9 @@ min-speedup = 1.5
 min-match = { "1e-3" = 99.0, "0" = 60 }
 max-rms-ratio = 1.5
 
+[prefill]
+min-speedup = 1.05
+
 [compare]
 fail-if = ["slower:3%", "match:-0.1"]
 smallest-difference = "2%"
@@ -38,6 +41,7 @@ def test_everything_that_a_file_may_hold() -> None:
         "min_match": {"1e-3": 99.0, "0": 60.0},
         "max_rms_ratio": 1.5,
     }
+    assert settings.prefill.min_speedup == 1.05
     assert settings.compare.fail_if == ("slower:3%", "match:-0.1")
     assert settings.compare.smallest_difference == "2%"
     jsonschema.validate(tomllib.loads(WHOLE), json.loads(document.SCHEMA_FILE.read_text()))

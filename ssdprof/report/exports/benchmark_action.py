@@ -17,7 +17,7 @@ Entry = dict[str, str | float]
 
 
 def smaller(exported: Exported) -> str:
-    """Device and call times, extra memory, and the RMS error of the output."""
+    """Device and call times, extra memory or that of a prefill, and the RMS error of the output."""
     return _render(exported, _smaller)
 
 
@@ -36,9 +36,12 @@ def _render(exported: Exported, entries: Callable[[Row], Iterator[Entry]]) -> st
 
 def _smaller(row: Row) -> Iterator[Entry]:
     if row.timing:
-        timing = row.timing
-        yield _entry(row, "device time", timing.device_median_us, "µs", timing.device_interval_us)
-        yield _entry(row, "call time", timing.call_median_us, "µs", timing.call_interval_us)
+        yield _entry(row, "device time", row.timing.device_median_us, "µs", row.timing.device_interval_us)
+    if row.call:
+        median_us, interval_us = row.call
+        yield _entry(row, "call time", median_us, "µs", interval_us)
+    if row.prefill and row.prefill.peak_bytes is not None:
+        yield _entry(row, "peak memory", row.prefill.peak_bytes, "bytes")
     if row.memory:
         yield _entry(row, "extra memory", row.memory.workspace_bytes, "bytes")
     if row.out:
@@ -50,6 +53,8 @@ def _bigger(row: Row) -> Iterator[Entry]:
         speedup = row.speedup
         yield _entry(row, "speedup, device", speedup.device_ratio, "x", speedup.device_interval)
         yield _entry(row, "speedup, call", speedup.call_ratio, "x", speedup.call_interval)
+    if row.prefill and row.prefill.speedup:
+        yield _entry(row, "speedup, call", row.prefill.speedup.ratio, "x", row.prefill.speedup.interval)
     if row.out and (match := row.out.match_pct(1e-3)) is not None:
         yield _entry(row, "match @ 1e-3", match, "%")
 

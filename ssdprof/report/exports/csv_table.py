@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from ssdprof.report import format as fmt
 from ssdprof.report.exports.exported import Exported
 from ssdprof.schema import TOLERANCES, Interval, Match
-from ssdprof.schema.rows import Errors, Row
+from ssdprof.schema.prefill import PartName
+from ssdprof.schema.rows import Errors, PrefillFigures, Row
 
 Column = Callable[[Row], object]
 
 
 def render(exported: Exported) -> str:
     """What there is no value for is empty; floats are as exact as they were stored."""
-    columns = dict(_columns())
+    columns = dict(_of_prefill() if exported.kind == "prefill" else _columns())
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*exported.place, *columns])
@@ -26,17 +28,41 @@ def render(exported: Exported) -> str:
 
 
 def _columns() -> Iterator[tuple[str, Column]]:
+    yield from _names()
+    yield from _speed()
+    yield "extra memory [bytes]", lambda row: row.memory and row.memory.workspace_bytes
+    yield "kernels launched", lambda row: len(row.launches) or None
+    yield from _accuracy("output", lambda row: row.out)
+    yield from _accuracy("final states", lambda row: row.final_states)
+
+
+def _of_prefill() -> Iterator[tuple[str, Column]]:
+    yield from _names()
+    yield "baseline", lambda row: row.baseline
+    yield "speedup, call [x]", lambda row: found[0] if (found := row.over_baseline) else None
+    yield from _bounds("speedup, call", "x", lambda row: found[1] if (found := row.over_baseline) else None)
+    yield "verdict, call", _figure(lambda figures: figures.speedup and figures.speedup.verdict)
+    yield "speedup predicted [x]", _figure(lambda figures: figures.speedup and figures.speedup.predicted)
+    yield "call time [µs]", lambda row: row.call[0] if row.call else None
+    yield from _bounds("call time", "µs", lambda row: row.call[1] if row.call else None)
+    yield "operator of one layer, device time [µs]", _figure(lambda figures: figures.alone_us)
+    for name in get_args(PartName):
+        yield f"{name}, GPU time [µs]", _figure(lambda figures, part=name: figures.gpu_us.get(part))  # type: ignore[misc]
+    yield "peak memory [bytes]", _figure(lambda figures: figures.peak_bytes)
+    yield "logits, rms of difference [relative]", _figure(lambda figures: figures.logits_rms)
+
+
+def _figure(of: Callable[[PrefillFigures], object]) -> Column:
+    return lambda row: of(row.prefill) if row.prefill else None
+
+
+def _names() -> Iterator[tuple[str, Column]]:
     yield "implementation", lambda row: row.implementation
     yield "kernel", lambda row: row.variant
     yield "intermediates", lambda row: row.precision.intermediates
     yield "states", lambda row: row.precision.state_dtype
     yield "status", lambda row: row.status
     yield "reason", lambda row: row.reason
-    yield from _speed()
-    yield "extra memory [bytes]", lambda row: row.memory and row.memory.workspace_bytes
-    yield "kernels launched", lambda row: len(row.launches) or None
-    yield from _accuracy("output", lambda row: row.out)
-    yield from _accuracy("final states", lambda row: row.final_states)
 
 
 def _speed() -> Iterator[tuple[str, Column]]:

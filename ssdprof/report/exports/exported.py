@@ -1,4 +1,4 @@
-"""What the formats for programs read: a run or a bench, whichever it was made from."""
+"""What the formats for programs read: a run, a bench or prefill times, whichever it was made from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Exported:
     markdown: the report, in about as many bytes as it is given.
     """
 
-    kind: Literal["run", "bench"]
+    kind: Literal["run", "bench", "prefill"]
     identity: str
     subject: str
     created: str  # ISO 8601, UTC

@@ -40,7 +40,7 @@ def workflow_commands(exported: Exported) -> Iterator[str]:
 def outputs(exported: Exported) -> dict[str, str]:
     """Outputs of the step.  The last three are the worst of the rows that gates judge, and empty if there are none."""
     rows = [row for row in exported.rows if row.gated and row.status == "passed"]
-    speedups = [row.speedup.device_ratio for row in rows if row.speedup]
+    speedups = [speedup[0] for row in rows if (speedup := row.over_baseline)]
     errors = [row.out for row in rows if row.out]
     matches = [match for one in errors if (match := one.match_pct(1e-3)) is not None]
     ratios = [ratio for one in errors if (ratio := one.over_floor) is not None]

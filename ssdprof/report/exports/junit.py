@@ -20,7 +20,7 @@ _ANSWERS = ("failure", "error", "skipped")
 
 
 def render(exported: Exported) -> str:
-    """A suite of the cases, and one of what the run or bench as a whole had to hold."""
+    """A suite of the cases, and one of what the whole had to hold."""
     cases = [_case(row, excused=number in exported.excused) for number, row in enumerate(exported.rows)]
     root = Element("testsuites")
     for number, (name, tests) in enumerate({"cases": cases, exported.kind: list(_whole(exported))}.items()):
@@ -57,7 +57,7 @@ def _properties(exported: Exported) -> dict[str, str]:
     gpu = exported.environment.gpu
     return {
         exported.kind: exported.identity,
-        "model" if exported.kind == "run" else "inputs": exported.subject,
+        "inputs" if exported.kind == "bench" else "model": exported.subject,
         "GPU": exported.gpu,
         "driver": gpu.driver if gpu else "none",
         "ssdprof": exported.ssdprof_version,
@@ -66,8 +66,7 @@ def _properties(exported: Exported) -> dict[str, str]:
 
 
 def _case(row: Row, *, excused: bool) -> Element:
-    call_us = row.timing.call_median_us if row.timing else 0.0
-    test = _test(row.implementation, row.name, call_us / 1e6)
+    test = _test(row.implementation, row.name, row.call[0] / 1e6 if row.call else 0.0)
     if excused:
         SubElement(test, "skipped", message=_clean(row.reason or row.status))
     elif row.status in _FAILURES:

@@ -1,5 +1,5 @@
 """The report as one HTML file that opens from a disk and asks no network for anything."""
 
-from ssdprof.report.html.page import render
+from ssdprof.report.html.page import render, render_document
 
-__all__ = ["render"]
+__all__ = ["render", "render_document"]

@@ -73,6 +73,15 @@ def render(report: RunReport, stalls: StallReport | None = None) -> str:
     parts = [*_run_parts(report, document, pictures)]
     if stalls is not None:
         parts += _stall_parts(stalls, pictures)
+    return _page(document, parts, GOOD, report.ssdprof_version)
+
+
+def render_document(document: Document, *, good: tuple[str, ...], version: str) -> str:
+    """A document without pictures as one HTML file.  good: how a line begins that holds no bad news."""
+    return _page(document, [_part(section, ()) for section in document.sections], good, version)
+
+
+def _page(document: Document, parts: Iterable[Part], good: tuple[str, ...], version: str) -> str:
     environment = Environment(
         loader=PackageLoader("ssdprof.report.html", "templates"),
         autoescape=True,
@@ -83,11 +92,11 @@ def render(report: RunReport, stalls: StallReport | None = None) -> str:
     return environment.get_template("page.html.j2").render(
         title=document.title,
         origin=document.origin,
-        verdict=[(line, line.startswith(GOOD)) for line in document.verdict],
+        verdict=[(line, line.startswith(good)) for line in document.verdict],
         summary=document.summary,
         caveats=document.caveats,
         parts=_unique(parts),
-        version=report.ssdprof_version,
+        version=version,
     )
 
 
