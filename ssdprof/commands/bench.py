@@ -183,11 +183,20 @@ def bench(
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {max_tokens} tokens.")
 
+    cells_kept = 0
+
     def keep(report: BenchReport) -> None:
+        nonlocal cells_kept
         if out is not None and told:
             files.write_text(out, dump(report) + "\n")
+            cells_kept = len(report.cells)
 
-    report = measure(request, watcher, keep, ranks)
+    try:
+        report = measure(request, watcher, keep, ranks)
+    except KeyboardInterrupt:
+        if not cells_kept:
+            raise
+        raise KeyboardInterrupt(f"Kept in {out}, marked as partial: {cells_kept} of {len(grid)} cells.") from None
     if not told:
         return  # the first rank tells
     if as_json:

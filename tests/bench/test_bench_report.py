@@ -442,7 +442,7 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
         assert readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
 
 
-@pytest.mark.parametrize("operator", [TABLES["SSD"]], ids=lambda one: one.name)
+@pytest.mark.parametrize("operator", [TABLES["SSD"], TABLES["GDN"]], ids=lambda one: one.name)
 def test_the_readme_and_the_page_say_what_the_committed_results_say(operator: Any) -> None:
     reports = TABLES["committed"](operator)
     assert reports

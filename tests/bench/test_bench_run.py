@@ -163,8 +163,9 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
         return measure(self, cell, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run._Cells, "measure", interrupted)
-    code, _, _ = bench("--seq", "20,40", "--out", "result.json")
+    code, _, err = bench("--seq", "20,40", "--out", "result.json")
     assert code == 130
+    assert err.endswith("interrupted: Kept in result.json, marked as partial: 1 of 2 cells.")
     kept = load(Path("result.json").read_text())
     assert (kept.state, len(kept.cells)) == ("partial", 1)
 
