@@ -321,7 +321,7 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
     Path("unusable/config.json").write_text(json.dumps(config | {"hidden_act": "frobnicate"}))
     monkeypatch.setattr("ssdprof.pipeline.limits.device", lambda: torch.device("cpu"))
     for words, code in {
-        ("demo", "--seq", "128k"): 3,
+        ("demo", "--seq", "4k"): 3,
         ("demo", *SEQ, "--implementations", "quick"): 2,
         (str(captures), "--seq", "16"): 2,
         (str(captures), "--save-captures"): 2,
@@ -334,7 +334,7 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
         run, dry = Answer("run", *words, "--out", "never"), Answer("run", *words, "--dry-run")
         assert (run.code, dry.code) == (code, code), words
         assert words == ("broken",) or dry.err == run.err
-    assert "131,072 tokens" in Answer("run", "demo", "--seq", "128k", "--dry-run").out
+    assert "4,096 tokens" in Answer("run", "demo", "--seq", "4k", "--dry-run").out
     assert "at most 256" in Answer("run", "large", "--dry-run").err
     shutil.rmtree("broken")
     shutil.rmtree("large")

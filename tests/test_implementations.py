@@ -64,7 +64,9 @@ def cases() -> dict[str, CaseResult]:
 # --- the user's own kernel
 
 
-@pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
+@pytest.mark.parametrize(
+    ("model", "function"), [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)]
+)
 def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
     example = re.search(r"<!-- example: my_kernels\.py -->\n```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
     assert example is not None

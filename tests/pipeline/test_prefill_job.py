@@ -128,6 +128,7 @@ def test_an_interrupt_within_a_length_leaves_what_was_found() -> None:
     assert [(case.implementation, case.alone_us) for case in length.cases] == [("unfused", 2.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_libraries_with_them_alone(
     monkeypatch: pytest.MonkeyPatch,

@@ -20,14 +20,14 @@ def odd(chunks: int, *, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> I
     return replace(whole, states=whole.states[..., :20])
 
 
-@pytest.mark.parametrize("chunks", [1, 7, 12])
+@pytest.mark.parametrize("chunks", [1, 7, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_a_diagonal_transition_against_fp64(name: str, chunks: int) -> None:
     inputs = odd(chunks)
     assert Judge(inputs).excess(DIAGONAL[name](inputs)) <= 1
 
 
-@pytest.mark.parametrize("rank", [1, 3, 16])
+@pytest.mark.parametrize("rank", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_a_transition_of_low_rank_against_fp64(name: str, rank: int) -> None:
     inputs = odd(5, rank=rank)
