@@ -15,11 +15,12 @@ from ssdprof.report.tables.table import Table, columns
 
 READING = (
     "Device: the GPU's own time, replayed from a CUDA graph.  Call: what a Python caller waits for, launches "
-    "included.  In brackets: 95 % intervals.  Of floor: the least time that bytes and arithmetic take on this GPU, as "
-    "a share of the device time.  Extra memory: allocated by the call beyond its outputs.  Error: RMS against the fp64 "
-    "oracle; its floor is that of the oracle itself, rounded to the output's dtype.  First call: in the cell, with all "
-    "that had to be compiled.  Registers and spills are per thread, shared memory per block.  Occupancy: resident "
-    "warps of those that an SM can hold.  Compiled in: the slowest of that name that Triton's cache did not have."
+    "included.  In brackets: 95 % intervals.  % of roofline: the least time in which this GPU can move the bytes "
+    "and do the arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs.  "
+    "Error: RMS against the fp64 oracle; its floor is that of the oracle itself, rounded to the output's dtype.  "
+    "First call: in the cell, with all that had to be compiled.  Registers and spills are per thread, shared "
+    "memory per block.  Occupancy: resident warps of those that an SM can hold.  Compiled in: the slowest of that "
+    "name that Triton's cache did not have."
 )
 
 
@@ -55,7 +56,7 @@ def speedups(report: BenchReport) -> Iterator[Table]:
                 title=f"Fused over {base}: {title}",
                 headers=(
                     "sequences x\ntokens", "fused", "speedup,\ndevice", "verdict,\ndevice", "speedup,\ncall",
-                    "verdict,\ncall", "device", "call", f"{base},\ndevice", "of\nfloor",
+                    "verdict,\ncall", "device", "call", f"{base},\ndevice", "% of\nroofline",
                 ),
                 rows=tuple(rows),
                 align=columns(2, 8),
@@ -117,8 +118,8 @@ def _detail_table(title: str, rows: list[tuple[str, ...]]) -> Table:
     return Table(
         title=f"Every implementation: {title}",
         headers=(
-            "sequences x\ntokens", "implementation", "intermediates,\nstates", "chunk", "device", "call", "of\nfloor",
-            "extra\nmemory", "error\nof out", "its\nfloor", "first\ncall",
+            "sequences x\ntokens", "implementation", "intermediates,\nstates", "chunk", "device", "call",
+            "% of\nroofline", "extra\nmemory", "error\nof out", "its\nfloor", "first\ncall",
         ),
         rows=tuple(rows),
         align=columns(3, 8),

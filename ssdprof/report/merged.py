@@ -28,13 +28,13 @@ def speed(found: Sequence[Group], name: str) -> str:
 
 
 def exactness(group: Group, name: str) -> str:
-    """ "78.098% to 93.707% of output elements equal unfused's; rms error against fp64 1.81e-3 to 2.04e-3 (...)"."""
+    """ "78.098% to 93.707% of output elements are equal to those of unfused; rms error against fp64 1.81e-3 (...)"."""
     series = [one for one in group.series(name) if pool(one.cases, "out", vs_oracle)]
     if not series:
         return ""
     against = [pooled for one in series if (pooled := pool(one.cases, "out", vs_baseline))]
     equal = _range((pooled.match_pct(0.0) for pooled in against), fmt.percent)
-    parts = [f"{equal} of output elements equal {group.baseline}'s"] if against else []
+    parts = [f"{equal} of output elements are equal to those of {group.baseline}"] if against else []
     originals = [original for one in series if (original := group.baseline_of(one))]
     beside = [f"{group.baseline} {_rms(originals)}"] if originals else []
     if limit := pool((case for one in series for case in one.cases), "out", floor):

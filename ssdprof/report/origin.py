@@ -7,10 +7,10 @@ from datetime import datetime
 from ssdprof.schema import CheckpointRef, RunReport
 
 MEANINGS = (
-    ("unfused", "one kernel launch per stage; the baseline, at exact intermediates"),
-    ("fused", "all stages in one kernel launch, or in as few as possible"),
-    ("exact", "decays and their products in fp32, as in the unfused original"),
-    ("relaxed", "these few in 16 bits: the inputs' dtype, or bf16 for fp32 inputs"),
+    ("unfused", "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates"),
+    ("fused", "the stages merged into as few kernel launches as is fastest"),
+    ("exact", "decays and their products are kept in fp32"),
+    ("relaxed", "they are rounded to 16 bits: to the inputs' dtype, or to bf16 for fp32 inputs"),
 )
 
 

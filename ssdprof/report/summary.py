@@ -210,7 +210,7 @@ def _exactness(group: Group, series: Series) -> str:
     parts = []
     if against:
         equal, near = (fmt.percent(against.match_pct(tolerance)) for tolerance in (0.0, 1e-3))
-        parts.append(f"{equal} of output elements equal {baseline}'s, {near} within 1e-3")
+        parts.append(f"{equal} of output elements are equal to those of {baseline}, {near} within 1e-3")
     beside = [f"{baseline} {fmt.small(theirs.rms_ratio)}"] if theirs else []
     beside += [f"floor {fmt.small(limit.rms_ratio)}"] if limit else []
     parts.append(f"rms error against fp64 {fmt.small(ours.rms_ratio if ours else None)} ({', '.join(beside)})")
@@ -229,7 +229,7 @@ def _of_results(report: RunReport) -> Iterator[str]:
     if report.clocks and report.clocks.throttle_reasons:
         yield (
             f"The GPU throttled while it was timed ({', '.join(report.clocks.throttle_reasons)}): absolute times are "
-            "too long, and ratios stand only because both sides were timed in turns."
+            "too long.  Speedups are valid, because the implementations were timed in turns."
         )
     if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
         yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
@@ -280,7 +280,10 @@ def _equal_precisions(report: RunReport) -> Iterator[str]:
         which = fmt.words(_with(one) for one in sorted(precisions, key=precision_order))
         if asked <= {other, *map(_with, precisions)}:
             which = "every precision"
-        yield f"{implementation} computes {which} as {other}: to the same bits, in the same time."
+        yield (
+            f"{implementation} computes {which} as {other}: results are bitwise the same, and so is the time.  "
+            "Speedups differ where each is over the baseline at its own state dtype."
+        )
 
 
 def _status(case: CaseResult) -> str:

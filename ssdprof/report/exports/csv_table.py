@@ -77,7 +77,7 @@ def _speed() -> Iterator[tuple[str, Column]]:
     yield from _bounds("device time", "µs", lambda row: row.timing.device_interval_us if row.timing else None)
     yield "call time [µs]", lambda row: row.timing and row.timing.call_median_us
     yield from _bounds("call time", "µs", lambda row: row.timing.call_interval_us if row.timing else None)
-    yield "of floor [%]", lambda row: row.roofline and row.roofline.floor_pct
+    yield "of roofline [%]", lambda row: row.roofline and row.roofline.floor_pct
 
 
 def _bounds(name: str, unit: str, of: Callable[[Row], Interval | None]) -> Iterator[tuple[str, Column]]:

@@ -102,7 +102,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]})"
     yield "revision", ref.revision or ""
     if ref.requested != ref.repo_id:
-        yield "asked for", ref.requested
+        yield "requested model", ref.requested
     yield "siblings", ", ".join(ref.siblings)
     yield "quantisation", ref.quantization or ""
     yield "layers", _layers(report) if report.captured_layers or not report.answers else ""
@@ -145,7 +145,7 @@ _SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"
 def clocks(clocks: Clocks) -> str:
     """Before and after the timed region, and whether the GPU held back."""
     pairs = (
-        f"SM {clocks.sm_mhz[0]:,} to {clocks.sm_mhz[1]:,} MHz",
+        f"SM {clocks.sm_mhz[0]:,} MHz before, {clocks.sm_mhz[1]:,} after",
         f"memory {clocks.memory_mhz[0]:,} to {clocks.memory_mhz[1]:,} MHz",
         f"{clocks.temperature_c[0]} to {clocks.temperature_c[1]} °C",
         f"throttled: {', '.join(clocks.throttle_reasons)}" if clocks.throttle_reasons else "not throttled",

@@ -15,14 +15,14 @@ _HEADERS = (
     "verdict,\ncall",
     "device\ntime",
     "call\ntime",
-    "of\nfloor",
+    "% of\nroofline",
     "extra\nmemory",
 )
 _PRECISION = "intermediates,\nstates"
 READING = Note(
     "Device: the GPU's own time.  Call: what a Python caller waits for, launches included.  In brackets: 95 % "
-    "intervals.  Of floor: the least time that the bytes and the arithmetic take on "
-    "this GPU, as a share of the device time.  Extra memory: allocated by the call beyond its outputs."
+    "intervals.  % of roofline: the least time in which this GPU can move the bytes "
+    "and do the arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs."
 )
 
 
@@ -41,7 +41,10 @@ def total(group: Group) -> Table | None:
         rows.append((*names, *_cells(series, speed)))
     note = [_baselines(group, found)]
     if every > 1:
-        note.append("The interval of a sum takes every layer at its own bound, so it covers more than 95 %.")
+        note.append(
+            "The interval of a sum assumes that all layers are at the same end of their intervals, so it is wider than "
+            "a 95 % interval."
+        )
     if incomplete:
         note.append(f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare.")
     return Table(
