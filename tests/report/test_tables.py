@@ -75,7 +75,7 @@ def test_facts_name_everything_behind_the_numbers():
     facts = {name: value for name, (value,) in rows(run.facts(make_report())).items()}
     assert facts["model"].startswith("ibm-granite/granite-4.0-h-small (granitemoehybrid")
     assert facts["revision"] == "0123456789abcdef0123456789abcdef01234567"
-    assert facts["asked for"] == "ibm-granite/granite-4.0"
+    assert facts["requested model"] == "ibm-granite/granite-4.0"
     assert "granite-4.0-h-tiny" in facts["siblings"]
     assert facts["layers"] == "4 of 36 SSD layers replayed (0, 9, 18, 27); the model has 40 layers"
     assert facts["dimensions"] == "128 heads x 64, state 128, 1 group, chunk 256, bf16"
@@ -84,7 +84,7 @@ def test_facts_name_everything_behind_the_numbers():
     assert facts["baseline"] == "unfused"
     assert "NVIDIA H200" in facts["GPU"]
     assert facts["driver"] == "580.65.06, CUDA 13.0"
-    assert "SM 1,980 to 1,965 MHz" in facts["clocks"]
+    assert "SM 1,980 MHz before, 1,965 after" in facts["clocks"]
     assert "not throttled" in facts["clocks"]
     assert "4,312 GB/s" in facts["ceilings"]
     assert "torch 2.11.0" in facts["versions"]
@@ -165,7 +165,7 @@ def test_both_speedups_stand_side_by_side_with_their_intervals():
         assert cells["call\ntime"] == fmt.duration(case.timing.call_median_us)
         assert (cells["verdict,\ndevice"], cells["verdict,\ncall"]) == ("faster", "faster")
         assert table.note.endswith("Faster or slower: the whole interval differs from 1 by more than 1%.")
-        assert cells["of\nfloor"] == fmt.percent(case.roofline.floor_pct, 1)
+        assert cells["% of\nroofline"] == fmt.percent(case.roofline.floor_pct, 1)
         assert cells["extra\nmemory"] == "126 MiB"
 
 

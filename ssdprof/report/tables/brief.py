@@ -25,7 +25,7 @@ def speed(found: Sequence[Group]) -> Table | None:
         "speedup,\ncall",
         "device\ntime",
         f"{found[0].baseline},\ndevice",
-        "% of\nroofline",
+        "% of\nroof",
     )
     return _table("Speed", found, headers, rows)
 
