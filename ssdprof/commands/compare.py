@@ -41,7 +41,7 @@ def compare(
     """Compare two runs, two benches, or two results of prefill, case by case.
 
     Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
-    compared in any case.  Exit code 1 says that a case offends against --fail-if, or that --fail-if could judge none.
+    compared in any case.  Exit code 1 says that a case violates --fail-if, or that --fail-if could judge none.
     """
     from ssdprof import files
     from ssdprof.compare import compare as comparing

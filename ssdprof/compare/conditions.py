@@ -1,6 +1,6 @@
 """What --fail-if may say: METRIC[@TOLERANCE]:LIMIT.
 
-| condition | a case offends if |
+| condition | a case violates it if |
 | --- | --- |
 | slower:3% | its device time is longer by more than 3 %; on another machine: its speedup is smaller by more than that |
 | slower-call:3% | its call time is longer by more than 3 % |
@@ -111,7 +111,7 @@ def parse(text: str) -> Asked:
 
 
 def judge(asked: Asked, pairs: Sequence[Pair], unfinished: str) -> Condition:
-    """The rows that offend.  unfinished: why NEW is not whole, which offends as well.
+    """The rows that violate it.  unfinished: why NEW is not whole, which violates it as well.
 
     A condition that can judge no case is an offence too: what was not compared did not pass.
     """

@@ -39,7 +39,7 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
         if condition.offenders:
             yield f"FAILED: {_offences(condition)}."
     if held := [condition.text for condition in comparison.conditions if not condition.offenders]:
-        yield f"PASSED: no case offends against {fmt.words(held, 'or')}."
+        yield f"PASSED: no case violates {fmt.words(held, 'or')}."
     counts = Counter(pair.verdict for pair in comparison.pairs)
     found = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
     within = fmt.share(100 * comparison.smallest_difference, 1)

@@ -118,7 +118,7 @@ class StageChange(Record):
 
 
 class Condition(Record):
-    """A --fail-if: as given, and the rows that offend against it."""
+    """A --fail-if: as given, and the rows that violate it."""
 
     text: str
     offenders: tuple[Broken, ...]

@@ -37,7 +37,7 @@ def test_exit_code_and_rows() -> None:
     assert Answer("base", "slow").code == 0  # nothing was asked of it
     held = Answer("base", "same", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
     assert (held.code, held.err) == (0, "")
-    assert "PASSED: no case offends against slower:3% or match:-0.1." in held.out
+    assert "PASSED: no case violates slower:3% or match:-0.1." in held.out
     broken = Answer("base", "slow", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
     assert broken.code == 1
     assert f"FAILED: slower:3%: {FUSED}: 1.05 times BASE's time [1.043, 1.057]" in broken.err
