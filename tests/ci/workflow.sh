@@ -32,7 +32,7 @@ mv "$STORE/artifacts" "$STORE/main"
 
 play "a pull request that changes nothing"
 must [ "$status" -eq 0 ]
-must grep -q "PASSED: no case offends against .*$metric" reports/compare.md
+must grep -q "PASSED: no case violates .*$metric" reports/compare.md
 
 PLANTED=$fault play "a pull request with a regression: $fault"
 must [ "$status" -eq 1 ]
