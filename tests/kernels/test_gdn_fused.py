@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdprof.kernels import get
+from ssdprof.kernels.gdn.fused import plan, run
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch
@@ -210,3 +211,20 @@ def test_dtypes_of_gates_and_states(dtype: torch.dtype) -> None:
         inputs, g=inputs.g.to(dtype), beta=inputs.beta.to(dtype), initial_state=inputs.initial_state.to(dtype)
     )
     assert_close(fused(inputs), gdn_recurrence(inputs), LIMITS[FP32])
+
+
+@pytest.mark.parametrize("lengths", [(10, 10), (1, 1, 30), (1,)])
+def test_a_sequence_is_the_same_in_any_pack_if_batch_invariant(lengths: tuple[int, ...]) -> None:
+    """Short packs go token by token otherwise, and longer ones with the same sequences do not."""
+    inputs = Case(lengths=lengths, initial_state=True, l2norm=False).inputs()
+    assert plan(inputs, batch_invariant=True).variant != "recurrent"
+    together = run(inputs, batch_invariant=True)
+    end = lengths[0]
+    assert inputs.initial_state is not None
+    first = replace(
+        inputs,
+        **{name: getattr(inputs, name)[:, :end] for name in ("q", "k", "v", "g", "beta")},
+        initial_state=inputs.initial_state[:1],
+        cu_seqlens=torch.tensor([0, end]),
+    )
+    assert_bitwise(run(first, batch_invariant=True), GDNOutput(together.out[:, :end], together.final_states[:1]))

@@ -56,8 +56,8 @@ def gdn_fused(
     precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States stay in fp32
         registers for a whole sequence, so that state_dtype has no influence.
     state_v_first: initial and final states have V before K
-    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it, how sequences are cut
-        depends on how many there are.
+    batch_invariant: a sequence's result is bitwise the same in a batch or pack of any size.  Without it, how sequences
+        are cut, and whether short ones of a pack go token by token, depends on how many there are.
 
     Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences, HV, V, K) if
     state_v_first, in fp32: bitwise the same in every call, whatever the other sequences of the batch or pack hold.  No
@@ -158,7 +158,7 @@ def _prepare(inputs: GDNInputs, precision: Precision, batch_invariant: bool, sta
     inputs.check()
     refuse_unsupported("fused", inputs)
     call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
-    return variants.choose(inputs).prepare(call)
+    return variants.choose(call).prepare(call)
 
 
 def plan(
@@ -170,7 +170,7 @@ def plan(
     """Which kernel would run, how and why.  Allocates and launches nothing."""
     refuse_unsupported("fused", inputs)
     call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
-    return variants.choose(inputs).plan(call)
+    return variants.choose(call).plan(call)
 
 
 register(Implementation(operator="gdn", name="fused", run=run, plan=plan))

@@ -169,6 +169,12 @@ PORTABLE = Variant(name="portable", unsupported=lambda _inputs: "", prepare=_pre
 VARIANTS = (RECURRENT, HOPPER, SLICES, PORTABLE)
 
 
-def choose(inputs: GDNInputs) -> Variant:
-    """The first of `VARIANTS` that takes the inputs: by the GPU, shapes, strides, alignment and dtypes."""
-    return next(variant for variant in VARIANTS if not variant.unsupported(inputs))
+def choose(call: Call) -> Variant:
+    """The first of `VARIANTS` that takes the call: by the GPU, shapes, strides, alignment and dtypes.
+
+    Packed calls that are to be batch invariant never go token by token: whether they would depends on the length of the
+    whole pack.
+    """
+    whole_pack = call.batch_invariant and call.inputs.cu_seqlens is not None
+    variants = [one for one in VARIANTS if not (whole_pack and one.name == "recurrent")]
+    return next(variant for variant in variants if not variant.unsupported(call.inputs))

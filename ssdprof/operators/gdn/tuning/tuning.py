@@ -28,7 +28,7 @@ class GDNTuning:
     """The portable kernel; its finds are for one length and one number of sequences each."""
 
     def kernel(self, inputs: GDNInputs) -> str:
-        name = variants.choose(inputs).name
+        name = variants.choose(variants.Call(inputs=inputs, precision=Precision())).name
         if name != KERNEL:
             raise BadInputError(
                 f"These inputs are taken by the {name} kernel, of which nothing is varied.",
