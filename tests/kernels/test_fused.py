@@ -46,7 +46,14 @@ def assert_bitwise(ours: SSDOutput, theirs: SSDOutput) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("config", [None, TINY, replace(TINY, p_rows=False)], ids=["chosen", "tiny", "tiny, n rows"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(None, id="chosen"),
+        pytest.param(TINY, id="tiny"),
+        pytest.param(replace(TINY, p_rows=False), id="tiny, n rows", marks=pytest.mark.slow),  # see the next test
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_recurrence(case: Case, config: PortableConfig | None) -> None:
     inputs = case.inputs()
