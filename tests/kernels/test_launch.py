@@ -84,7 +84,11 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "interpret", "hashes"),
-    [(True, "0", 1), (False, "0", 0), pytest.param(True, "1", 0, marks=pytest.mark.slow)],
+    [
+        (True, "0", 1),
+        pytest.param(True, "1", 0, marks=pytest.mark.slow),
+        pytest.param(False, "0", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
     """In a process that only imports kernels, where they are for a GPU."""
