@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -9,6 +10,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core already: more th
 def pytest_configure(config: pytest.Config) -> None:
     # numpy's, about every loop over a tensor in Triton's interpreter
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a timer that collects garbage first would otherwise go through all of it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

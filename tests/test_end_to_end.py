@@ -65,6 +65,11 @@ def in_demo_run(demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return demo_run
 
 
+demo_alone = pytest.mark.parametrize(
+    "demo_run", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)], indirect=True
+)
+
+
 def latest() -> RunReport:
     return runs.read(None)[1]
 
@@ -213,6 +218,7 @@ def test_a_damaged_capture(demo_run: Path, harm: Callable[[Path], Any], words: s
     assert not list(Path().glob("runs/*"))
 
 
+@demo_alone
 def test_captures_that_were_broken_off(demo_run: Path) -> None:
     (captures,) = demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "captures")
@@ -303,6 +309,7 @@ def test_an_implementation_that_there_is_not_is_refused_before_anything_is_loade
     assert not list(Path("runs").glob("*"))
 
 
+@demo_alone
 def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan on stdout, and the run's own refusal with its exit code."""
     monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loaded"))
@@ -349,6 +356,7 @@ def test_a_dry_run_of_an_operator_that_cannot_be_replayed_says_so(monkeypatch: p
     assert Answer("capture", "demo", *SEQ, "--dry-run").code == 0
 
 
+@demo_alone
 def test_a_dry_run_of_stored_captures_names_their_files(in_demo_run: Path) -> None:
     (captures,) = in_demo_run.glob("runs/*/captures")
     answer = Answer("run", str(captures), "--dry-run", "--json")
@@ -441,7 +449,7 @@ def test_interrupted_before_the_first_case(running: Callable[..., subprocess.Pop
 
 def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
     """A valid report that says it is partial, and no command takes it for a pass."""
-    process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
+    process = running("run", "demo", "--seq", "100", *ONE_PRECISION, "--out", "run")
     wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

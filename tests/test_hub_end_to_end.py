@@ -64,6 +64,13 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
     assert runs.read(None)[1].checkpoint == report.checkpoint
 
 
+def test_a_family_name_is_planned_as_its_flagship(ssdprof: Call) -> None:
+    done = ssdprof("run", "ibm-granite/granite-4.0", *SHORT, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert FLAGSHIP in done.stdout
+
+
+@pytest.mark.slow
 def test_a_family_name_takes_its_flagship_and_says_so(ssdprof: Call) -> None:
     done = ssdprof("run", "ibm-granite/granite-4.0", *SHORT)
     assert done.returncode == 0, done.stderr

@@ -111,11 +111,24 @@ def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, stat
     assert re.search(reason.replace(r"\|", r"\\\|"), call("export")[1])
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hangs_fails_the_run_and_is_named(here: Path) -> None:
     (here / "bad_kernels.py").write_text(BAD.read_text())
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:hanging", "--first-call", "1")
     assert code == 1
     assert "bad_kernels:hanging (exact, fp32 states): its first call was stopped after 1 s" in shown
+    assert cases()["unfused"].status == "passed"
+
+
+def test_first_call_is_the_limit_of_the_other_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rehearsed(*given: Any) -> rehearsal.Verdict:
+        return rehearsal.Verdict(status="failed", reason=f"it had {given[-1]:g} s")
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
+    (here / "bad_kernels.py").write_text(BAD.read_text())
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7")
+    assert code == 1
+    assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
     assert cases()["unfused"].status == "passed"
 
 
@@ -168,7 +181,13 @@ def test_a_name_that_stands_for_nothing_is_bad_input(here: Path, words: tuple[st
     assert not list(here.glob("runs/*/report.json"))
 
 
-def test_an_installed_package_registers_a_kernel(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_installed_package_registers_a_kernel(
+    here: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, *, apart: bool
+) -> None:
+    """Rehearsed in a process of its own or not."""
+    if not apart:
+        request.getfixturevalue("unrehearsed")
     info = here / "site" / "tiny-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")

@@ -46,7 +46,14 @@ def assert_bitwise(ours: SSDOutput, theirs: SSDOutput) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("config", [None, TINY, replace(TINY, p_rows=False)], ids=["chosen", "tiny", "tiny, n rows"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(None, id="chosen"),
+        pytest.param(TINY, id="tiny"),
+        pytest.param(replace(TINY, p_rows=False), id="tiny, n rows", marks=pytest.mark.slow),  # see the next test
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_recurrence(case: Case, config: PortableConfig | None) -> None:
     inputs = case.inputs()
@@ -62,8 +69,20 @@ def test_a_state_in_blocks_of_n(block_n: int, p_rows: bool) -> None:
     assert_close(fused(inputs, EXACT, config), ssd_recurrence(inputs), FP32_ROUNDING)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        # the default tier has every precision, and states as wide as x in every dtype
+        pytest.param(
+            dtype,
+            precision,
+            marks=() if dtype in (torch.bfloat16, precision.state_dtype) else pytest.mark.slow,
+        )
+        for dtype in DTYPES
+        for precision in PRECISIONS
+    ],
+    ids=str,
+)
 def test_precisions(dtype: torch.dtype, precision: Precision) -> None:
     inputs = Case(dtype=dtype, gate=True, initial_states=True).inputs()
     assert_passes(fused(inputs, precision, TINY), inputs, precision)
@@ -218,7 +237,11 @@ def test_nan_is_not_swallowed(name: str) -> None:
 # --- strides
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0), (0, 3, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "order",
+    [(3, 2, 1, 0), (0, 3, 2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((0, 1, 2, 3), (0, 2, 1, 3)))],
+    ids=str,
+)
 def test_any_strides(order: tuple[int, ...]) -> None:
     """Tensors whose memory lies in another order than their dimensions, and every second element of a larger one."""
 

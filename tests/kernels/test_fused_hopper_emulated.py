@@ -55,21 +55,38 @@ def test_every_cut(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> 
         run(CASES["ragged batch"], CUTS[cut])
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("cut", ["even", "none waits"])
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        *((name, "even") for name in CASES),
+        *((name, "none waits") for name in ("ragged batch", "packed")),
+        *(
+            pytest.param(name, "none waits", marks=pytest.mark.slow)
+            for name in sorted(CASES.keys() - {"ragged batch", "packed"})
+        ),
+    ],
+)
 def test_every_kind_of_input(monkeypatch: pytest.MonkeyPatch, name: str, cut: str) -> None:
     emulate(monkeypatch, seed=1)
     run(CASES[name], CUTS[cut])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
-def test_dt_of_another_dtype_than_x(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "ragged batch"),
+        (BF16, "fp16"),
+        pytest.param(torch.float32, "fp16", marks=pytest.mark.slow),
+        pytest.param(torch.float16, "ragged batch", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_dt_of_another_dtype_than_x(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str) -> None:
     emulate(monkeypatch, seed=2)
-    for name in ("fp16", "ragged batch"):
-        inputs = CASES[name].inputs()
-        inputs = replace(inputs, dt=inputs.dt.to(dtype))
-        config = config_of(inputs, CUTS["long ones first"])
-        assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
+    inputs = CASES[name].inputs()
+    inputs = replace(inputs, dt=inputs.dt.to(dtype))
+    config = config_of(inputs, CUTS["long ones first"])
+    assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
 
 
 def test_rates_residual_and_initial_states_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +139,7 @@ def test_a_first_pass_ends_when_both_heads_have_forgotten(
 
 def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, seed=8)
-    lengths = (1, 0) * 66 + (70, 0, 65)
+    lengths = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
     assert len(lengths) > SEQUENCE_BLOCK.value
     run(Case(**SMALL, lengths=lengths, initial_states=True), CUTS["a chunk each"])
 
@@ -164,7 +181,7 @@ def test_equal_shares_of_all_sequences(monkeypatch: pytest.MonkeyPatch, dstate: 
     assert torch.equal(ours.final_states, whole.final_states)
 
 
-@pytest.mark.parametrize("name", ["ragged batch", "n 256"])
+@pytest.mark.parametrize("name", ["ragged batch", pytest.param("n 256", marks=pytest.mark.slow)])
 def test_relaxed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulate(monkeypatch, seed=2)
     run(CASES[name], CUTS["even"], RELAXED)
@@ -179,8 +196,15 @@ def test_a_first_pass_over_an_odd_number_of_chunks(monkeypatch: pytest.MonkeyPat
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS[cut])), inputs, EXACT)
 
 
-@pytest.mark.parametrize("cut", ["even", "a chunk each"])
-@pytest.mark.parametrize("dstate", [128, 256])
+@pytest.mark.parametrize(
+    ("dstate", "cut"),
+    [
+        (128, "a chunk each"),
+        (256, "even"),
+        pytest.param(128, "even", marks=pytest.mark.slow),
+        pytest.param(256, "a chunk each", marks=pytest.mark.slow),
+    ],
+)
 def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int, cut: str) -> None:
     """What is not finite in a sequence stays in it."""
     emulate(monkeypatch, seed=3)
@@ -196,8 +220,13 @@ def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int, cu
 
 
 @pytest.mark.parametrize("cut", ["one segment", "even", "none waits"])
-@pytest.mark.parametrize("scale", [10.0, 100.0])
-@pytest.mark.parametrize("step", [1e-6, 1e-5])
+@pytest.mark.parametrize(
+    ("step", "scale"),
+    [
+        (1e-6, 100.0),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))),
+    ],
+)
 def test_small_steps_of_large_numbers_in_fp16(
     monkeypatch: pytest.MonkeyPatch, step: float, scale: float, cut: str
 ) -> None:
@@ -218,7 +247,14 @@ def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch
     assert (states - exact).norm() / exact.norm() < 2**-14
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "a chunk each",
+        "none waits",
+        *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("one segment", "even", "long ones first")),
+    ],
+)
 def test_nan_in_an_initial_state_reaches_every_segment(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
     """Also of heads whose decays multiply to zero on the way."""
     emulate(monkeypatch, seed=5)

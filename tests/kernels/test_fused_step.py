@@ -48,8 +48,17 @@ def kernels() -> list[type]:
     return [type(launch) for launch in fused._launches.values()]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(
+            name, precision, marks=() if precision == EXACT or name == "no initial states" else pytest.mark.slow
+        )
+        for name in CASES
+        for precision in PRECISIONS
+    ],
+    ids=str,
+)
 def test_is_the_recurrent_kernel(name: str, precision: Precision) -> None:
     inputs = CASES[name].inputs()
     for batch_invariant in (False, True):

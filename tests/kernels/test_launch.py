@@ -82,7 +82,14 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 # --- one kernel
 
 
-@pytest.mark.parametrize(("gpu", "interpret", "hashes"), [(True, "0", 1), (True, "1", 0), (False, "0", 0)])
+@pytest.mark.parametrize(
+    ("gpu", "interpret", "hashes"),
+    [
+        (True, "0", 1),
+        pytest.param(True, "1", 0, marks=pytest.mark.slow),
+        pytest.param(False, "0", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
     """In a process that only imports kernels, where they are for a GPU."""
     code = f"import torch; torch.cuda.device_count = lambda: {int(gpu)}"

@@ -41,7 +41,7 @@ def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str
     return "passed", ""
 
 
-@pytest.mark.parametrize("make", [ssd, gdn])
+@pytest.mark.parametrize("make", [ssd, pytest.param(gdn, marks=pytest.mark.slow)])
 def test_a_good_kernel_passes(make: Any) -> None:
     assert verdict("good", make()) == ("passed", "")
 
@@ -94,7 +94,11 @@ def test_a_kernel_of_the_other_operator_is_looked_after_as_well() -> None:
     ("function", "reason"),
     [
         ("crashing", "its first call ended its process by SIGSEGV"),
-        ("leaving", "its first call ended its process with exit code 5: I have seen enough"),
+        pytest.param(
+            "leaving",
+            "its first call ended its process with exit code 5: I have seen enough",
+            marks=pytest.mark.slow,
+        ),
         ("beyond_its_output", "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16) that it allocates"),
     ],
 )
@@ -127,23 +131,20 @@ def test_each_precision_and_form_of_inputs_is_rehearsed_once(monkeypatch: pytest
     assert len(made) == 5
 
 
-def test_neither_a_secret_nor_a_stray_module_reaches_the_other_process(
+def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_stray_module_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     (tmp_path / "typing.py").write_text("raise RuntimeError('not this one')\n")
-    (tmp_path / "nosy.py").write_text("import os\ndef kernel(inputs):\n    raise ValueError(os.getenv('HF_TOKEN'))\n")
-    with pytest.raises(UnfitError, match="ValueError: None"):
-        Rehearsals().require(resolve(operators.get("ssd"), "nosy:kernel"), ssd(), EXACT)
-
-
-def test_inputs_reach_the_other_process_as_they_are(tmp_path: Path) -> None:
-    given = ssd()
     (tmp_path / "telling.py").write_text(
+        "import os\n"
         "def kernel(inputs):\n"
-        "    raise ValueError(f'{inputs.B.stride()} {inputs.dt_limit} {inputs.x.double().sum()}')\n"
+        "    told = inputs.B.stride(), inputs.dt_limit, inputs.x.double().sum().item(), os.getenv('HF_TOKEN')\n"
+        "    raise ValueError(str(told))\n"
     )
+    given = ssd()
+    assert torch.isfinite(given.x).all()
     with pytest.raises(UnfitError) as told:
         Rehearsals().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT)
-    assert str(told.value) == f"ValueError: {given.B.stride()} {given.dt_limit} {given.x.double().sum()}"
-    assert torch.isfinite(given.x).all()
+    expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
+    assert str(told.value) == f"ValueError: {expected}"

@@ -74,7 +74,9 @@ WIDER = """
 """
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", ["recorded", "broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lengths", "cpu"))]
+)
 def test_a_page_opens_quietly_and_is_no_wider_than_a_telephone(name, tmp_path):
     visit = Visit(tmp_path, PAGES[name](), WIDER)
     assert visit.console == []

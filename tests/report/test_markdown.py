@@ -133,6 +133,7 @@ def test_each_prompt_has_tables_of_its_own():
         assert f"**Accuracy of fused's output at {tokens} tokens, 4 layers pooled**" in text
 
 
+@pytest.mark.slow
 def test_the_largest_run_stays_below_the_limit_and_says_what_is_missing():
     report = make_report(layers=range(64), seqlens=(131_072, 16_384, 1024), precisions=ALL_PRECISIONS)
     assert len(report.cases) == 64 * 3 * 12
@@ -144,6 +145,14 @@ def test_the_largest_run_stays_below_the_limit_and_says_what_is_missing():
     assert f"report.json of run {report.run_id}" in last
     assert text.count("<summary>Speed of each layer") == 3  # the speeds are all there
     assert text.count("<details>") == text.count("</details>")
+
+
+def test_a_run_beyond_a_limit_says_what_is_missing():
+    report = make_report(layers=range(8), precisions=ALL_PRECISIONS)
+    last = markdown.render(report, limit_bytes=40_000).splitlines()[-1]
+    assert last.startswith("Left out to stay below 40,000 bytes")
+    assert 'to "Accuracy of layer 7 (model.layers.7.mamba)' in last
+    assert f"report.json of run {report.run_id}" in last
 
 
 @pytest.mark.parametrize("limit", [3_000, 8_000, 20_000])

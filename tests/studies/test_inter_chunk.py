@@ -16,25 +16,33 @@ SAME_BITS = ("loop, read back", "loop, rounded", "one launch a chunk", "chained"
 
 def odd(chunks: int, *, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> InterChunkInputs:
     """k = 24 and v = 20: no block divides them, and no tensor is contiguous."""
-    whole = draw(batch=2, chunks=chunks, heads=3, dim=24, rank=rank, dtype=dtype, device=DEVICE, seed=chunks)
+    whole = draw(batch=2, chunks=chunks, heads=2, dim=24, rank=rank, dtype=dtype, device=DEVICE, seed=chunks)
     return replace(whole, states=whole.states[..., :20])
 
 
-@pytest.mark.parametrize("chunks", [1, 7, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunks", [1, 5, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_a_diagonal_transition_against_fp64(name: str, chunks: int) -> None:
     inputs = odd(chunks)
     assert Judge(inputs).excess(DIAGONAL[name](inputs)) <= 1
 
 
-@pytest.mark.parametrize("rank", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 16))])
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_a_transition_of_low_rank_against_fp64(name: str, rank: int) -> None:
     inputs = odd(5, rank=rank)
     assert Judge(inputs).excess(LOW_RANK[name](inputs)) <= 1
 
 
-@pytest.mark.parametrize(("name", "kernel"), [*DIAGONAL.items(), *LOW_RANK.items()])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        pytest.param(
+            name, kernel, marks=() if name in ("loop, whole", "look-back", "fp32, columns") else pytest.mark.slow
+        )
+        for name, kernel in (DIAGONAL | LOW_RANK).items()
+    ],
+)
 def test_fp32(name: str, kernel: Kernel) -> None:
     inputs = odd(4, rank=2 if name in LOW_RANK else 0, dtype=torch.float32)
     assert Judge(inputs).excess(kernel(inputs)) <= 1
@@ -42,7 +50,7 @@ def test_fp32(name: str, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("name", SAME_BITS[1:])
 def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(name: str) -> None:
-    inputs = odd(7)
+    inputs = odd(4)
     assert torch.equal(DIAGONAL[name](inputs), DIAGONAL[SAME_BITS[0]](inputs))
 
 
