@@ -316,7 +316,7 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     assert "fused against other" in shown
     assert "other against fp64" in shown
     assert "baseline other, which the others are compared with" in shown
-    assert "unfused one kernel launch per stage fused" in shown
+    assert "unfused ssdprof's own kernels with one launch per stage fused" in shown
 
 
 def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
