@@ -46,6 +46,12 @@ class _Descriptor:
         return copy
 
 
+def tensor_of(descriptor: TensorDescriptor) -> Any:
+    """The tensor that a descriptor of this module is over."""
+    base = descriptor.base
+    return base.tensor if isinstance(base, _Base) else base
+
+
 class Tiles(_Descriptor):
     """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 

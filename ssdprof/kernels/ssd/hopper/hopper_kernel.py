@@ -30,6 +30,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ssdprof.kernels._tiles import tensor_of
 from ssdprof.kernels.ssd.hopper.assignment import packed_segment_of, segment_of, share_of
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper.lanes import THREADS, lane_number
@@ -57,7 +58,7 @@ def units(
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, final_states = args["x_desc"].base.tensor, args["B_desc"].base.tensor, args["final_ptr"]
+    x, B, final_states = tensor_of(args["x_desc"]), tensor_of(args["B_desc"]), args["final_ptr"]
     batch, seqlen, nheads, headdim = x.shape
     dstate, chunk = B.shape[3], CHUNK.value
     tensors = (x, x, args["dt_ptr"], B, B, args["initial_ptr"], final_states)  # x and out, B and C
