@@ -228,5 +228,5 @@ def test_forms_and_draws_stand_in_the_report() -> None:
         "ssd", "--shape", "2x16x16x1", "--chunk-size", "128", "--seq", "1", "--also", "recurrent_in_place"
     )
     names = [case.implementation for case in decoding.cells[0].cases]
-    assert names == ["unfused", "fused", "recurrent", "recurrent_in_place"]
+    assert names == ["unfused", "fused", "recurrent_in_place", "recurrent"]
     assert decoding.cells[0].drawn == ()

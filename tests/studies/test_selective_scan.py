@@ -20,7 +20,7 @@ TILE = ScanConfig(block_t=16, num_warps=4)
 
 def odd(seqlen: int, dtype: torch.dtype = torch.bfloat16) -> ScanInputs:
     """A state of 20, which no block divides, in tensors that are not contiguous."""
-    layer = draw_layer(batch=2, seqlen=seqlen, heads=2, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
+    layer = draw_layer(batch=2, seqlen=seqlen, heads=3, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
     whole = layer.scan_inputs()
     return replace(whole, B=whole.B[..., :20], C=whole.C[..., 4:])
 
