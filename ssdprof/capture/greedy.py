@@ -18,19 +18,20 @@ def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> li
     model: a causal language model in eval mode, with all its layers.  The prompt goes through in segments of
     `segment_length` tokens.  A token that ends a text does not end this one.
     """
-    accepted = inspect.signature(model.forward).parameters
-    cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
+    from ssdprof.capture.cache import cache_name  # brings transformers
+
+    accepted, name = inspect.signature(model.forward).parameters, cache_name(model)
     segments = split_prompt(ids.shape[1], segment_length)
     cache, seen = None, 0
 
     def following(piece: torch.Tensor) -> torch.Tensor:
         nonlocal cache, seen
-        arguments: dict[str, Any] = {"use_cache": True, cache_name: cache, "logits_to_keep": 1}
+        arguments: dict[str, Any] = {"use_cache": True, name: cache, "logits_to_keep": 1}
         if "position_ids" in accepted:
             arguments["position_ids"] = torch.arange(seen, seen + piece.shape[1], device=ids.device)[None]
         output = model(piece, **arguments)
         seen += piece.shape[1]
-        cache = output.get(cache_name)
+        cache = output.get(name)
         token: torch.Tensor = output.logits[:, -1:].argmax(-1)
         return token
 

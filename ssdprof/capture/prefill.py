@@ -23,19 +23,19 @@ class Feed:
     """
 
     def __init__(self, model: Any, *, cached: bool) -> None:
-        from ssdprof.capture.counting_cache import counting_cache  # brings transformers
+        from ssdprof.capture.cache import cache_name, counting_cache  # brings transformers
 
         self._model, self._cached = model, cached
         accepted = inspect.signature(model.forward).parameters
         self._positions = "position_ids" in accepted
         self._keeps_logits = "logits_to_keep" in accepted
-        self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
-        self._cache = counting_cache(model) if cached and self._cache_name == "past_key_values" else None
+        self._cache_name = cache_name(model)
+        self._cache = counting_cache(model) if cached else None
         self._seen = 0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """The model's first output, its last hidden state or logits, for the next tokens (b, l)."""
-        from ssdprof.capture.counting_cache import CountingCache
+        from ssdprof.capture.cache import CountingCache
 
         start, stop = self._seen, self._seen + ids.shape[1]
         arguments: dict[str, Any] = {"use_cache": self._cached, self._cache_name: self._cache}

@@ -9,6 +9,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.cache import cache_name
 from ssdprof.capture.intercept import intercept
 from ssdprof.capture.layout import token_major
 from ssdprof.capture.sites import find_sites
@@ -39,7 +40,7 @@ def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, tor
     with torch.no_grad():
         for _ in range(steps + 1):
             output = model(new, use_cache=True, **cache)
-            name = "cache_params" if "cache_params" in output else "past_key_values"
+            name = cache_name(model)
             cache = {name: output[name]}
             new = output.logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(new)

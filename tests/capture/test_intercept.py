@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 
+from ssdprof.capture.cache import cache_name
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
@@ -73,7 +74,7 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 
     with torch.no_grad(), intercept(find_sites(model), handler):
         output = model(ids, use_cache=True)
-    cache = output.get("cache_params") or output.past_key_values
+    cache = output[cache_name(model)]
     for site, final_state in zip(find_sites(model), returned, strict=True):
         assert torch.equal(cache.layers[site.layer_index].recurrent_states[0], final_state)
 

@@ -8,6 +8,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture import capture_layers
+from ssdprof.capture.cache import cache_name
 from ssdprof.capture.intercept import intercept
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
@@ -23,7 +24,7 @@ def test_it_is_counted_and_left_to_the_model(name: str) -> None:
     ids = tiny_models.prompt(LENGTH + 1)
     with torch.no_grad():
         cached = model(ids[:, :-1], use_cache=True)
-        key = "cache_params" if "cache_params" in cached else "past_key_values"
+        key = cache_name(model)
         alone = model(ids[:, -1:], use_cache=True, **{key: copy.deepcopy(cached[key])}).logits
         with intercept(sites, lambda call: call.stand_in()) as count:
             observed = model(ids[:, -1:], use_cache=True, **{key: cached[key]}).logits

@@ -7,7 +7,7 @@ import tiny_models
 import torch
 
 from ssdprof import checkpoint
-from ssdprof.capture.counting_cache import counting_cache
+from ssdprof.capture.cache import counting_cache
 from ssdprof.capture.prefill import prefill
 
 FP32_ROUNDING = 5e-5

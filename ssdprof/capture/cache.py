@@ -1,11 +1,14 @@
-"""The cache of a model that was cut before its first attention layer."""
+"""A model's cache: what it is called, and one for a model that was cut before its first attention layer."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
+
+NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24; before it, and with some models
 
 
 class CountingCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
@@ -28,3 +31,9 @@ def counting_cache(model: Any) -> CountingCache | None:
     """An empty cache for `model`, or None when it has an attention layer and makes a fitting one itself."""
     cache = CountingCache(config=model.config)
     return None if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else cache
+
+
+def cache_name(model: Any) -> str:
+    """The argument that takes the cache, and the field of the output that returns it, of a transformers `model`."""
+    accepted = inspect.signature(model.forward).parameters
+    return next(name for name in NAMES if name in accepted)
