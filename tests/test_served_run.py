@@ -62,12 +62,13 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
 
     again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
     assert again.code == 0, again.err
+    assert "steps after 2 x 24  recurrent interpreter" in again.out
     _, replayed = runs.read("b")
     assert kinds(replayed) == kinds(report)
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
     shown = Answer("accuracy", "b")
     assert shown.code == 0
-    assert "In decode steps after 2 x 24 tokens: recurrent may be used" in shown.out
+    assert "In decode steps after 2 x 24 tokens, recurrent may be used" in shown.out
     assert "in decode steps after 2 x 24 tokens" in Answer("export", "b").out
 
     lost = report.model_copy(update={"cases": tuple(case for case in report.cases if case.call is None)})

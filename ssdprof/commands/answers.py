@@ -21,7 +21,14 @@ def answers(
     segment: options.Segment = None,
     placement: options.PlacementOption = None,
     dtypes: options.Dtypes = "all",
-    states: options.States = "all",
+    states: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D[,D...]",
+            help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
+            show_default="fp32 with exact, 16 bit with relaxed",
+        ),
+    ] = None,
     impl: options.Implementations = "unfused,fused",
     reference: Annotated[
         Literal["auto", "oracle", "unfused"],
@@ -74,13 +81,18 @@ def answers(
     from ssdprof.pipeline.subject import find, refuse_large
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
-    from ssdprof.schema import precisions_for
+    from ssdprof.schema import DType, PrecisionRecord, precisions_for
 
     request = options.capture_request(
         model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, placement=placement
     )
+    state_dtypes = None if states is None else parse_states(states)
+
+    def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
+        return precisions_for("bf16" if dtype == "fp32" else dtype, dtypes, state_dtypes)
+
     wanted = AnswersRequest(
-        precisions=precisions_for("bf16", dtypes, parse_states(states)),
+        precisions=precisions,
         implementations=parse_implementations("--impl", impl),
         reference=reference,
         weights=weights,

@@ -20,11 +20,11 @@ def stalls(
         ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="of a run the middle one")
+        int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="the middle one of the run")
     ] = None,
     impl: options.Implementations = "unfused,fused",
     seq: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
+        str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="the longest of the run")
     ] = None,
     dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",

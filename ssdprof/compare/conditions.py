@@ -63,7 +63,7 @@ METRICS: dict[str, Value | Time] = {
     "memory": Value(
         of=lambda row, _: row.memory.workspace_bytes if row.memory else None, limit="grows %", unit=" bytes"
     ),
-    "launches": Value(of=lambda row, _: len(row.launches) or None, limit="grows"),
+    "launches": Value(of=lambda row, _: row.kernels, limit="grows"),
     "kl": Value(of=lambda row, _: row.answers.kl_mean if row.answers else None, limit="grows", unit=" nats"),
     "top1": Value(of=lambda row, _: row.answers.top1_pct if row.answers else None, limit="falls", unit="%"),
     "perplexity": Value(of=lambda row, _: row.answers.perplexity if row.answers else None, limit="grows %"),

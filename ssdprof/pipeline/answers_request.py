@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ssdprof.errors import BadInputError
 from ssdprof.pipeline.request import IMPLEMENTATIONS, parse_percent
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import DType, PrecisionRecord
 from ssdprof.schema.answers import AnswerGate
 
 Reference = Literal["auto", "oracle", "unfused"]
@@ -19,12 +20,13 @@ Weights = Literal["auto", "own", "fp32"]
 class AnswersRequest:
     """Which implementations take the place of a model's operators, and what they are compared with.
 
+    precisions: those that are wanted of a model that runs in a dtype.
     reference: "auto" is the fp64 oracle unless it takes too long, then unfused exact.
     weights: the dtype that the model runs in; "auto" is its own on a GPU and fp32 without one.
     per_layer: each layer alone, too.  generate: greedy tokens after the prompt.
     """
 
-    precisions: tuple[PrecisionRecord, ...]
+    precisions: Callable[[DType], tuple[PrecisionRecord, ...]]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     reference: Reference = "auto"
     weights: Weights = "auto"

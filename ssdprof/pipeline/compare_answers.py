@@ -137,7 +137,7 @@ class PromptAnswers:
         wanted = [
             (name, one)
             for name in self._request.implementations
-            for one in precisions_of(name, sites, dtype, self._request.precisions)
+            for one in precisions_of(name, sites, dtype, self._request.precisions(dtype))
         ]
         computes = {(name, one): implemented(name, one, sites) for name, one in wanted}
         for (name, precision), compute in computes.items():

@@ -150,7 +150,8 @@ def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
     except ValueError:
         value = math.nan
     if not (0 <= value < 100 or (whole and value == 100)):
-        raise BadInputError(f"{option} is not a percentage: {text!r}.", "Give 1%, 0.5%, 0%.")
+        numbers = "from 0% to 100%, such as 99%" if whole else "from 0% to below 100%, such as 1%"
+        raise BadInputError(f"{option} is not a percentage: {text!r}.", f"Give a number {numbers}.")
     return value / 100
 
 

@@ -86,14 +86,14 @@ def run(
         else:
             run_model(found, loaded, on_layer)
         if found.whole and not found.serving.decode:  # decoding takes the whole model too, and no answers
-            compare_answers(loaded, found, _answers_wanted(replay, lineup, dtype), watcher, recorder.answered)
+            compare_answers(loaded, found, _answers_wanted(replay, lineup), watcher, recorder.answered)
     return folder.path, recorder.report
 
 
-def _answers_wanted(replay: ReplayRequest, lineup: Lineup, dtype: DType) -> AnswersRequest:
+def _answers_wanted(replay: ReplayRequest, lineup: Lineup) -> AnswersRequest:
     """The same precisions and implementations, but other libraries, in the model as it was captured."""
     names = lineup.answering
-    return AnswersRequest(precisions=replay.precisions(dtype), implementations=names, weights="own")
+    return AnswersRequest(precisions=replay.precisions, implementations=names, weights="own")
 
 
 def _run_stored(

@@ -64,7 +64,7 @@ def accuracy_table(
 
 
 def _sentence(where: str, text: str) -> str:
-    return f"{where[0].upper()}{where[1:]}: {text}"
+    return f"{where[0].upper()}{where[1:]}, {text}"
 
 
 def _with_baseline(group: Group, name: str, chosen: Callable[[CaseResult], bool]) -> Group:
@@ -76,8 +76,12 @@ def _with_baseline(group: Group, name: str, chosen: Callable[[CaseResult], bool]
 
 def _nothing_compared(report: RunReport, asked: str) -> BadInputError:
     held = {s.precision for group in groups(report) for name in group.compared for s in group.series(name)}
-    names = "; ".join(str(precision) for precision in sorted(held, key=precision_order))
-    return BadInputError(
-        f"Run {report.run_id} compared nothing at {asked}.",
-        f"It compared: {names}." if held else "It ended before its first comparison.  Run again.",
-    )
+    if held:
+        names = "; ".join(str(precision) for precision in sorted(held, key=precision_order))
+        return BadInputError(f"Run {report.run_id} compared nothing at {asked}.", f"It compared: {names}.")
+    hint = "It ended before its first comparison.  Run again."
+    if report.answers:
+        hint = "It holds a model's answers: 'ssdprof export' shows them."
+    elif report.cases:
+        hint = f"It holds {report.baseline} alone."
+    return BadInputError(f"Run {report.run_id} compared no implementation with its baseline.", hint)

@@ -69,4 +69,5 @@ def _reasons(report: RunReport) -> list[str]:
 
 
 def _short(sentence: str) -> str:
-    return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 4]} ..."
+    """Cut after a word."""
+    return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 3].rpartition(' ')[0]} ..."

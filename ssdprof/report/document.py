@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ssdprof.report import format as fmt
 from ssdprof.report import summary
-from ssdprof.report.format import tokens as tokens_of
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.origin import meanings, origin
 from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed, warm
@@ -59,9 +59,17 @@ def compose(report: RunReport) -> Document:
 
 def heading(report: RunReport) -> str:
     """ "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
-    found, gpu = groups(report), report.environment.gpu
-    parts = (report.checkpoint.repo_id, tokens(found) if found else "", gpu.name if gpu else "no GPU")
+    gpu = report.environment.gpu
+    parts = (report.checkpoint.repo_id, _lengths(report), gpu.name if gpu else "no GPU")
     return f"ssdprof: {', '.join(part for part in parts if part)}"
+
+
+def _lengths(report: RunReport) -> str:
+    """ "131,072 and 1,024 tokens"; empty if nothing ran."""
+    if found := groups(report):
+        return tokens(found)
+    lengths = [f"{one.seqlen:,}" for one in report.answers]
+    return f"{fmt.words(lengths)} tokens" if lengths else ""
 
 
 def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
@@ -80,7 +88,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("What ran", "main", run.facts(report))
     yield _section("Kernels as they were launched", "detail", run.launches(report))
     for one in report.answers:
-        yield _section(f"Answers by position at {tokens_of(one.seqlen)}", "detail", answers.by_position(one))
+        yield _section(f"Answers by position at {fmt.tokens(one.seqlen)}", "detail", answers.by_position(one))
     for group in found:
         yield _section(f"Speed of each layer {group.where}", "detail", speed.per_layer(group))
     for group in found:

@@ -127,12 +127,12 @@ def advice(series: tuple[Series, ...]) -> str:
     good = [s for s in series if s.within_budget]
     bad = "; ".join(f"{_with(s.precision)}: {_trouble(s)}" for s in series if not s.within_budget)
     if not good:
-        return f"{name} may not be used: {bad}."
+        return f"{name} may not be used {bad}."
     layers = len({case.layer for s in good for case in s.cases})
     where = "every layer replayed" if layers > 1 else "the layer replayed"
     which = fmt.words((_with(s.precision) for s in good), "or")
-    text = f"{name} may be used {which}: within the error budget in {where}."
-    return f"{text}  Not so {bad}." if bad else text
+    text = f"{name} may be used {which}: it is within the error budget in {where}."
+    return f"{text}  It may not be used {bad}." if bad else text
 
 
 def _trouble(series: Series) -> str:
@@ -280,10 +280,10 @@ def _equal_precisions(report: RunReport) -> Iterator[str]:
         which = fmt.words(_with(one) for one in sorted(precisions, key=precision_order))
         if asked <= {other, *map(_with, precisions)}:
             which = "every precision"
-        yield (
-            f"{implementation} computes {which} as {other}: results are bitwise the same, and so is the time.  "
-            "Speedups differ where each is over the baseline at its own state dtype."
-        )
+        said = f"{implementation} computes {which} as {other}: results are bitwise the same"
+        if any(case.timing for case in report.cases):
+            said += ", and so is the time.  Speedups differ where each is over the baseline at its own state dtype"
+        yield f"{said}."
 
 
 def _status(case: CaseResult) -> str:

@@ -51,9 +51,9 @@ def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> 
         Text(document.title, style="bold"),
         *(verdict(line, good=line.startswith(good)) for line in document.verdict),
         *([origin(document.origin)] if document.origin else []),
-        "",
-        *(bullet(said.text, said.subject) for said in document.summary),
     ]
+    if document.summary:
+        parts += ["", *(bullet(said.text, said.subject) for said in document.summary)]
     if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *(bullet(line) for line in document.caveats)]
     for section in document.sections:

@@ -94,6 +94,11 @@ class Row(Record):
         return (self.timing.device_median_us, self.timing.device_interval_us) if self.timing else self.call
 
     @property
+    def kernels(self) -> int | None:
+        """How many Triton kernels it launched; None if none was recorded: then `launches` says what was planned."""
+        return sum(launch.registers is not None for launch in self.launches) or None
+
+    @property
     def baseline(self) -> str:
         """What the speedup is over; empty if there is none."""
         if self.prefill:

@@ -36,7 +36,7 @@ class TuneRequest:
 def gpu_to_tune() -> torch.device:
     """The current GPU.  MissingCapabilityError without one."""
     return require_gpu(
-        "Tuning needs", "Run it on the machine that is to be tuned for: a find holds for GPUs of one name."
+        "Tuning needs", "Run it on a machine with the GPU to tune for: what it finds applies to GPUs of the same name."
     )
 
 

@@ -4,10 +4,12 @@ import io
 
 import pytest
 from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_report
+from report.test_answer_tables import answers
 from rich.console import Console
 
 from ssdprof.errors import BadInputError
 from ssdprof.report import accuracy_table
+from ssdprof.schema.answers import AnswerGate
 
 
 def printed(*arguments, width=100):
@@ -48,7 +50,7 @@ def test_the_verdict_is_the_second_line():
     first, *rest = printed(make_report(), "relaxed", ("fp32",)).splitlines()
     assert first.startswith("ibm-granite/granite-4.0-h-small, run 2026")
     assert " ".join(" ".join(rest).split()).startswith(
-        "At 131,072 tokens: fused may be used relaxed with fp32 states: within the error budget in every layer "
+        "At 131,072 tokens, fused may be used relaxed with fp32 states: it is within the error budget in every layer "
         "replayed."
     )
 
@@ -63,7 +65,7 @@ def test_a_failure_turns_the_verdict():
         ),
     )
     text = " ".join(printed(report, "relaxed", ("fp16",)).split())
-    assert "At 2,048 and 1,024 tokens: fused may not be used: relaxed with fp16 states: not finite in layer 9." in text
+    assert "At 2,048 and 1,024 tokens, fused may not be used relaxed with fp16 states: not finite in layer 9." in text
     assert row(printed(report, "relaxed", ("fp16",)), "within the error budget") == ["NO:", "1/4"]
 
 
@@ -88,3 +90,10 @@ def test_what_was_not_compared_is_an_error_that_names_what_was():
     with pytest.raises(BadInputError) as caught:
         accuracy_table(make_report(state="partial", cases=()))
     assert "before its first comparison" in caught.value.hint
+    with pytest.raises(BadInputError) as caught:
+        accuracy_table(make_report(cases=(), answers=(answers(AnswerGate()),)))
+    assert caught.value.hint == "It holds a model's answers: 'ssdprof export' shows them."
+    alone = [case for case in make_report().cases if case.implementation == "unfused"]
+    with pytest.raises(BadInputError) as caught:
+        accuracy_table(make_report(cases=tuple(alone)))
+    assert caught.value.hint == "It holds unfused alone."

@@ -29,6 +29,11 @@ def answers(gate: AnswerGate) -> Answers:
     )
 
 
+def test_the_heading_of_answers_alone_has_their_length() -> None:
+    alone = make_report(cases=(), answers=(answers(AnswerGate()),))
+    assert markdown.render(alone).startswith("## ssdprof: ibm-granite/granite-4.0-h-small, 1,100 tokens, NVIDIA H200")
+
+
 def test_a_long_prompt_is_shown_by_position() -> None:
     text = markdown.render(make_report(answers=(answers(AnswerGate()),)))
     assert "Answers at 1,100 tokens" in text

@@ -93,6 +93,13 @@ def test_why_cases_failed_is_said_before_the_verdict():
     assert sum("over its budget" in line for line in lines) == 2  # the first two of four
 
 
+def test_a_long_caveat_is_cut_after_a_word():
+    note = "abc " * 42 + "defgh ijkl"
+    lines = printed(brief.render(make_report(precisions=TWO, notes=(note,))), 200).splitlines()
+    (caveat,) = [line for line in lines if "abc abc" in line]
+    assert caveat.rstrip().endswith("abc abc ...")
+
+
 def test_a_run_without_a_case():
     text = printed(brief.render(make_report(state="partial", cases=(), captured_layers=())))
     assert text.splitlines()[-1] == "Nothing was compared."

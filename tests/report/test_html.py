@@ -63,6 +63,10 @@ def rendered():
     return texts
 
 
+def test_no_line_of_the_summary_ends_within_a_number(rendered):
+    assert 'within <span class="unbroken">1e-3</span>' in rendered["one layer"]
+
+
 def test_a_page_is_whole_and_alone(rendered):
     for name, text in rendered.items():
         page = Page(text)

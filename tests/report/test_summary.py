@@ -234,11 +234,12 @@ def test_advice_names_what_may_be_used_and_what_not():
     )
     group = groups(report)[0]
     assert summary.advice(group.series("fused")) == (
-        "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: within the "
-        "error budget in every layer replayed.  Not so relaxed with fp16 states: inaccurate in layer 18."
+        "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: it is within "
+        "the error budget in every layer replayed.  It may not be used relaxed with fp16 states: inaccurate in layer "
+        "18."
     )
     assert summary.advice(group.series("fused")[-1:]) == (
-        "fused may not be used: relaxed with fp16 states: inaccurate in layer 18."
+        "fused may not be used relaxed with fp16 states: inaccurate in layer 18."
     )
     one = groups(make_report(layers=(3,), precisions=(EXACT_FP16,)))[0]
     assert summary.advice(one.series("fused")).endswith("within the error budget in the layer replayed.")
@@ -251,6 +252,9 @@ def test_precisions_that_are_another_one_are_named():
 
     (caveat,) = [one for one in summary.caveats(make_report(change=of_gdn)) if "the same" in one]
     assert caveat.startswith("fused computes every precision as exact with fp32 states")
+    assert "and so is the time" in caveat
+    (untimed,) = [one for one in summary.caveats(make_report(gpu=False, change=of_gdn)) if "the same" in one]
+    assert untimed == "fused computes every precision as exact with fp32 states: results are bitwise the same."
 
     def partly(case):
         return of_gdn(case) if case.precision == EXACT_FP16 else case

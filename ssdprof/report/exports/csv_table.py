@@ -31,7 +31,7 @@ def _columns() -> Iterator[tuple[str, Column]]:
     yield from _names()
     yield from _speed()
     yield "extra memory [bytes]", lambda row: row.memory and row.memory.workspace_bytes
-    yield "kernels launched", lambda row: len(row.launches) or None
+    yield "kernels launched", lambda row: row.kernels
     yield from _accuracy("output", lambda row: row.out)
     yield from _accuracy("final states", lambda row: row.final_states)
 

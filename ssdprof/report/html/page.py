@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ssdprof.report import stall_document
 from ssdprof.report.document import ACCURACY, SPEED, Document, Section, compose
@@ -23,6 +23,7 @@ from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.schema import RunReport
 from ssdprof.schema.stalls import StallReport
 
+_POWER = re.compile(r"\d[\d.]*e-\d+")
 _LAYERED = 3  # lengths whose heat map and positions are shown; the tables have all
 
 
@@ -89,6 +90,7 @@ def _page(document: Document, parts: Iterable[Part], good: tuple[str, ...], vers
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["unbroken"] = _unbroken
     return environment.get_template("page.html.j2").render(
         title=document.title,
         origin=document.origin,
@@ -98,6 +100,11 @@ def _page(document: Document, parts: Iterable[Part], good: tuple[str, ...], vers
         parts=_unique(parts),
         version=version,
     )
+
+
+def _unbroken(text: str) -> Markup:
+    """A browser would end a line within "1e-3"."""
+    return Markup(_POWER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
 
 
 def _run_parts(report: RunReport, document: Document, pictures: Pictures) -> Iterator[Part]:

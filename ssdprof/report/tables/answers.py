@@ -25,8 +25,8 @@ _HEADERS = (
 READING = Note(
     "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: positions with another "
     "most likely token; margin: by how much the reference preferred its own, in nats.  In brackets: 95 % intervals, "
-    'from blocks of positions.  Rows that begin with "noise" show a difference that no implementation makes: what is '
-    "no larger cannot be told from it."
+    'from blocks of positions.  Rows that begin with "noise" show differences that no implementation causes: an '
+    "implementation whose differences are no larger cannot be told from the reference."
 )
 
 
@@ -158,7 +158,7 @@ def _reference(answers: Answers) -> str:
 def _weights(answers: Answers) -> str:
     if answers.own_weights:
         return f"  The model ran in {answers.weights}, its own dtype."
-    return f"  The model ran in {answers.weights}, not in its own dtype: what differs is the operators' own error."
+    return f"  The model ran in {answers.weights}, not in its own dtype: the differences are the operators' own errors."
 
 
 def _worst(cases: list[AnswerCase], layer: int) -> float:

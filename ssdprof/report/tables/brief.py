@@ -65,11 +65,13 @@ def _table(title: str, found: Sequence[Group], headers: Cells, rows: list[tuple[
 
 def _rows(found: Sequence[Group], cells: Callable[[Group, Series], Cells | None]) -> Iterator[tuple[Cells, Cells]]:
     for group in found:
+        tokens = group.tokens.removesuffix(" tokens")
+        where = f"steps after {tokens}" if group.steps else tokens
         for name in group.compared:
             for series in group.series(name):
                 if shown := cells(group, series):
                     precision = f"{series.precision.intermediates}, {series.precision.state_dtype}"
-                    yield (group.tokens.removesuffix(" tokens"), series.name, precision), shown
+                    yield (where, series.name, precision), shown
 
 
 def _speed(group: Group, series: Series) -> Cells | None:

@@ -116,7 +116,7 @@ def resources(pairs: Sequence[Pair]) -> Table | None:
         [
             (
                 *_both(pair, lambda row: row.variant or fmt.MISSING), _configuration(pair),
-                *_both(pair, lambda row: fmt.count(len(row.launches) or None)),
+                *_both(pair, lambda row: fmt.count(row.kernels)),
                 *_both(pair, lambda row: fmt.size(row.memory.workspace_bytes if row.memory else None)),
             )
             for pair in known

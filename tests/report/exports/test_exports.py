@@ -120,6 +120,12 @@ def test_csv_holds_every_number_with_its_unit() -> None:
     assert float(row["final states, rms error [relative]"]) == 8.1e-4
     assert row["dimensions"] == "128 heads x 64, state 128, 1 group, chunk 256, bf16"
     assert rows[0]["speedup, device [x]"] == rows[0]["baseline"] == ""  # the baseline itself
+    assert (rows[0]["kernels launched"], rows[1]["kernels launched"]) == ("5", "1")
+
+
+def test_csv_counts_no_kernels_where_none_was_seen_as_in_the_interpreter() -> None:
+    rows = csv.DictReader(io.StringIO(csv_table.render(from_run(make_report(gpu=False)))))
+    assert {row["kernels launched"] for row in rows} == {""}
 
 
 def test_csv_of_failures_and_of_nothing() -> None:
