@@ -156,8 +156,6 @@ def run(
         terminal.out().print(tables.render(report) if full else brief.render(report))
     if stalls:
         _stalls(request, folder, report, tuned, as_json)
-        if not as_json:
-            terminal.out().print(*tables.verdicts(report), sep="\n")
     terminal.exit_by(report)
 
 
@@ -187,5 +185,5 @@ def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Pat
         terminal.err().print(f"No stalls: {error.message}  {error.hint}")
         return
     if not as_json:
-        terminal.out().print(tables.render_document(stall_document.compose(found)))
+        terminal.out().print(tables.render_document(stall_document.compose(found)), *tables.verdicts(report), sep="\n")
     terminal.err().print(f"Stalls are in {folder / stall_files.FOLDER}.")

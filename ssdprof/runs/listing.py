@@ -43,6 +43,6 @@ def _verdict(report: RunReport) -> RunVerdict:
     found = outcome(report)
     if found.passed:
         return "passed"
-    if found.failed:
+    if found.failed or found.broken or found.answers_failed:
         return "failed"
     return "refused" if found.refused else "incomplete"

@@ -88,6 +88,13 @@ class AnswerCase(Record):
         return not self.change and self.layer is None
 
 
+_LIMITS = {
+    "max_kl": "max-kl {:g}",
+    "min_top1_pct": "min-top1 {:g}%",
+    "max_perplexity_increase_pct": "max-perplexity-increase {:g}%",
+}
+
+
 class AnswerGate(Record):
     """Limits of a case, over all positions: of the mean divergence, the agreement, and the perplexity's increase."""
 
@@ -99,16 +106,28 @@ class AnswerGate(Record):
     def empty(self) -> bool:
         return self == AnswerGate()
 
-    def objections(self, case: AnswerCase) -> Iterator[str]:
-        """Which limits the case breaks, in words; what is no number breaks every limit."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """ "max-kl 0.001", "min-top1 99%", ...: the limits that there are."""
+        return tuple(self._name(limit) for limit in _LIMITS if getattr(self, limit) is not None)
+
+    def _name(self, limit: str) -> str:
+        return _LIMITS[limit].format(getattr(self, limit))
+
+    def objections(self, case: AnswerCase) -> Iterator[tuple[str, str]]:
+        """The name of each limit that the case breaks, and how, in words; what is no number breaks every limit."""
         whole = case.bands[0]
         if self.max_kl is not None and not whole.kl_mean <= self.max_kl:
-            yield f"mean KL {whole.kl_mean:.3g} is above {self.max_kl:g}"
+            yield self._name("max_kl"), f"mean KL {whole.kl_mean:.3g} is above {self.max_kl:g}"
         if self.min_top1_pct is not None and not whole.top1_pct >= self.min_top1_pct:
-            yield f"the same top token at {whole.top1_pct:.4g}% of positions, below {self.min_top1_pct:g}%"
+            found = f"the same top token at {whole.top1_pct:.4g}% of positions, below {self.min_top1_pct:g}%"
+            yield self._name("min_top1_pct"), found
         increase, limit = whole.perplexity_increase_pct, self.max_perplexity_increase_pct
         if limit is not None and increase is not None and not increase <= limit:
-            yield f"perplexity rises by {increase:.3g}%, more than {limit:g}%"
+            yield (
+                self._name("max_perplexity_increase_pct"),
+                f"perplexity rises by {increase:.3g}%, more than {limit:g}%",
+            )
 
 
 class Answers(Record):
@@ -132,14 +151,16 @@ class Answers(Record):
     peak_bytes: int | None = None  # GPU memory, of model, reference and cases
     seconds: float = 0.0
 
+    @property
+    def judged(self) -> tuple[AnswerCase, ...]:
+        return tuple(case for case in self.cases if case.judged)
+
     def failures(self) -> tuple[str, ...]:
         """A sentence for each judged case that was not compared or breaks a limit."""
         found = []
-        for case in self.cases:
-            if not case.judged:
-                continue
+        for case in self.judged:
             if case.status != "compared":
                 found.append(f"{case.label} at {self.seqlen:,} tokens: {case.status}: {case.reason}")
-            elif why := "; ".join(self.gate.objections(case)):
+            elif why := "; ".join(how for _, how in self.gate.objections(case)):
                 found.append(f"{case.label} at {self.seqlen:,} tokens: {why}")
         return tuple(found)

@@ -13,9 +13,9 @@ class ListedRun(Record):
     """A run folder.
 
     name: of the folder; other commands take it.
-    verdict: "failed": a case was compared and did not pass, or could not finish; "refused": an implementation did not
-        do what was asked; "incomplete": nothing went wrong, but cases are missing; "unreadable": see `reason`, and all
-        other fields but the name are empty.
+    verdict: "failed": a case was compared and did not pass, or could not finish, or a gate does not hold; "refused": an
+        implementation did not do what was asked; "incomplete": nothing went wrong, but cases are missing; "unreadable":
+        see `reason`, and all other fields but the name are empty.
     state: "partial" if the run did not reach its end.
     gpu: None on a machine without one.
     """

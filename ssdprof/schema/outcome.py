@@ -55,7 +55,7 @@ def outcome(report: RunReport) -> RunOutcome:
         ),
         missing=_missing(report),
         broken=broken(of_run(report), report.gates),
-        answers=sum(case.judged for answers in report.answers for case in answers.cases),
+        answers=sum(len(answers.judged) for answers in report.answers),
         answers_failed=tuple(why for answers in report.answers for why in answers.failures()),
     )
 

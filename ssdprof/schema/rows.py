@@ -137,7 +137,7 @@ def of_run(report: RunReport) -> tuple[Row, ...]:
 
 def of_answers(report: RunReport) -> tuple[Row, ...]:
     """The answers of the whole model: a row per prompt, implementation and precision."""
-    return tuple(_answers(one, case) for one in report.answers for case in one.cases if case.judged)
+    return tuple(_answers(one, case) for one in report.answers for case in one.judged)
 
 
 def _answers(answers: Answers, case: AnswerCase) -> Row:

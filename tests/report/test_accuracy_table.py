@@ -4,7 +4,7 @@ import io
 
 import pytest
 from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_report
-from report.test_answer_tables import answers
+from report.make_answers import answers
 from rich.console import Console
 
 from ssdprof.errors import BadInputError

@@ -1,32 +1,11 @@
 """Tables of a model's answers: every case, its bands of positions, and what a gate makes of it."""
 
-import torch
-from make import EXACT_FP32, make_report
+from report.make import make_report
+from report.make_answers import answers
 
-from ssdprof.measure.answers import bands, compare_logits
 from ssdprof.report import markdown
-from ssdprof.schema import AnswerCase, AnswerGate, Answers
+from ssdprof.schema import AnswerGate
 from ssdprof.schema.outcome import outcome
-
-COUNT = 1100
-
-
-def answers(gate: AnswerGate) -> Answers:
-    generator = torch.Generator().manual_seed(0)
-    reference = torch.randn(COUNT, 5, generator=generator)
-    found = compare_logits(
-        reference, reference + 0.1 * torch.randn(COUNT, 5, generator=generator), torch.zeros(COUNT - 1).long()
-    )
-    case = AnswerCase(implementation="fused", precision=EXACT_FP32, status="compared", bands=bands(found))
-    return Answers(
-        seqlen=COUNT,
-        reference="fp64 oracle",
-        weights="bf16",
-        layers=(0,),
-        segment_length=COUNT,
-        gate=gate,
-        cases=(case,),
-    )
 
 
 def test_the_heading_of_answers_alone_has_their_length() -> None:

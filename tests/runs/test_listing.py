@@ -15,6 +15,7 @@ from ssdprof.report.tables import listing as tables
 from ssdprof.report.terminal import SplitTable
 from ssdprof.runs import REPORT, document
 from ssdprof.runs.listing import listed
+from ssdprof.schema import Gates
 
 
 def keep(folder, name, **fields):
@@ -39,6 +40,7 @@ def runs(tmp_path, monkeypatch):
     keep(folder, "c-refused", created="2026-01-02T00:00:00+00:00", change=wrong("refused"), asked=None)
     keep(folder, "d-partial", created="2026-01-04T00:00:00+00:00", state="partial",
          checkpoint=make_checkpoint(random_weights=True))  # fmt: skip
+    keep(folder, "g-gate", created="2025-12-31T00:00:00+00:00", gates=Gates(min_speedup=100))
     (folder / "e-damaged").mkdir()
     (folder / "e-damaged" / REPORT).write_text("{")
     (folder / "f-no-run").mkdir()
@@ -53,6 +55,7 @@ def test_each_run_has_its_verdict_the_newest_first(runs):
         ("b-failed", "failed", "complete"),
         ("c-refused", "refused", "complete"),
         ("a-whole", "passed", "complete"),
+        ("g-gate", "failed", "complete"),
         ("e-damaged", "unreadable", None),
     ]
     assert "not JSON" in found[-1].reason

@@ -17,12 +17,12 @@ Entry = dict[str, str | float]
 
 
 def smaller(exported: Exported) -> str:
-    """Device and call times, extra memory or that of a prefill, and the RMS error of the output."""
+    """Device and call times, extra memory or that of a prefill, RMS errors, divergences and perplexities."""
     return _render(exported, _smaller)
 
 
 def bigger(exported: Exported) -> str:
-    """Speedups over the baseline, and how much of the output matches the baseline's."""
+    """Speedups over the baseline, how much of the output matches the baseline's, and equal top tokens."""
     return _render(exported, _bigger)
 
 
@@ -46,6 +46,10 @@ def _smaller(row: Row) -> Iterator[Entry]:
         yield _entry(row, "extra memory", row.memory.workspace_bytes, "bytes")
     if row.out:
         yield _entry(row, "rms error", row.out.rms_ratio, "relative")
+    if row.answers:
+        yield _entry(row, "KL, mean", row.answers.kl_mean, "nats")
+        if row.answers.perplexity is not None:
+            yield _entry(row, "perplexity", row.answers.perplexity, "tokens")
 
 
 def _bigger(row: Row) -> Iterator[Entry]:
@@ -57,6 +61,8 @@ def _bigger(row: Row) -> Iterator[Entry]:
         yield _entry(row, "speedup, call", row.prefill.speedup.ratio, "x", row.prefill.speedup.interval)
     if row.out and (match := row.out.match_pct(1e-3)) is not None:
         yield _entry(row, "match @ 1e-3", match, "%")
+    if row.answers:
+        yield _entry(row, "same top token", row.answers.top1_pct, "%")
 
 
 def _entry(row: Row, name: str, value: float, unit: str, interval: Interval | None = None) -> Entry:

@@ -19,6 +19,8 @@ Column = Callable[[Row], object]
 def render(exported: Exported) -> str:
     """What there is no value for is empty; floats are as exact as they were stored."""
     columns = dict(_of_prefill() if exported.kind == "prefill" else _columns())
+    if exported.kind == "run":
+        columns |= _answers()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*exported.place, *columns])
@@ -34,6 +36,19 @@ def _columns() -> Iterator[tuple[str, Column]]:
     yield "kernels launched", lambda row: row.kernels
     yield from _accuracy("output", lambda row: row.out)
     yield from _accuracy("final states", lambda row: row.final_states)
+
+
+def _answers() -> Iterator[tuple[str, Column]]:
+    """What stands in the rows of the whole model."""
+    yield "KL, mean [nats]", lambda row: row.answers and row.answers.kl_mean
+    yield "KL, p99 [nats]", lambda row: row.answers and row.answers.kl_p99
+    yield "KL, max [nats]", lambda row: row.answers and row.answers.kl_max
+    yield "same top token [%]", lambda row: row.answers and row.answers.top1_pct
+    yield "perplexity", lambda row: row.answers and row.answers.perplexity
+    yield "change of perplexity [%]", lambda row: row.answers and row.answers.perplexity_increase_pct
+    yield from _bounds(
+        "change of perplexity", "%", lambda row: a.perplexity_interval_pct if (a := row.answers) else None
+    )
 
 
 def _of_prefill() -> Iterator[tuple[str, Column]]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ssdprof.report import markdown, summary
+from ssdprof.report.tables import answers
 from ssdprof.schema import Environment, Gates, RunReport
-from ssdprof.schema.gating import Broken
+from ssdprof.schema.gating import Broken, gate_names
 from ssdprof.schema.outcome import RunOutcome, outcome
-from ssdprof.schema.rows import Row, of_run
+from ssdprof.schema.rows import Row, of_answers, of_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Exported:
     place: names of the columns that say where a row belongs.  places: their values, for each row.
     excused: numbers of rows that did not pass and do not count, such as those of another library.
     verdict, errors, caveats: lines; `errors` name what keeps it from passing.
+    answer_gates: names of the limits of a model's answers.
     incomplete: why it is not whole; empty if it is.
     markdown: the report, in about as many bytes as it is given.
     """
@@ -30,6 +32,7 @@ class Exported:
     ssdprof_version: str
     environment: Environment
     gates: Gates
+    answer_gates: tuple[str, ...] = ()
     rows: tuple[Row, ...]
     place: tuple[str, ...]
     places: tuple[tuple[object, ...], ...]
@@ -43,6 +46,11 @@ class Exported:
     markdown: Callable[[int], str]
 
     @property
+    def gate_names(self) -> tuple[str, ...]:
+        """As in `Broken.gate`."""
+        return (*gate_names(self.gates), *self.answer_gates)
+
+    @property
     def gpu(self) -> str:
         return self.environment.gpu.name if self.environment.gpu else "none"
 
@@ -50,8 +58,11 @@ class Exported:
 def from_run(report: RunReport) -> Exported:
     found, gpu = outcome(report), report.environment.gpu
     errors = list(summary.shortcomings(found))
-    if not found.judged:
+    if found.answers_failed:
+        errors += answers.verdict(report.answers, found.answers_failed)
+    if not (found.judged or found.answers):
         errors.append("Nothing was compared.")
+    of_model = (report.run_id, report.checkpoint.repo_id, gpu.name if gpu else "none")
     return Exported(
         kind="run",
         identity=report.run_id,
@@ -60,25 +71,21 @@ def from_run(report: RunReport) -> Exported:
         ssdprof_version=report.ssdprof_version,
         environment=report.environment,
         gates=report.gates,
-        rows=of_run(report),
+        answer_gates=tuple(dict.fromkeys(name for one in report.answers for name in one.gate.names)),
+        rows=(*of_run(report), *of_answers(report)),
         place=("run", "model", "GPU", "layer", "tokens", "batch", "dimensions"),
-        places=tuple(
-            (
-                report.run_id,
-                report.checkpoint.repo_id,
-                gpu.name if gpu else "none",
-                case.layer.index,
-                case.dims.seqlen,
-                case.dims.batch,
-                str(case.dims),
-            )
-            for case in report.cases
+        places=(
+            *(
+                (*of_model, case.layer.index, case.dims.seqlen, case.dims.batch, str(case.dims))
+                for case in report.cases
+            ),
+            *((*of_model, "all", one.seqlen, 1, "") for one in report.answers for _ in one.judged),
         ),
         excused=frozenset(
             number for number, case in enumerate(report.cases) if case.status == "refused" and case not in found.refused
         ),
         passed=found.passed,
-        broken=found.broken,
+        broken=(*found.broken, *_broken_answers(report)),
         incomplete=_incomplete(report, found),
         verdict=summary.verdict(report),
         errors=tuple(errors),
@@ -87,7 +94,14 @@ def from_run(report: RunReport) -> Exported:
     )
 
 
+def _broken_answers(report: RunReport) -> Iterator[Broken]:
+    judged = ((one.gate, case) for one in report.answers for case in one.judged)
+    for row, (gate, case) in zip(of_answers(report), judged, strict=True):
+        for name, found in gate.objections(case) if case.bands else ():
+            yield Broken(gate=name, row=row.name, found=found)
+
+
 def _incomplete(report: RunReport, found: RunOutcome) -> str:
-    if not found.passed and not report.cases:
+    if not (report.cases or found.answers):
         return "Nothing was compared."
     return found.broken_off or (f"{found.missing} cases are missing" if found.missing else "")

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from ssdprof.report.exports.exported import Exported
-from ssdprof.schema.gating import gate_names
 from ssdprof.schema.rows import Row
 
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
@@ -81,7 +80,7 @@ def _whole(exported: Exported) -> Iterator[Element]:
     if exported.incomplete:
         _answer(whole, "error", "incomplete", exported.incomplete)
     yield whole
-    for gate in gate_names(exported.gates):
+    for gate in exported.gate_names:
         test = _test("gates", gate)
         if rows := [one for one in exported.broken if one.gate == gate]:
             _answer(test, "failure", "gate", "\n".join(str(one) for one in rows))

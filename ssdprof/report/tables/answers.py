@@ -101,7 +101,7 @@ def verdict(answers: tuple[Answers, ...], failures: tuple[str, ...]) -> Iterator
     """A line each on what failed, or one on what passed."""
     for why in failures:
         yield f"FAILED: the answers of {why}."
-    judged = sum(case.judged for one in answers for case in one.cases)
+    judged = sum(len(one.judged) for one in answers)
     if judged and not failures:
         limits = "no limit was given" if all(one.gate.empty for one in answers) else "they are within the limits"
         yield f"Answers of {fmt.plural(judged, 'case')} were compared: {limits}."
