@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Document, Section, prefill_sections
-from ssdprof.report.summary import Statement
+from ssdprof.report.origin import weights, when
+from ssdprof.report.summary import Statement, throttled
 from ssdprof.report.tables import Table, prefill
 from ssdprof.report.tables.run import clocks, gpu, versions
 from ssdprof.report.tables.table import columns
@@ -25,10 +26,15 @@ def compose(report: PrefillReport) -> Document:
     parts = ("ssdprof prefill", report.checkpoint.repo_id, card.name if card else "no GPU")
     return Document(
         title=", ".join(parts),
+        origin=(
+            ("weights", weights(report.checkpoint)),
+            ("GPU", card.name if card else "none"),
+            ("when", when(report.created)),
+        ),
         verdict=tuple(_verdict(report)),
         failed=report.state == "partial" or bool(found.failed or broken_gates(report)),
         summary=tuple(statements(found)),
-        caveats=report.notes,
+        caveats=(*throttled(report.clocks), *report.notes),
         sections=tuple(section for section in (*prefill_sections(found), _what_ran(report)) if section.blocks),
         run_id="",
     )

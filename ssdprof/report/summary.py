@@ -10,7 +10,7 @@ from ssdprof.report import merged
 from ssdprof.report.groups import Group, Series, TotalSpeed, groups, pool, precision_order, total_speed
 from ssdprof.report.tables import answers
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
-from ssdprof.schema import CaseResult, PrecisionRecord, RunReport
+from ssdprof.schema import CaseResult, Clocks, PrecisionRecord, RunReport
 from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 
 GOOD = ("PASSED", "So far", "The other", "The one", "All", "Answers of")  # how a line begins that holds no bad news
@@ -108,6 +108,15 @@ def statements(report: RunReport) -> tuple[Statement, ...]:
 def caveats(report: RunReport) -> tuple[str, ...]:
     """What a reader must know to trust the numbers: the run's own notes, and what the results say themselves."""
     return (*_of_results(report), *report.notes)
+
+
+def throttled(clocks: Clocks | None) -> Iterator[str]:
+    """A caveat if the GPU slowed down while it was timed."""
+    if clocks and clocks.throttle_reasons:
+        yield (
+            f"The GPU throttled while it was timed ({', '.join(clocks.throttle_reasons)}): absolute times are too "
+            "long.  Speedups are valid, because the implementations were timed in turns."
+        )
 
 
 def nothing_timed(report: RunReport) -> str:
@@ -226,11 +235,7 @@ def _with(precision: PrecisionRecord) -> str:
 
 
 def _of_results(report: RunReport) -> Iterator[str]:
-    if report.clocks and report.clocks.throttle_reasons:
-        yield (
-            f"The GPU throttled while it was timed ({', '.join(report.clocks.throttle_reasons)}): absolute times are "
-            "too long.  Speedups are valid, because the implementations were timed in turns."
-        )
+    yield from throttled(report.clocks)
     if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
         yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
     yield from _of_libraries(report)

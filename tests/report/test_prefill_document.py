@@ -101,3 +101,10 @@ def test_a_runs_report_has_the_same_sections() -> None:
 
 def test_json_reads_back() -> None:
     assert PrefillReport.model_validate_json(report().model_dump_json()) == report()
+
+
+def test_weights_gpu_time_and_throttling_are_said_at_the_top() -> None:
+    slowed = make.make_clocks(throttle_reasons=("power cap",))
+    head, _ = markdown.render_document(prefill_document.compose(report(clocks=slowed))).split("### Prefill time", 1)
+    assert "weights: from the hub, revision 0123456789ab, GPU: NVIDIA H200, when: 20" in head
+    assert "The GPU throttled while it was timed (power cap)" in head
