@@ -44,9 +44,10 @@ def _head(document: Document) -> str:
         lines += [f"**{escape(line)}**", ""]
     if document.origin:
         lines += [", ".join(f"{label}: {escape(value)}" for label, value in document.origin), ""]
-    lines += [f"- **{escape(said.subject)}** {escape(said.text)}" for said in document.summary]
+    if document.summary:
+        lines += [*(f"- **{escape(said.subject)}** {escape(said.text)}" for said in document.summary), ""]
     if document.caveats:
-        lines += ["", "Caveats:", "", *(f"- {escape(line)}" for line in document.caveats)]
+        lines += ["Caveats:", "", *(f"- {escape(line)}" for line in document.caveats)]
     return "\n".join(lines).rstrip() + "\n"
 
 

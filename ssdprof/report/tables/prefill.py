@@ -33,7 +33,7 @@ def times(prefill: Prefill) -> Table | None:
             speedup = case.speedup
             rows.append(
                 (
-                    fmt.tokens(length.seqlen, length.batch),
+                    fmt.tokens(length.seqlen, length.batch).removesuffix(" tokens"),
                     case.surroundings,
                     name(case),
                     fmt.duration(case.call.median_us) if case.call else _untimed(case),
