@@ -41,9 +41,9 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
     if held := [condition.text for condition in comparison.conditions if not condition.offenders]:
         yield f"PASSED: no case violates {fmt.words(held, 'or')}."
     counts = Counter(pair.verdict for pair in comparison.pairs)
-    found = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
-    within = fmt.share(100 * comparison.smallest_difference, 1)
-    yield f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found or 'none'} (no difference: within {within})."
+    words = {"no difference": f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"}
+    found = ", ".join(f"{number} {words.get(verdict, verdict)}" for verdict, number in counts.most_common())
+    yield f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found or 'none'}."
 
 
 def _offences(condition: Condition) -> str:
