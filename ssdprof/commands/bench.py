@@ -50,7 +50,7 @@ class DrawnOptions:
     ] = ""
 
     def grid(self) -> tuple[tuple[Cell, ...], tuple[Tokens, ...]]:
-        """The cells, but for --draw, which needs torch; and what is left out because of --max-tokens.
+        """The cells as they are without --draw, which needs torch, and what --max-tokens leaves out.
 
         Raises BadInputError.
         """
@@ -130,7 +130,7 @@ class ContenderOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTimingOptions(options.TimingOptions):
-    """And how long they take."""
+    """The same, and how much is checked and how long the bench takes."""
 
     check: Annotated[
         Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")

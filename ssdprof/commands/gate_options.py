@@ -28,7 +28,7 @@ class GateOptions:
     config: options.Config = None
 
     def chosen(self) -> Gates:
-        """These, and those of the settings file.  Raises BadInputError."""
+        """These and, where one is not given, that of the settings file.  Raises BadInputError."""
         from ssdprof.settings import gates
 
         return gates.chosen(
@@ -36,7 +36,7 @@ class GateOptions:
         )
 
     def judged_here(self, chosen: Gates) -> Gates:
-        """Those of the chosen ones that this machine can judge: without a GPU nothing is timed.
+        """The chosen gates that this machine can judge: without a GPU nothing is timed.
 
         Raises MissingCapabilityError if the minimum speedup was given on the command line.
         """

@@ -30,7 +30,7 @@ class SubjectOptions(ServedModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Which implementations are compared, and on what share of the captured inputs."""
+    """Which implementations are compared, at which precisions, and on how many of the heads."""
 
     tensor_parallel: Annotated[
         int,

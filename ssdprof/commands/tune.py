@@ -58,7 +58,10 @@ class SearchOptions:
     ] = None
 
     def request(self) -> tuple[TuneRequest, torch.device]:
-        """And the GPU to tune.  Raises BadInputError before it imports torch, then MissingCapabilityError."""
+        """The request, and the GPU to tune.
+
+        Raises BadInputError before torch is imported, and MissingCapabilityError without a GPU.
+        """
         from ssdprof import operators
         from ssdprof.bench.grid import expand, lengths, parse_dtypes, parse_tokens
         from ssdprof.bench.shapes import parse_shapes
