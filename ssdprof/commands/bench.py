@@ -169,7 +169,7 @@ def bench(
     cells, too_large = drawn.grid()
     sizes = parse_chunk_sizes(contenders.chunk_size)
     precisions = contenders.precisions()
-    smallest = timing.smallest
+    smallest = timing.smallest()
     names = contenders.names()
     limits = gates.chosen()
     if out is not None:

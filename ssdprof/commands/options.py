@@ -149,7 +149,6 @@ class TimingOptions:
     def warm(self) -> bool:
         return self.clock == "warm"
 
-    @property
     def smallest(self) -> float:
         """The difference of two times that counts, relative.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_percent

@@ -36,9 +36,8 @@ class PrefillOptions(options.PrecisionOptions):
         typer.Option(metavar="S", min=1, help="Leave out what does not fit into this time.", show_default="no limit"),
     ] = None
 
-    @property
     def names(self) -> tuple[str, ...]:
-        """Raises BadInputError."""
+        """All that are timed.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_implementations
 
         return parse_implementations("--impl", f"{self.impl},{self.against}" if self.against else self.impl)
@@ -78,7 +77,7 @@ def prefill(
     from ssdprof.settings import gates
 
     request = model.request()
-    names = timed.names
+    names = timed.names()
     smallest = parse_percent("--smallest-difference", smallest_difference)
     limits = gates.of_prefill(config, min_speedup)
     for file in (out, markdown):

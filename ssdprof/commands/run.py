@@ -61,7 +61,7 @@ class ReplayOptions:
             implementations=parse_implementations("--impl", self.impl),
             baseline=self.baseline,
             first_call_s=self.first_call,
-            smallest_difference=timing.smallest,
+            smallest_difference=timing.smallest(),
             warm=timing.warm,
             cast=self.cast,
             tensor_parallel=self.tensor_parallel,

@@ -32,9 +32,8 @@ class ProfileOptions:
         str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
     ] = None
 
-    @property
     def seqlen(self) -> int | None:
-        """Raises BadInputError."""
+        """Tokens of the prompt.  Raises BadInputError."""
         from ssdprof.capture.prompt import parse_seq
 
         return None if self.seq is None else parse_seq(self.seq)
@@ -84,7 +83,7 @@ def stalls(
     if markdown is not None:
         check_target(markdown, replace=force)
     implementations = parse_implementations("--impl", profiled.impl)
-    seqlen = profiled.seqlen
+    seqlen = profiled.seqlen()
     if files and any(given is not None for given in (profiled.where, profiled.layer, seqlen, out)):
         raise BadInputError(
             "--from reads what was profiled already.", "A run or model, --layer, --seq and --out do not go with it."
