@@ -101,7 +101,7 @@ def _by_warm_clock() -> Iterator[tuple[str, Column]]:
 
 
 def _spread(name: str, of: Callable[[Row], Spread | None]) -> Iterator[tuple[str, Column]]:
-    """Of single samples; empty in reports from before it was recorded."""
+    """Single samples; empty in reports from before their spread was recorded."""
     yield f"{name}, min [µs]", lambda row: found.min_us if (found := of(row)) else None
     yield f"{name}, P95 [µs]", lambda row: found.p95_us if (found := of(row)) else None
     yield f"{name}, max [µs]", lambda row: found.max_us if (found := of(row)) else None
