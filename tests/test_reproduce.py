@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import reproduce
 import small_gdn_cases
 import typer
+import within
+from report.make import failed, make_report
 from reproducing import judging, measuring, rendering, reports, seeds
 from reproducing import published as documents
 from reproducing.published import Claim, Published
-from reproducing.result import Result, load, understood
+from reproducing.result import Result, load, typed, understood
 from reproducing.values import values
 
 from ssdprof import cli
-from ssdprof.bench.schema import BenchReport, ChunkTrial, LeftOut, dump
+from ssdprof.bench.schema import BenchCase, BenchReport, ChunkTrial, LeftOut, dump
 from ssdprof.bench.schema import load as load_bench
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
-from ssdprof.schema import Interval, LayerRef, PrecisionRecord
-from ssdprof.schema.prefill import CallTime, Prefill, PrefillCase, PrefillLength, PrefillReport
+from ssdprof.schema import Asked, Interval, LayerRef, Participant, PrecisionRecord, Spread
+from ssdprof.schema.prefill import CallTime, PartTime, Prefill, PrefillCase, PrefillLength, PrefillReport
 from ssdprof.schema.stalls import KernelStalls, Resources, Stage, StallReport, Throughput
 
 RECORDED = Path(reproduce.HERE) / "results" / "bench-ssd-h200-published-mamba2-2.7b.json"
@@ -70,6 +77,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, recorded: BenchReport) -> dict[str
 
     monkeypatch.setattr(measuring, "run_within", run)
     return machine
+
+
+def means(folder: Path, *, seconds: float = 60, published: Path | None = None) -> measuring.Means:
+    return measuring.Means(seconds=seconds, published=published, folder=folder, recorded={})
 
 
 # --- verdicts
@@ -154,6 +165,23 @@ def test_times_are_those_of_the_fastest_case(recorded: BenchReport) -> None:
     assert value("time", recorded, of="nobody", pick="least") == {}
 
 
+def test_other_statistics_than_the_median_are_those_of_the_samples(recorded: BenchReport) -> None:
+    def spread(case: BenchCase) -> BenchCase:
+        low = 10.0 if case.implementation == "fused" else 30.0
+        own = Spread(samples=20, min_us=low, p95_us=low + 5, max_us=low + 10)
+        timing = case.timing and case.timing.model_copy(update={"call_spread": own})
+        return case.model_copy(update={"timing": timing})
+
+    cell = recorded.cells[0]
+    cell = cell.model_copy(update={"cases": tuple(map(spread, cell.cases))})
+    report = recorded.model_copy(update={"cells": (cell,)})
+    fields = {"of": "fused", "over": "unfused", "clock": "call", "pick": "least"}
+    for statistic, expected in (("min", 3.0), ("p95", 35 / 15), ("max", 2.0)):
+        assert value("time", report, **fields, statistic=statistic) == {"v": pytest.approx(expected)}
+    assert value("time", report, **fields | {"clock": "device"}, statistic="max") == {}  # as in older reports
+    assert value("time", report, **fields) == value("time", recorded, **fields, cells=[cell.tokens])
+
+
 def test_a_chunk_size_that_was_not_the_fastest_has_its_time(recorded: BenchReport) -> None:
     trials = (
         ChunkTrial(chunk_size=64, status="passed", device_us=0.5),
@@ -219,23 +247,29 @@ def test_shares_of_stalls(fields: dict[str, Any], expected: float | None) -> Non
     assert found == ({} if expected is None else {"v": expected})
 
 
-def test_end_to_end_is_a_percentage_of_calls(recorded: BenchReport) -> None:
-    def case(name: str, us: float) -> PrefillCase:
+def test_an_end_to_end_speedup_and_the_parts_of_a_prefill(recorded: BenchReport) -> None:
+    def case(name: str, us: float, *parts: PartTime) -> PrefillCase:
         return PrefillCase(
-            implementation=name, surroundings="bundled", status="passed",
+            implementation=name, surroundings="bundled", status="passed", parts=parts,
             precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
             call=CallTime(median_us=us, interval_us=Interval(low=us, high=us), recordings=1, samples=1),
         )  # fmt: skip
 
+    parts = (PartTime(name="operator", gpu_us=20.0, launches=1), PartTime(name="rest", gpu_us=5.0, launches=1))
     length = PrefillLength(
         seqlen=1024, batch=1, segment_length=1024, operator_calls=64,
-        cases=(case("unfused", 120.0), case("fused", 100.0)), layer=LayerRef(index=0, name="l", operator="ssd"),
+        cases=(case("unfused", 120.0), case("fused", 100.0, *parts)), layer=LayerRef(index=0, name="l", operator="ssd"),
     )  # fmt: skip
     prefill = Prefill.model_construct(lengths=(length,), left_out=())
     report = PrefillReport.model_construct(prefill=prefill, environment=recorded.environment)
     assert value("prefill", report, of="fused", over="unfused", seqlen=1024) == {"v": pytest.approx(20.0)}
     assert value("prefill", report, of="fused", over="unfused", seqlen=2048) == {}
     assert value("prefill", report, of="fused", over="mamba_ssm", seqlen=1024) == {}
+    for part, expected in (("call", 0.1), ("operator", 0.02), ("idle", 75.0)):
+        assert value("prefill", report, of="fused", part=part, seqlen=1024) == {"v": pytest.approx(expected)}
+    assert value("prefill", report, of="unfused", part="call", seqlen=1024) == {"v": pytest.approx(0.12)}
+    for part in ("operator", "idle"):  # not profiled
+        assert value("prefill", report, of="unfused", part=part, seqlen=1024) == {}
 
 
 # --- measuring
@@ -246,7 +280,7 @@ def test_a_result_is_written_and_rendered_again(
 ) -> None:
     left_out = LeftOut(cell="mamba2-2.7b, 1 x 9", reason="the budget of 5 s was spent")
     measured["kernels"] = measured["kernels"].model_copy(update={"left_out": (left_out,)})
-    assert reproduce.reproduce("test", document(), 60, None, tmp_path) == ExitCode.OK
+    assert reproduce.reproduce("test", document(), budget=60, out=tmp_path) == ExitCode.OK
     page = (tmp_path / "test.md").read_text(encoding="utf-8")
     for words in (
         f"Quoted from H200; measured on {H200}.",
@@ -270,7 +304,7 @@ def test_a_result_is_written_and_rendered_again(
 def test_a_claim_that_does_not_hold_is_a_result(tmp_path: Path, measured: dict[str, BenchReport]) -> None:
     assert measured
     claim = {"words": "W", "quoted": "Q", "holds": "least > 1000"}
-    assert reproduce.reproduce("test", document(claim=[claim]), 60, None, tmp_path) == ExitCode.OK
+    assert reproduce.reproduce("test", document(claim=[claim]), budget=60, out=tmp_path) == ExitCode.OK
     assert json.loads((tmp_path / "test.json").read_text())["claims"][0]["verdict"] == "outside"
 
 
@@ -286,21 +320,38 @@ def test_exit_code_1_is_for_wrong_outputs_of_ours(
     cells = (first.model_copy(update={"cases": cases}), *report.cells[1:])
     measured["kernels"] = report.model_copy(update={"cells": cells, "peers": {"published": "1"}})
     expected = code if implementation == "fused" else ExitCode.OK
-    assert reproduce.reproduce("test", document(), 60, None, tmp_path) == expected
+    assert reproduce.reproduce("test", document(), budget=60, out=tmp_path) == expected
     page = (tmp_path / "test.md").read_text(encoding="utf-8")
     assert ("## Wrong outputs" in page) == bool(expected)
     assert "off by 7" in page
     assert reproduce.again("test", document(), tmp_path / "test.json", check=False) == expected
 
 
+@pytest.mark.parametrize("kind", ["library", "own"])
+def test_a_library_that_fails_as_the_baseline_of_a_run_is_no_wrong_output(kind: Literal["library", "own"]) -> None:
+    """The run fails by it, because nothing can be compared with it; this exit code is about our outputs."""
+    report = make_report()
+    first, second, *rest = report.cases
+    theirs = failed(first, "failed", "not ours").model_copy(update={"implementation": "theirs"})
+    other = Participant(name="theirs", kind=kind, source="1", precisions=(first.precision,))
+    asked = Asked(implementations=(), precisions=(), layers=(), others=(other,))
+    cases = (theirs, failed(second, "inaccurate", "off by 7"), *rest)
+    report = report.model_copy(update={"cases": cases, "asked": asked, "baseline": "theirs"})
+    wrong = [one.rpartition(": ")[2] for one in reports.wrong(report)]
+    assert wrong == (["off by 7"] if kind == "library" else ["not ours", "off by 7"])
+    assert list(reports.missing(report).values()) == ["failed: not ours", "inaccurate: off by 7"]
+
+
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path, measured: dict[str, BenchReport]) -> None:
     measured.clear()
     with pytest.raises(MissingCapabilityError, match="exit code 3"):
-        reproduce.reproduce("test", document(), 60, None, tmp_path)
+        reproduce.reproduce("test", document(), budget=60, out=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_budget_does_not_reach_is_named(monkeypatch: pytest.MonkeyPatch, recorded: BenchReport) -> None:
+def test_what_the_budget_does_not_reach_is_named(
+    monkeypatch: pytest.MonkeyPatch, recorded: BenchReport, tmp_path: Path
+) -> None:
     now, given = [0.0], []
 
     def run(words: list[str], seconds: float) -> int:
@@ -311,7 +362,7 @@ def test_what_the_budget_does_not_reach_is_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: now[0]))
     measures = [DOCUMENT["measure"][0] | {"name": name, "share": 0.5} for name in ("kernels", "second", "third")]
-    *_, (found, missing) = measuring.measure(document(measure=measures), 65, None, run)
+    *_, (found, missing) = measuring.measure(document(measure=measures), means(tmp_path, seconds=65), run)
     assert given == [32.5, 17.5]
     assert list(found) == ["kernels", "second"]
     assert missing == {"measurement third": "the budget of 65 s was spent"}
@@ -325,13 +376,13 @@ def test_the_published_kernel_needs_a_checkout(recorded: BenchReport, tmp_path: 
     stated = document(
         measure=[DOCUMENT["measure"][0] | {"commands": ["ssdprof bench ssd --impl published --out {out}"]}]
     )
-    *_, (found, missing) = measuring.measure(stated, 60, None, run)
+    *_, (found, missing) = measuring.measure(stated, means(tmp_path), run)
     assert (list(found), missing) == (["kernels"], {"the published kernel": "--published names no checkout of it"})
-    *_, (found, missing) = measuring.measure(stated, 60, tmp_path, run)
+    *_, (found, missing) = measuring.measure(stated, means(tmp_path, published=tmp_path), run)
     assert (list(found), missing) == (["kernels"], {})
 
 
-def test_a_script_that_fails_ends_its_measurement() -> None:
+def test_a_script_that_fails_ends_its_measurement(tmp_path: Path) -> None:
     """Its exit code 1 is no verdict."""
     ran: list[list[str]] = []
 
@@ -342,11 +393,11 @@ def test_a_script_that_fails_ends_its_measurement() -> None:
     commands = ["python make_random_checkpoint.py x {scratch}/x", "ssdprof run {scratch}/x"]
     stated = document(measure=[DOCUMENT["measure"][0] | {"commands": commands}])
     with pytest.raises(MissingCapabilityError, match=r"make_random_checkpoint\.py .* ended with exit code 1"):
-        list(measuring.measure(stated, 60, None, run))
+        list(measuring.measure(stated, means(tmp_path), run))
     assert len(ran) == 1
 
 
-def test_a_command_that_fails_does_not_take_the_others_with_it(recorded: BenchReport) -> None:
+def test_a_command_that_fails_does_not_take_the_others_with_it(recorded: BenchReport, tmp_path: Path) -> None:
     """Nor the report that it wrote before."""
 
     def run(words: list[str], _seconds: float) -> int:
@@ -361,7 +412,7 @@ def test_a_command_that_fails_does_not_take_the_others_with_it(recorded: BenchRe
         base | {"name": "broken", "commands": ["ssdprof bench ssd --broken"]},
         base | {"name": "half", "commands": ["ssdprof bench ssd --half --out {out}"]},
     ]
-    *_, (found, missing) = measuring.measure(document(measure=measures), 60, None, run)
+    *_, (found, missing) = measuring.measure(document(measure=measures), means(tmp_path), run)
     assert list(found) == ["kernels", "half"]
     assert missing == {
         "measurement broken": "`ssdprof bench ssd --broken` ended with exit code 2",
@@ -370,7 +421,7 @@ def test_a_command_that_fails_does_not_take_the_others_with_it(recorded: BenchRe
 
 
 def test_commands_get_their_words(tmp_path: Path) -> None:
-    places = {"out": "o.json", "budget": "60", "scratch": "s"}
+    places = {"out": "o.json", "budget": "60", "scratch": "s", "folder": "f"}
     words = measuring.words_of("ssdprof bench ssd --impl fused,published --out {out}", places, tmp_path)
     assert words[:3] == [sys.executable, "-m", "ssdprof"]
     assert words[5:] == ["--impl", f"fused,published={tmp_path}", "--out", "o.json"]
@@ -382,6 +433,103 @@ def test_commands_get_their_words(tmp_path: Path) -> None:
     assert measuring.words_of("ssdprof bench ssd --impl fused,published", places, None)[5:] == ["--impl", "fused"]
     with pytest.raises(BadInputError, match="no program"):
         measuring.words_of("rm -r {scratch}", places, None)
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: BenchReport
+) -> None:
+    """The report of the interrupted measurement too, and nothing is begun after it."""
+    ran = []
+
+    def run(words: list[str], _seconds: float) -> int:
+        ran.append(words)
+        Path(words[words.index("--out") + 1]).write_text(dump(recorded), encoding="utf-8")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "run_within", run)
+    second = DOCUMENT["measure"][0] | {"name": "second"}
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.reproduce("test", document(measure=[*DOCUMENT["measure"], second]), budget=60, out=tmp_path)
+    content = json.loads((tmp_path / "test.json").read_text())
+    assert (list(content["reports"]), len(ran)) == (["kernels"], 1)
+    assert content["missing"] == dict.fromkeys(("measurement kernels", "measurement second"), measuring.INTERRUPTED)
+    assert {file.name for file in tmp_path.iterdir()} == {"test.json", "test.md", "test.svg"}
+
+
+def test_an_interruption_reaches_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also one of this process alone; the command's last words are waited for."""
+    monkeypatch.setattr(within, "TO_NOTICE_S", 0.1)
+    ready, kept = tmp_path / "ready", tmp_path / "kept"
+    script = (
+        "import time, pathlib, sys\n"
+        "try:\n    pathlib.Path(sys.argv[1]).touch(); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    pathlib.Path(sys.argv[2]).touch()\n"
+    )
+
+    def interrupt() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        within.run_within([sys.executable, "-c", script, str(ready), str(kept)], 60)
+    assert kept.exists()
+
+
+def test_a_report_that_cannot_be_read_does_not_take_the_others_with_it(recorded: BenchReport, tmp_path: Path) -> None:
+    def run(words: list[str], _seconds: float) -> int:
+        broken = "--broken" in words
+        Path(words[words.index("--out") + 1]).write_text("{" if broken else dump(recorded), encoding="utf-8")
+        return ExitCode.OK
+
+    broken = DOCUMENT["measure"][0] | {"name": "broken", "commands": ["ssdprof bench ssd --broken --out {out}"]}
+    *_, (found, missing) = measuring.measure(document(measure=[broken, *DOCUMENT["measure"]]), means(tmp_path), run)
+    assert list(found) == ["kernels"]
+    assert "is not a result of ssdprof bench" in missing["measurement broken"]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MissingCapabilityError, match="file cannot be written to"):
+        reproduce.reproduce("test", document(), budget=60, out=tmp_path / "file")
+
+
+@pytest.mark.parametrize("hash_of", ["", "abc"])
+def test_a_recorded_report_takes_the_place_of_a_measurement(
+    tmp_path: Path, recorded: BenchReport, hash_of: str
+) -> None:
+    file = tmp_path / "old.json"
+    own = "f" * 64 if not hash_of else ""
+    file.write_text(dump(recorded.model_copy(update={"kernels": own})), encoding="utf-8")
+    out = tmp_path / "out"
+    records = reproduce.recorded(document(), [f"kernels={file}"], hash_of)
+    assert reproduce.reproduce("test", document(), budget=60, out=out, records=records) == ExitCode.OK
+    page = (out / "test.md").read_text(encoding="utf-8")
+    assert f"is the record `old.json` of {recorded.created}, kernels {hash_of or own[:12]}" in page
+    assert ("does not hold their hash" in page) == bool(hash_of)
+    assert "Measured 2" not in page
+    assert reproduce.again("test", document(), out / "test.json", check=True) == ExitCode.OK
+    found = load("test", document(), out / "test.json")
+    assert found.values == values(document(), {"kernels": recorded})
+
+
+@pytest.mark.parametrize("words", ["kernels", "other=x.json"])
+def test_what_names_no_measurement_is_refused(words: str) -> None:
+    with pytest.raises(BadInputError, match="names no measurement"):
+        reproduce.recorded(document(), [words], "")
+
+
+@pytest.mark.parametrize(
+    ("word", "plain"),
+    [
+        ("/tmp/a b/x.json", "x.json"), ("--out=/tmp/x/y", "--out=y"), ("published=/root/mamba", "published=mamba"),
+        ("fused,published=/a/b,unfused", "fused,published=b,unfused"), ("results/x.json", "results/x.json"),
+        ("/tmp/x/", "x/"), ("1x128k", "1x128k"),
+    ],
+)  # fmt: skip
+def test_commands_are_stored_without_the_folders_of_the_machine(word: str, plain: str) -> None:
+    assert shlex.split(typed(["python", word])) == ["python", plain]
 
 
 # --- documents
@@ -418,7 +566,7 @@ def test_a_claim_about_no_value_is_refused() -> None:
 def test_every_document_can_be_measured(name: str) -> None:
     """Its commands are understood, its scripts are there."""
     stated = documents.load(name)
-    places = {"out": "o.json", "budget": "60", "scratch": "s"}
+    places = {"out": "o.json", "budget": "60", "scratch": "s", "folder": "f"}
     commands = typer.main.get_command(cli.app)
     for measure in stated.measure:
         for command in measure.commands:
@@ -457,13 +605,18 @@ def test_a_file_that_is_no_result_has_its_sentence(tmp_path: Path) -> None:
         load("test", document(), tmp_path / "none.json")
 
 
-def test_a_runners_result_is_judged_by_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stated = document(runner="x.py", measure=[], value=[], numbers=[], figure=None, claim=DOCUMENT["claim"])
-    file = tmp_path / "test.json"
+def test_a_runner_writes_its_pages_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And a wrong output in the result has its exit code."""
+    script, file = tmp_path / "x.py", tmp_path / "test.json"
+    script.write_text("import sys; print(*sys.argv[1:])", encoding="utf-8")
+    stated = document(runner=str(script), measure=[], value=[], numbers=[], figure=None, claim=DOCUMENT["claim"])
     content = {"study": "test", "environment": {"gpu": {"name": H200}}, "values": {"least": 2.0}, "missing": {}}
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert reproduce.again("test", stated, file, check=False) == ExitCode.OK
-    assert "least 2" in capsys.readouterr().out
+    for wrong, code in (([], ExitCode.OK), (["one is wrong"], ExitCode.GATE_FAILED)):
+        file.write_text(json.dumps({**content, "wrong": wrong}), encoding="utf-8")
+        assert reproduce.again("test", stated, file, check=False) == code
+        assert f"--from {file}" in capfd.readouterr().err
+    with pytest.raises(BadInputError, match="has a runner"):
+        reproduce.again("test", stated, file, check=True)
 
 
 def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
@@ -473,7 +626,7 @@ def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
     text = seeds.page([("test", stated, [result]), ("later", document(title="Later"), [])])
     assert f"| test | {H200} | 1 | 1 | 1 |" in text
     places = [f"**{words}**" for _, words in seeds.GROUPS]
-    order = [places[0], "It is faster: 1x", places[1], "Thrice: 3x", places[2], "nobody can"]
+    order = [places[0], "It is faster: quoted 1x", places[1], "Thrice: quoted 3x", places[2], "nobody can"]
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert "It says so." in text
     assert "Not measured yet: `python benchmarks/reproduce.py later`." in text
@@ -492,4 +645,7 @@ def test_crosses_are_quoted_numbers() -> None:
     picture = rendering.as_picture(stated, result)
     assert picture is not None
     assert "speedup, quoted" in picture
-    assert rendering.as_picture(stated, Result(name="test", gpu=H200, values={}, missing={})) is None
+    nothing = Result(name="test", gpu=H200, values={}, missing={})
+    assert rendering.as_picture(stated, nothing) is None
+    assert "test.svg" not in rendering.as_markdown(stated, nothing)
+    assert "(test.svg)" in rendering.as_markdown(stated, result)
