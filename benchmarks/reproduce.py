@@ -41,6 +41,7 @@ RECORDS = HERE / "results"
 RESULTS = RECORDS / "published"
 PAGE = RECORDS / "seeds.md"
 RENDER_S = 60.0
+PUBLISHED_KERNEL = Path("mamba_ssm", "ops", "triton", "ssd_fused5.py")  # within its checkout
 
 
 def reproduce(
@@ -121,7 +122,10 @@ def run_runner(document: Published, budget: float, out: Path | None) -> int:
 def of_script(words: list[str], seconds: float) -> int:
     """Its exit code; INTERNAL_ERROR if a signal ended it."""
     code = measuring.run_within(words, seconds)
-    return code if code >= 0 else INTERNAL_ERROR
+    if code >= 0:
+        return code
+    print("The script was killed.  Its result holds what it had found; --from writes the pages.", file=sys.stderr)
+    return INTERNAL_ERROR
 
 
 def render(document: Published, result: Result, folder: Path) -> int:
@@ -198,8 +202,8 @@ def main() -> int:
         raise BadInputError("Name a published comparison.", f"There are: {', '.join(published.known())}.")
     if options.check and options.file is None:
         raise BadInputError("--check compares what --from or --page would write.", "Give one of them.")
-    if options.published is not None and not options.published.is_dir():
-        raise BadInputError(f"{options.published} is no folder.", "Give a checkout of the published kernel.")
+    if options.published is not None and not (options.published / PUBLISHED_KERNEL).is_file():
+        raise BadInputError(f"{options.published} holds no {PUBLISHED_KERNEL}.", "Give a checkout of RishiAstra/mamba.")
     if options.budget is not None and not options.budget > 0:
         raise BadInputError(f"--budget {options.budget:g} leaves no time.", "Give a number of seconds.")
     document = published.load(options.name)

@@ -21,10 +21,11 @@ import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
-from ssdprof.bench.run import BenchRequest, bench
+from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
 from ssdprof.commands.terminal import TerminalWatcher
+from ssdprof.environment.present import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.files import write_text
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -143,11 +144,14 @@ def main() -> None:
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
+    require_gpu(*NEEDS_GPU)
+    named = tuple(resolve(gdn, name) for name in names)
+    _ = named[0].present  # raises where fla is asked for and is not installed
     request = BenchRequest(
         operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
         cells=tuple(cells()),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
-        named=tuple(resolve(gdn, name) for name in names),
+        named=named,
         baseline=names[0],
         budget=arguments.budget,
         first_call=60,

@@ -70,7 +70,7 @@ def stored(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": typed(("python", "benchmarks/reproduce.py", *sys.argv[1:])),
         "ssdprof_version": __version__,
-        "kernels": {operator: kernels_hash(operator) for operator in ("ssd", "gdn")},
+        "kernels": {one: kernels_hash(one) for one in ("ssd", "gdn")} if found.keys() - recorded.keys() else {},
         "seconds": round(seconds, 1),
         "missing": dict(missing),
         "recorded": {key: one.model_dump() for key, one in recorded.items()},

@@ -196,7 +196,7 @@ def main() -> int:
     where.add_argument(
         "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
     )
-    parser.add_argument("--budget", type=float, default=90, help="seconds, ncu's among them")
+    parser.add_argument("--budget", type=float, default=180, help="seconds, ncu's among them")
     parser.add_argument("--without-ncu", action="store_true")
     options = parser.parse_args()
     if options.file:

@@ -218,7 +218,7 @@ def main() -> int:
     where.add_argument(
         "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
     )
-    parser.add_argument("--budget", type=float, default=60, help="seconds")
+    parser.add_argument("--budget", type=float, default=150, help="seconds")
     options = parser.parse_args()
     if options.file:
         pages(stored(NAME, options.file), options.file.parent)
