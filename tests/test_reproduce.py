@@ -106,6 +106,19 @@ def test_every_kind_of_predicate(holds: str, verdict: str) -> None:
     assert ("absent" in one.measured) == (verdict == "not measured")
 
 
+def test_a_measured_number_has_its_unit_or_its_name() -> None:
+    """A runner's values have units in their names."""
+    one, *_ = judging.claims(document(), {"least": 2.0}, H200)
+    assert one.measured == "2 x"
+    claim = {"words": "W", "quoted": "Q", "holds": "least > 0 and speedup[a] > 0"}
+    (both,) = judging.claims(document(claim=[claim]), {"least": 2.0, "speedup[a]": 3.0}, H200)
+    assert both.measured == "least 2 x, speedup[a] 3 x"
+    claim = {"words": "W", "quoted": "Q", "holds": "time_us > 0"}
+    stated = document(runner="studies/x.py", measure=[], value=[], numbers=[], figure=None, claim=[claim])
+    (own,) = judging.claims(stated, {"time_us": 2.5}, H200)
+    assert own.measured == "time_us 2.5"
+
+
 @pytest.mark.parametrize("holds", ["a", "a > ", "a >= 1 or a <= 2", "a >= 1, a <= 2", "a => 1", "1 < a"])
 def test_what_is_no_predicate_is_refused(holds: str) -> None:
     with pytest.raises(ValueError, match="is not comparisons"):

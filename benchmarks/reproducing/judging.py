@@ -64,10 +64,9 @@ def _claim(claim: Claim, values: Mapping[str, float], units: Mapping[str, str], 
             HOLDS[sign](values[left], float(right) if is_number(right) else values[right])
             for left, sign, right in COMPARISON.findall(claim.holds)
         )
-        measured = ", ".join(
-            f"{f'{name} ' * (len(names) > 1)}{number(values[name])} {units.get(name.partition('[')[0], '')}".rstrip()
-            for name in names
-        )
+        shown = {name: (number(values[name]), units.get(name.partition("[")[0], "")) for name in names}
+        alone = len(shown) == 1 and all(unit for _, unit in shown.values())  # a runner's names say what unit they have
+        measured = ", ".join(f"{'' if alone else name} {found} {unit}".strip() for name, (found, unit) in shown.items())
         verdict = _worded(held, other, claim.absolute)
     return Verdict(claim=claim.words, quoted=claim.quoted, measured=measured, verdict=verdict, note=claim.note)
 
