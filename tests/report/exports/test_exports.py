@@ -20,17 +20,7 @@ from ssdprof.commands.export_formats import FORMATS, Format
 from ssdprof.report import markdown
 from ssdprof.report.exports import benchmark_action, csv_table, github, junit
 from ssdprof.report.exports.exported import from_run
-from ssdprof.schema import (
-    Asked,
-    CaseResult,
-    Gates,
-    Interval,
-    RunReport,
-    Spread,
-    Status,
-    WarmSpeedup,
-    WarmTiming,
-)
+from ssdprof.schema import Asked, CaseResult, Gates, RunReport, Status
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
@@ -130,36 +120,6 @@ def test_csv_holds_every_number_with_its_unit() -> None:
     assert float(row["final states, rms error [relative]"]) == 8.1e-4
     assert row["dimensions"] == "128 heads x 64, state 128, 1 group, chunk 256, bf16"
     assert rows[0]["speedup, device [x]"] == rows[0]["baseline"] == ""  # the baseline itself
-    of_warm = [column for column in row if "warm" in column]
-    assert len(of_warm) == 8
-    assert {row[column] for column in of_warm} == {""}  # not asked for
-    assert row["device time, P95 [µs]"] == row["call time, max [µs]"] == ""  # an older report
-
-
-def test_csv_holds_the_warm_clock_and_the_spread_of_samples() -> None:
-    spread = Spread(samples=40, min_us=1.0, p95_us=3.0, max_us=4.0)
-    warm = WarmTiming(calls=10, median_us=20.0, interval_us=Interval(low=19.0, high=21.0))
-    over = WarmSpeedup(ratio=2.0, interval=Interval(low=1.9, high=2.1), verdict="faster")
-    report = small()
-    case = report.cases[1]
-    assert case.timing is not None
-    assert case.speedup is not None
-    changed = case.model_copy(
-        update={
-            "timing": case.timing.model_copy(update={"device_spread": spread, "warm": warm}),
-            "speedup": case.speedup.model_copy(update={"warm": over}),
-        }
-    )
-    text = csv_table.render(from_run(report.model_copy(update={"cases": (changed,)})))
-    (row,) = csv.DictReader(io.StringIO(text))
-    for column, value in (
-        ("device time, min [µs]", 1.0), ("device time, P95 [µs]", 3.0), ("device time, max [µs]", 4.0),
-        ("device time, samples", 40), ("warm time [µs]", 20.0), ("warm time, high [µs]", 21.0),
-        ("warm calls, back to back", 10), ("speedup, warm [x]", 2.0), ("speedup, warm, low [x]", 1.9),
-    ):  # fmt: skip
-        assert float(row[column]) == value, column
-    assert row["verdict, warm"] == "faster"
-    assert row["call time, min [µs]"] == ""
 
 
 def test_csv_of_failures_and_of_nothing() -> None:
