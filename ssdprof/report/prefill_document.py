@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Document, Section, prefill_sections
-from ssdprof.report.summary import Statement
+from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Table, prefill
 from ssdprof.report.tables.run import clocks, gpu, versions
 from ssdprof.report.tables.table import columns

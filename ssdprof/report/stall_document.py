@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Depth, Document, Section
 from ssdprof.report.stall_groups import Design, designs
-from ssdprof.report.summary import Statement
+from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Figure, Note, Table, stall_origin, stalls
 from ssdprof.schema.stalls import StallReport
 

@@ -3,11 +3,13 @@
 import io
 
 import pytest
-from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_report
+from report.make import ALL_PRECISIONS, EXACT_FP16, RELAXED_FP16, failed, make_report
 from rich.console import Console
 
 from ssdprof.errors import BadInputError
 from ssdprof.report import accuracy_table
+from ssdprof.report.accuracy_table import advice
+from ssdprof.report.groups import groups
 
 
 def printed(*arguments, width=100):
@@ -88,3 +90,23 @@ def test_what_was_not_compared_is_an_error_that_names_what_was():
     with pytest.raises(BadInputError) as caught:
         accuracy_table(make_report(state="partial", cases=()))
     assert "before its first comparison" in caught.value.hint
+
+
+def test_advice_names_what_may_be_used_and_what_not():
+    report = make_report(
+        change=lambda case: (
+            failed(case, "inaccurate")
+            if (case.implementation, case.precision, case.layer.index) == ("fused", RELAXED_FP16, 18)
+            else case
+        )
+    )
+    group = groups(report)[0]
+    assert advice(group.series("fused")) == (
+        "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: within the "
+        "error budget in every layer replayed.  Not so relaxed with fp16 states: inaccurate in layer 18."
+    )
+    assert advice(group.series("fused")[-1:]) == (
+        "fused may not be used: relaxed with fp16 states: inaccurate in layer 18."
+    )
+    one = groups(make_report(layers=(3,), precisions=(EXACT_FP16,)))[0]
+    assert advice(one.series("fused")).endswith("within the error budget in the layer replayed.")

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ssdprof.report import markdown, summary
+from ssdprof.report import markdown
+from ssdprof.report.caveats import caveats
+from ssdprof.report.verdict import shortcomings, verdict_lines
 from ssdprof.schema import Environment, Gates, RunReport
 from ssdprof.schema.gating import Broken
 from ssdprof.schema.outcome import RunOutcome, outcome
@@ -49,7 +51,7 @@ class Exported:
 
 def from_run(report: RunReport) -> Exported:
     found, gpu = outcome(report), report.environment.gpu
-    errors = list(summary.shortcomings(found))
+    errors = list(shortcomings(found))
     if not found.judged:
         errors.append("Nothing was compared.")
     return Exported(
@@ -80,9 +82,9 @@ def from_run(report: RunReport) -> Exported:
         passed=found.passed,
         broken=found.broken,
         incomplete=_incomplete(report, found),
-        verdict=summary.verdict(report),
+        verdict=verdict_lines(report),
         errors=tuple(errors),
-        caveats=summary.caveats(report),
+        caveats=caveats(report),
         markdown=lambda limit: markdown.render(report, limit_bytes=limit),
     )
 

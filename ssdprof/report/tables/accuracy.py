@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Pooled, Series, TensorName, baselines, pool
+from ssdprof.report.groups import Group, Series, baselines
+from ssdprof.report.pooled import Pooled, TensorName, pool
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import TOLERANCES, Deviation, PrecisionRecord, TensorAccuracy
 

@@ -245,7 +245,7 @@ def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) 
 def _case(case: CaseResult) -> tuple[str, ...]:
     return (
         case.implementation,
-        f"{case.precision.intermediates}, {case.precision.state_dtype}",
+        case.precision.short,
         case.status,
         _shortened(case.reason),
         _first_nonfinite(case),
