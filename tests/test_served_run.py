@@ -5,30 +5,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import Answer
 
 from ssdprof import runs
 from ssdprof.capture import store
-from ssdprof.cli import app
 from ssdprof.pipeline import limits
 from ssdprof.runs import document
 from ssdprof.schema import RunReport, Serving
 from ssdprof.schema.outcome import at_precisions, outcome
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 FAST = ("--layers", "first:1", "--dtypes", "exact", "--states", "fp32")
 WHOLE = (*FAST, "--full")  # and the whole report
-
-
-class Answer:
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
 
 
 def kinds(report: RunReport) -> Counter[tuple[str, str, int]]:
