@@ -141,10 +141,6 @@ class KernelStalls(Record):
     hints: tuple[Hint, ...] = ()
 
     @property
-    def idle_samples(self) -> int:
-        return sum(stage.total for stage in self.stages if stage.idle)
-
-    @property
     def busy_samples(self) -> int:
         """All but those of warps that have nothing to do."""
         return sum(stage.total for stage in self.stages if not stage.idle)
