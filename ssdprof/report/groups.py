@@ -162,7 +162,7 @@ def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
 
 
 def tokens(prompts: Iterable[Group]) -> str:
-    """ "131,072, 16,384 and 1,024 tokens"; decode steps are not told, unless there is nothing else."""
+    """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there is nothing else."""
     every = list(prompts)
     first, *others = dict.fromkeys(group.tokens for group in [one for one in every if not one.steps] or every)
     if not others:

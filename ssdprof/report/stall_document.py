@@ -104,7 +104,7 @@ def _lacking(report: StallReport) -> Iterator[str]:
 
 
 def _unlabelled(report: StallReport) -> Iterator[str]:
-    """Files of which nobody has said what their lines do."""
+    """Files whose stages are not known."""
     files: dict[str, list[str]] = {}
     for kernel in report.kernels:
         for file in kernel.unlabelled:

@@ -169,8 +169,8 @@ class Recorded(Record):
 class StallReport(Record):
     """Everything that was read out of one or more ncu reports.
 
-    Of reports that exist already it depends on nothing but their contents; `subject` and `recorded` are known where
-    ssdprof profiled.
+    For reports made elsewhere it depends only on their contents.  `subject` and `recorded` are known where ssdprof
+    profiled.
     """
 
     stalls_version: Literal[2] = STALLS_VERSION

@@ -1,4 +1,4 @@
-"""Let the compiler file an inlined instruction under the line that knows its stage.
+"""Make the compiler name, for an inlined instruction, the line that has its stage.
 
 An instruction has one line in a report: that of the innermost function that was inlined there, a helper's or a
 library's.  Triton writes the calls that led there into its PTX as a remark, which ptxas drops:

@@ -65,7 +65,7 @@ class Function:
 @dataclass(frozen=True)
 class SourceFile:
     """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is.
-    fillers: that stage -> functions that end the wait.  labelled: somebody says what its stages are.
+    fillers: that stage -> functions that end the wait.  labelled: its stages are known, from itself or a table.
     """
 
     text: tuple[str, ...]
@@ -169,7 +169,7 @@ class Sources:
 def parse(text: str, known: KnownSource | None = None) -> SourceFile:
     """The functions and stages of a file.  A text that is no Python has none.
 
-    known: what is said of it from outside; None: it says so itself, if anybody does.
+    known: its entry in a table; None: the file itself names its stages, if it does.
     """
     lines = tuple(text.splitlines())
     try:
