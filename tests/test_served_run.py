@@ -8,7 +8,7 @@ import pytest
 from command_line import Answer
 
 from ssdprof import runs
-from ssdprof.capture import store
+from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.pipeline import limits
 from ssdprof.runs import document
 from ssdprof.schema import RunReport, Serving
@@ -178,7 +178,7 @@ def test_ranks_that_are_refused(words: tuple[str, ...], message: str) -> None:
     "words", [("--batch", "2"), ("--packed", "4x8-16"), ("--chunked-prefill", "8"), ("--decode", "1")]
 )
 def test_stored_captures_are_what_they_are(words: tuple[str, ...]) -> None:
-    if not store.is_capture(Path("captures")):
+    if not is_capture(Path("captures")):
         assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
     answer = Answer("run", "captures", *words)
     assert answer.code == 2
@@ -239,9 +239,9 @@ def test_reports_and_captures_from_before_are_read() -> None:
         del layer["call"]
     for prompt in manifest["prompts"]:
         del prompt["serving"]
-    before = store.read_manifest(Path("a/captures"))
+    before = read_manifest(Path("a/captures"))
     file.write_text(json.dumps(manifest))
-    assert store.read_manifest(Path("a/captures")) == before
+    assert read_manifest(Path("a/captures")) == before
     file.write_text(json.dumps(manifest | {"prompts": []}))
     answer = Answer("run", "a/captures", "--dry-run")
     assert answer.code == 2

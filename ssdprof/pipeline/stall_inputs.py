@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ssdprof import operators, runs
-from ssdprof.capture import store
+from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.errors import BadInputError
 from ssdprof.operators.named import knows
 from ssdprof.pipeline.capture import capture
@@ -39,7 +39,7 @@ def of_request(request: StallRequest, run: tuple[Path, RunReport] | None, watche
             "Name the model or its captures instead of the run.",
         )
     place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
-    if store.is_capture(place):
+    if is_capture(place):
         yield _stored(place, request)
         return
     wanted = _of_run(run[1], request) if run is not None else _of_model(request)
@@ -54,7 +54,7 @@ def of_ended_run(wanted: CaptureRequest, run: Path, request: StallRequest, watch
     run: its folder.
     """
     model = Path(wanted.model.model).expanduser()
-    stored = next((path for path in (model, run / runs.CAPTURES) if store.is_capture(path)), None)
+    stored = next((path for path in (model, run / runs.CAPTURES) if is_capture(path)), None)
     if stored is not None:
         yield _stored(stored, request)
         return
@@ -80,7 +80,7 @@ def _captured_anew(wanted: CaptureRequest, request: StallRequest, watcher: Watch
 
 
 def _stored(folder: Path, request: StallRequest) -> Captured:
-    return Captured(folder, _choose(store.read_manifest(folder), request, folder))
+    return Captured(folder, _choose(read_manifest(folder), request, folder))
 
 
 def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:

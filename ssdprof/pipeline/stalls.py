@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ssdprof import environment, files, operators, runs
-from ssdprof.capture import store
+from ssdprof.capture.manifest import read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
 from ssdprof.pipeline import limits, stall_files, stall_inputs
 from ssdprof.pipeline.request import CaptureRequest
@@ -76,7 +76,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
     report = analyse(
         [open_report(file) for file in found.files],
         Profiled(
-            model=_model(store.read_manifest(captured.folder).checkpoint),
+            model=_model(read_manifest(captured.folder).checkpoint),
             layer=captured.layer.layer,
             dims=stored_dims(captured.layer),
             precision=request.precision,
