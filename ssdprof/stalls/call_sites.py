@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof.stalls.raw import base_name
-from ssdprof.stalls.stages import UNKNOWN, Sources
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import UNKNOWN
 
 _KEY = "ssdprof: lines of callers"  # what Triton's cache keeps such kernels under, where it asks
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
