@@ -48,8 +48,8 @@ def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def in_demo_run(demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That folder as the current one."""
+def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: ARG001
+    """That folder as the current one, in the place of the empty one."""
     monkeypatch.chdir(demo_run)
     return demo_run
 
