@@ -12,8 +12,6 @@ state.  No network is needed.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from within import run_within
 
 from ssdprof.report import markdown, prefill_document
 from ssdprof.schema.prefill import PrefillCase, PrefillLength, PrefillReport
@@ -91,21 +91,10 @@ def command(run: Run, checkpoint: Path, file: Path, allowed_s: float) -> list[st
     words = [
         sys.executable, "-m", "ssdprof", "prefill", checkpoint, "--seq", run.seq, "--batch", "1",
         "--surroundings", run.surroundings, "--seconds", f"{run.seconds:g}",
-        "--budget", f"{allowed_s - TO_START_S:.0f}", "--out", file, "--force", "--no-tuned", "--json",
+        "--budget", f"{allowed_s - TO_START_S:.0f}", "--out", file, "--force", "--no-tuned",
         *(["--against", peers] if peers else []),
     ]  # fmt: skip
     return list(map(str, words))
-
-
-def run_within(words: Sequence[str], allowed_s: float) -> int:
-    """The command's exit code.  It is interrupted when it should have ended long ago, and then killed."""
-    process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL)
-    for wait_s, then in ((allowed_s + TO_STOP_S, signal.SIGINT), (TO_STOP_S, signal.SIGKILL)):
-        try:
-            return process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(then)
-    return process.wait()
 
 
 def write_markdown(name: str, file: Path) -> None:
@@ -185,7 +174,7 @@ def main() -> None:
             say(f"{run.name}: begins, {allowed_s:.0f} s allowed")
             file = arguments.folder / f"{run.name}.json"
             file.unlink(missing_ok=True)
-            code = run_within(command(run, Path(scratch) / run.name, file, allowed_s), allowed_s)
+            code = run_within(command(run, Path(scratch) / run.name, file, allowed_s), allowed_s, to_stop_s=TO_STOP_S)
             say(f"{run.name}: exit code {code}")
             if file.exists():
                 write_markdown(run.name, file)

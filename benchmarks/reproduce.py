@@ -1,63 +1,131 @@
 """Measure what others published, and write it beside their numbers.
 
     python benchmarks/reproduce.py NAME [--budget SECONDS] [--published DIR] [--out DIR]
+        [--recorded MEASUREMENT=FILE ... [--kernels HASH]]
     python benchmarks/reproduce.py NAME --from RESULT.json [--check]
     python benchmarks/reproduce.py --page [--check]
 
 NAME is that of a file in benchmarks/published, which says what is measured, what is quoted, and when a claim holds.
-Writes NAME.json, NAME.md and NAME.svg into DIR, by default benchmarks/results/published/<GPU>.  --from renders a result
-again, without a GPU, beside it; --check compares with what is there instead.  --page writes seeds.md
-into benchmarks/results, from all results.  Every time is measured by ssdprof's own commands.
+Writes NAME.json, NAME.md and NAME.svg into DIR, by default benchmarks/results/published/<GPU>, after each measurement.
+An interrupted run keeps what was found by then; of one that was killed, DIR/NAME-reports-* holds the reports.
+--recorded takes a report that exists, such as one of those, instead of measuring; if it does not hold the hash of its
+kernels' sources, --kernels states it.  --from renders a result again, without a GPU, beside it; --check compares with
+what is there instead.  --page writes seeds.md into benchmarks/results, from all results.  Every time is measured by
+ssdprof's own commands.
 
-Exit code 1 says that an output was wrong, or with --check that a file is not what it would be.  A claim that does not
-hold is a result.
+Exit code 1 says that an output was wrong, or with --check that a file is not what it would be; 3 that nothing could be
+measured here; 130 that the run was interrupted.  A claim that does not hold is a result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import signal
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from reproducing import measuring, published, rendering, seeds
+from reproducing import measuring, published, rendering, reports, seeds
+from reproducing.measuring import Means
 from reproducing.published import Published
-from reproducing.result import Result, load, stored, understood
+from reproducing.result import Recorded, Result, folder_of, load, stored, understood
 
-from ssdprof.errors import BadInputError, ExitCode, SsdprofError
+from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.files import write_text
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "published"
-PAGE = HERE / "results" / "seeds.md"
+RECORDS = HERE / "results"
+RESULTS = RECORDS / "published"
+PAGE = RECORDS / "seeds.md"
+RENDER_S = 60.0
+PUBLISHED_KERNEL = Path("mamba_ssm", "ops", "triton", "ssd_fused5.py")  # within its checkout
 
 
-def reproduce(name: str, document: Published, budget: float, checkout: Path | None, out: Path | None) -> int:
-    """Measures now, and writes after each measurement.  out: folder; None for that of the GPU."""
+def reproduce(
+    name: str,
+    document: Published,
+    *,
+    budget: float,
+    out: Path | None,
+    checkout: Path | None = None,
+    records: Mapping[str, Recorded] | None = None,
+) -> int:
+    """Measures now, and writes after each measurement.
+
+    out: folder; None for that of the GPU.  records: reports that exist, by the names of their measurements.
+    """
     began = time.monotonic()
     code: int = ExitCode.OK
-    for found, missing in measuring.measure(document, budget, checkout):
-        if not found:
-            continue
-        content = stored(name, document, found, missing, time.monotonic() - began)
-        result = understood(name, document, content)
-        folder = out or RESULTS / short(result.gpu)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{name}.json", json.dumps(content, indent=1) + "\n")
-        code = render(document, result, folder)
+    records = records or {}
+    with measuring.reports_folder(name, out or RESULTS) as kept:
+        there = {key: one.report for key, one in records.items()}
+        means = Means(seconds=budget, published=checkout, folder=kept, recorded=there)
+        for found, missing in measuring.measure(document, means):
+            if not found:
+                continue
+            content = stored(name, document, found, missing, seconds=time.monotonic() - began, recorded=records)
+            result = understood(name, document, content)
+            folder = out or RESULTS / result.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / f"{name}.json", json.dumps(content, indent=1) + "\n")
+            code = render(document, result, folder)
     return code
 
 
+def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[str, Recorded]:
+    """words: MEASUREMENT=FILE.  kernels: the hash that reports without one have, "" if it is not known."""
+    kinds = {one.name: one.reads for one in document.measure}
+    found: dict[str, Recorded] = {}
+    for word in words:
+        name, _, place = word.partition("=")
+        if name not in kinds or not place:
+            raise BadInputError(
+                f"--recorded {word} names no measurement and its report.",
+                f"Write MEASUREMENT=FILE.  Measurements: {', '.join(kinds)}.",
+            )
+        file = Path(place)
+        report = reports.read(kinds[name], file)
+        own = reports.kernels(report)
+        place, home = file.resolve(), RECORDS.resolve()
+        found[name] = Recorded(
+            file=place.relative_to(home).as_posix() if place.is_relative_to(home) else file.name,
+            created=reports.created(report),
+            kernels=own or kernels,
+            stated=not own and bool(kernels),
+            report=report.model_dump(mode="json"),
+        )
+    return found
+
+
+def refuse_without_gpu(name: str) -> None:
+    """MissingCapabilityError where there is none.  One that is there is left alone: only commands compute on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        hint = "--from renders a result again without one, and --recorded takes a report that exists."
+        raise MissingCapabilityError(f"{name} needs an NVIDIA GPU, and torch sees none.", hint)
+
+
 def run_runner(document: Published, budget: float, out: Path | None) -> int:
-    """The exit code of the document's own script, which writes the files."""
+    """The exit code of the document's own script, which writes the files: 70 where it was killed."""
     from ssdprof.environment.machine import gpu  # imports torch
 
-    here = gpu()
-    folder = out or RESULTS / short(here.name if here else "no GPU")
+    here = None if out else gpu()
+    folder = out or RESULTS / folder_of(here.name if here else "no GPU")
     words = [sys.executable, str(HERE / document.runner), "--out", str(folder), "--budget", f"{budget:.0f}"]
-    return measuring.run_within(words, budget)
+    return of_script(words, budget)
+
+
+def of_script(words: list[str], seconds: float) -> int:
+    """Its exit code; INTERNAL_ERROR if a signal ended it."""
+    code = measuring.run_within(words, seconds)
+    if code >= 0:
+        return code
+    print("The script was killed.  Its result holds what it had found; --from writes the pages.", file=sys.stderr)
+    return INTERNAL_ERROR
 
 
 def render(document: Published, result: Result, folder: Path) -> int:
@@ -69,11 +137,12 @@ def render(document: Published, result: Result, folder: Path) -> int:
 
 
 def again(name: str, document: Published, file: Path, *, check: bool) -> int:
-    """Renders a result, or compares what lies beside it.  The pages of a runner are its own: its claims are printed."""
+    """Renders a result, or compares what lies beside it.  The pages of a runner are written by it."""
     result = load(name, document, file)
     if document.runner:
-        print(rendering.claims_table(document, result))
-        return judged(result)
+        if check:
+            raise BadInputError(f"{name} has a runner, which writes its pages.", "Leave --check out.")
+        return of_script([sys.executable, str(HERE / document.runner), "--from", str(file)], RENDER_S) or judged(result)
     if check:
         return compared(rendered(document, result, file.parent))
     return render(document, result, file.parent)
@@ -113,17 +182,16 @@ def judged(result: Result) -> int:
     return ExitCode.GATE_FAILED if result.wrong else ExitCode.OK
 
 
-def short(gpu: str) -> str:
-    """ "NVIDIA H200" -> "h200"."""
-    return re.sub(r"\W+", "-", gpu.removeprefix("NVIDIA ").lower()).strip("-")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", help=f"one of {', '.join(published.known())}")
     parser.add_argument("--budget", type=float, help="seconds of wall clock, instead of the document's")
     parser.add_argument("--published", type=Path, metavar="DIR", help="a checkout of the published kernel")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files")
+    parser.add_argument(
+        "--recorded", action="append", default=[], metavar="MEASUREMENT=FILE", help="take a report that exists"
+    )
+    parser.add_argument("--kernels", default="", metavar="HASH", help="of recorded reports that do not hold theirs")
     parser.add_argument("--from", dest="file", type=Path, metavar="RESULT.json", help="render a result again")
     parser.add_argument("--check", action="store_true", help="compare with the files that are there, write none")
     parser.add_argument("--page", action="store_true", help="write results/seeds.md from all results")
@@ -134,20 +202,34 @@ def main() -> int:
         raise BadInputError("Name a published comparison.", f"There are: {', '.join(published.known())}.")
     if options.check and options.file is None:
         raise BadInputError("--check compares what --from or --page would write.", "Give one of them.")
-    if options.published is not None and not options.published.is_dir():
-        raise BadInputError(f"{options.published} is no folder.", "Give a checkout of the published kernel.")
+    if options.published is not None and not (options.published / PUBLISHED_KERNEL).is_file():
+        raise BadInputError(f"{options.published} holds no {PUBLISHED_KERNEL}.", "Give a checkout of RishiAstra/mamba.")
+    if options.budget is not None and not options.budget > 0:
+        raise BadInputError(f"--budget {options.budget:g} leaves no time.", "Give a number of seconds.")
     document = published.load(options.name)
     if options.file:
         return again(options.name, document, options.file, check=options.check)
     budget = options.budget or document.seconds
     if document.runner:
+        if options.recorded:
+            raise BadInputError(f"{options.name} has a runner, which measures everything.", "Leave --recorded out.")
+        refuse_without_gpu(options.name)
         return run_runner(document, budget, options.out)
-    return reproduce(options.name, document, budget, options.published, options.out)
+    records = recorded(document, options.recorded, options.kernels)
+    if len(records) < len(document.measure):
+        refuse_without_gpu(options.name)
+    return reproduce(
+        options.name, document, budget=budget, checkout=options.published, out=options.out, records=records
+    )
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found by then is kept either way
     try:
         sys.exit(main())
     except SsdprofError as error:
         print(f"Error: {error.message} {error.hint}", file=sys.stderr)
         sys.exit(int(error.exit_code))
+    except KeyboardInterrupt:
+        print("Interrupted.  What was measured by then is kept.", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +21,13 @@ import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
-from ssdprof.bench.run import BenchRequest, bench
+from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
 from ssdprof.commands.terminal import TerminalWatcher
+from ssdprof.environment.present import require_gpu
+from ssdprof.errors import SsdprofError
+from ssdprof.files import write_text
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.dtypes import dtype_named
@@ -140,21 +144,28 @@ def main() -> None:
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
+    require_gpu(*NEEDS_GPU)
+    named = tuple(resolve(gdn, name) for name in names)
+    _ = named[0].present  # raises where fla is asked for and is not installed
     request = BenchRequest(
         operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
         cells=tuple(cells()),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
-        named=tuple(resolve(gdn, name) for name in names),
+        named=named,
         baseline=names[0],
         budget=arguments.budget,
         first_call=60,
         command=("python", "benchmarks/small_gdn_cases.py", str(arguments.file)),
     )
-    report = bench(request, TerminalWatcher(), lambda partial: arguments.file.write_text(dump(partial) + "\n"))
+    report = bench(request, TerminalWatcher(), lambda partial: write_text(arguments.file, dump(partial) + "\n"))
     text = table(report)
-    arguments.file.with_suffix(".md").write_text(text)
+    write_text(arguments.file.with_suffix(".md"), text)
     print(text)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SsdprofError as error:
+        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

@@ -42,10 +42,7 @@ def test_a_run_gets_its_limit_and_what_later_ones_do_not_need(record: Any, left_
     assert record.allowance(first, later, left_s) == allowed_s
 
 
-def test_a_command_that_does_not_end_is_interrupted_and_may_write_what_it_has(
-    record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record, "TO_STOP_S", 10)
+def test_a_command_that_does_not_end_is_interrupted_and_may_write_what_it_has(record: Any, tmp_path: Path) -> None:
     waiting, written = tmp_path / "waiting", tmp_path / "written"
     program = (
         "import pathlib, time\n"
@@ -54,7 +51,7 @@ def test_a_command_that_does_not_end_is_interrupted_and_may_write_what_it_has(
         "except KeyboardInterrupt:\n"
         f"    pathlib.Path({str(written)!r}).touch(); raise SystemExit(130)\n"
     )
-    assert record.run_within([sys.executable, "-c", program], allowed_s=-7.0) == 130
+    assert record.run_within([sys.executable, "-c", program], -7.0, to_stop_s=10) == 130
     assert written.exists()
 
 

@@ -36,23 +36,25 @@ def number(value: float) -> str:
 
 def claims(document: Published, values: Mapping[str, float], gpu: str) -> list[Verdict]:
     """gpu: the one that measured, as torch calls it."""
-    return [_claim(one, values, _is_other(one.gpu or document.gpu, gpu)) for one in document.claim]
+    units = {one.name: one.unit for one in document.value}
+    return [_claim(one, values, units, is_other(one.gpu or document.gpu, gpu)) for one in document.claim]
 
 
 def numbers(document: Published, values: Mapping[str, float], gpu: str) -> list[tuple[Numbers, list[Verdict]]]:
     """The quoted numbers group by group."""
-    other = _is_other(document.gpu, gpu)
+    other = is_other(document.gpu, gpu)
     return [
         (group, [_number(group, key, quoted, values, other) for key, quoted in group.quoted.items()])
         for group in document.numbers
     ]
 
 
-def _is_other(quoted_gpus: str, gpu: str) -> bool:
+def is_other(quoted_gpus: str, gpu: str) -> bool:
+    """Whether a GPU is none of those that a source measured on, "A100, H100" say."""
     return not any(name.strip() in gpu for name in quoted_gpus.split(","))
 
 
-def _claim(claim: Claim, values: Mapping[str, float], other: bool) -> Verdict:
+def _claim(claim: Claim, values: Mapping[str, float], units: Mapping[str, str], other: bool) -> Verdict:
     names = names_in(claim)
     absent = [name for name in names if name not in values]
     if claim.why or absent:
@@ -62,7 +64,9 @@ def _claim(claim: Claim, values: Mapping[str, float], other: bool) -> Verdict:
             HOLDS[sign](values[left], float(right) if is_number(right) else values[right])
             for left, sign, right in COMPARISON.findall(claim.holds)
         )
-        measured = ", ".join(f"{name} {number(values[name])}" for name in names)
+        shown = {name: (number(values[name]), units.get(name.partition("[")[0], "")) for name in names}
+        alone = len(shown) == 1 and all(unit for _, unit in shown.values())  # a runner's names say what unit they have
+        measured = ", ".join(f"{'' if alone else name} {found} {unit}".strip() for name, (found, unit) in shown.items())
         verdict = _worded(held, other, claim.absolute)
     return Verdict(claim=claim.words, quoted=claim.quoted, measured=measured, verdict=verdict, note=claim.note)
 

@@ -2,78 +2,128 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from within import run_within
+
 from reproducing import reports
 from reproducing.published import Measure, Published
-from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.report import format as fmt
 
 HERE = Path(__file__).parent.parent
-TO_STOP_S = 30  # beyond its budget, until a command is interrupted, and again until it is killed
 LEAST_S = 10  # with less, a measurement is not begun
 PUBLISHED = "published"  # a name of --impl that needs a checkout
 NAMING = ("--impl", "--against", "--match-with", "--baseline")
+INTERRUPTED = "the run was interrupted"
 Run = Callable[[list[str], float], int]
+Found = tuple[dict[str, Any], dict[str, str]]
 
 
-def measure(
-    document: Published, budget: float, published: Path | None, run: Run | None = None
-) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What measurements may use.
+
+    seconds: of wall clock, for all of them.  published: a checkout of the published kernel.  folder: where reports are
+    kept until they are part of the result.  recorded: reports that exist already, by the names of their measurements.
+    """
+
+    seconds: float
+    published: Path | None = None
+    folder: Path
+    recorded: Mapping[str, Any]
+
+
+def measure(document: Published, means: Means, run: Run | None = None) -> Iterator[Found]:
     """After each measurement: reports as JSON by the names of their measurements so far; and of those without one, why.
 
-    published: a checkout of the published kernel.  Raises MissingCapabilityError if in the end nothing was measured.
+    Raises MissingCapabilityError if in the end nothing was measured, and KeyboardInterrupt after the last that was
+    found if the user interrupts a measurement.
     """
-    end = time.monotonic() + budget
-    found: dict[str, Any] = {}
+    end = time.monotonic() + means.seconds
+    found: dict[str, Any] = dict(means.recorded)
     missing: dict[str, str] = {}
-    if published is None and any(PUBLISHED in command for one in document.measure for command in one.commands):
+    measures = [one for one in document.measure if one.name not in found]
+    if means.published is None and any(PUBLISHED in command for one in measures for command in one.commands):
         missing["the published kernel"] = "--published names no checkout of it"
-    for one in document.measure:
+    if found:
+        yield found, missing
+    interrupted = False
+    for one in measures:
         left = end - time.monotonic()
-        if left < LEAST_S:
-            missing[f"measurement {one.name}"] = f"the budget of {budget:.0f} s was spent"
+        if interrupted:
+            missing[f"measurement {one.name}"] = INTERRUPTED
+        elif left < LEAST_S:
+            missing[f"measurement {one.name}"] = f"the budget of {means.seconds:.0f} s was spent"
         else:
-            with tempfile.TemporaryDirectory() as scratch:
-                report, why = _one(one, Path(scratch), left * one.share, published, run or run_within)
+            report, why = _one(one, means, left * one.share, run or run_within)
+            interrupted = why == INTERRUPTED
             if why:
                 missing[f"measurement {one.name}"] = why
             if report is not None:
                 found[one.name] = report
         yield found, missing
+    if interrupted:
+        raise KeyboardInterrupt
     if not found:
         reasons = "; ".join(f"{what}: {why}" for what, why in missing.items())
         raise MissingCapabilityError(f"Nothing was measured: {reasons}.", "What the commands said stands above.")
 
 
-def _one(
-    one: Measure, scratch: Path, seconds: float, published: Path | None, run: Run
-) -> tuple[dict[str, Any] | None, str]:
+@contextmanager
+def reports_folder(name: str, beside: Path) -> Iterator[Path]:
+    """A folder beside the result.  It is removed, unless the process is killed: then it holds what was measured.
+
+    Raises MissingCapabilityError if it cannot be made.
+    """
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-reports-", dir=beside))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise MissingCapabilityError(
+            f"{beside} cannot be written to: {reason}.", "Name a folder with --out."
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _one(one: Measure, means: Means, seconds: float, run: Run) -> tuple[dict[str, Any] | None, str]:
     """A report, if there is one; and what went wrong, if anything did.  A report that is there counts anyway."""
-    out, end, why = scratch / f"{one.name}.json", time.monotonic() + seconds, ""
-    for command in one.commands:
-        left = max(end - time.monotonic(), 1.0)
-        places = {"out": str(out), "scratch": str(scratch), "budget": f"{left:.0f}"}
-        words = words_of(command, places, published)
-        print(f"{one.name}, {left:.0f} s: {shlex.join(words)}", file=sys.stderr, flush=True)
-        code = run(words, left)
-        # of ssdprof, 1 is a verdict; of a script, a traceback
-        if code != ExitCode.OK and not (code == ExitCode.GATE_FAILED and command.startswith("ssdprof ")):
-            why = f"`{command}` ended with exit code {code}"
-            break
-    file = Path(one.file.format(scratch=scratch)) if one.file else out
+    out, end, why = means.folder / f"{one.name}.json", time.monotonic() + seconds, ""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as scratch:
+        for command in one.commands:
+            left = max(end - time.monotonic(), 1.0)
+            places = {"out": str(out), "folder": str(means.folder), "scratch": scratch, "budget": f"{left:.0f}"}
+            words = words_of(command, places, means.published)
+            print(f"{one.name}, {left:.0f} s: {shlex.join(words)}", file=sys.stderr, flush=True)
+            try:
+                code = run(words, left)
+            except KeyboardInterrupt:
+                why = INTERRUPTED
+                break
+            # of ssdprof, 1 is a verdict; of a script, a traceback
+            if code != ExitCode.OK and not (code == ExitCode.GATE_FAILED and command.startswith("ssdprof ")):
+                why = f"`{command}` ended with exit code {code}"
+                break
+    file = Path(one.file.format(folder=means.folder)) if one.file else out
     if not file.is_file():
         return None, why or "it wrote no result"
-    return reports.read(one.reads, file).model_dump(mode="json"), why
+    try:
+        return reports.read(one.reads, file).model_dump(mode="json"), why
+    except SsdprofError as error:  # of a command that was killed, say: what others measured counts
+        return None, why or error.message
 
 
 def words_of(command: str, places: Mapping[str, str], published: Path | None) -> list[str]:
@@ -92,14 +142,3 @@ def words_of(command: str, places: Mapping[str, str], published: Path | None) ->
     raise BadInputError(
         f"{program!r} is no program of a measurement.", f"There are {fmt.words(['ssdprof', 'python'])}."
     )
-
-
-def run_within(words: list[str], seconds: float) -> int:
-    """The command's exit code.  It is interrupted when it should have ended long ago, and then killed."""
-    process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr)
-    for wait_s, then in ((seconds + TO_STOP_S, signal.SIGINT), (TO_STOP_S, signal.SIGKILL)):
-        try:
-            return process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(then)
-    return process.wait()

@@ -45,13 +45,21 @@ class _Value(Part):
 
 
 class Ratio(_Value):
-    """How many times as fast `of` is as `over`; without `over`, the time of `of` in microseconds."""
+    """How many times as fast `of` is as `over`; without `over`, the time of `of` in microseconds.
+
+    statistic: of the samples of each; all but the median are of all recordings, pooled.
+    """
 
     kind: Literal["time"]
     over: str = ""
     clock: Literal["device", "call"] = "device"
+    statistic: Literal["median", "p95", "min", "max"] = "median"
     cells: tuple[str, ...] = ()
     pick: Literal["", "least", "greatest", "mean"] = ""
+
+    @property
+    def unit(self) -> str:
+        return "x" if self.over else "us"
 
 
 class Match(_Value):
@@ -61,6 +69,10 @@ class Match(_Value):
     tolerance: float = 0.0
     cells: tuple[str, ...] = ()
     pick: Literal["", "least", "greatest", "mean"] = ""
+
+    @property
+    def unit(self) -> str:
+        return "x" if self.kind == "error over floor" else "%"
 
 
 class Stall(_Value):
@@ -76,14 +88,27 @@ class Stall(_Value):
     reasons: tuple[str, ...] = ()
     resource: Literal["", "compute_pct", "memory_pct", "l2_pct", "dram_pct", "occupancy_pct"] = ""
 
+    @property
+    def unit(self) -> str:
+        return "%"
+
 
 class EndToEnd(_Value):
-    """By how many percent a prefill is faster with `of` in the place of `over`."""
+    """By how many percent a prefill is faster with `of` in the place of `over`; without `over`, a part of its time.
+
+    part: the whole call in milliseconds; the GPU's work for the operator, in milliseconds; or the percent of the call
+    in which the GPU is idle.
+    """
 
     kind: Literal["prefill"]
-    over: str
+    over: str = ""
+    part: Literal["call", "operator", "idle"] = "call"
     seqlen: int
     surroundings: Literal["model", "bundled"] = "bundled"
+
+    @property
+    def unit(self) -> str:
+        return "%" if self.over or self.part == "idle" else "ms"
 
 
 Value = Annotated[Ratio | Match | Stall | EndToEnd, Field(discriminator="kind")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,17 @@ VALUE = re.compile(r"(\w+)(?:\[(.+)\])?")
 Series = list[tuple[str, float]]  # of a value: key and number
 
 
-def as_markdown(document: Published, result: Result) -> str:
-    """Claims first, then numbers, then what was chosen, and what is missing."""
-    stored = result.stored
+def as_markdown(document: Published, result: Result, sections: Mapping[str, str] | None = None) -> str:
+    """Claims first, then numbers, then what was chosen, and what is missing.
+
+    sections: of a runner: title -> Markdown, empty for one that has nothing to show.
+    """
+    shown = document.runner or (document.figure and _drawn(document.figure, result))
     parts = [
         f"# {document.title}",
         f"{document.source}  Quoted from {document.gpu}; measured on {result.gpu}.",
-        *([f"![{document.title}]({result.name}.svg)"] if document.figure else []),
+        " ".join(result.origin),
+        *([f"![{document.title}]({result.name}.svg)"] if shown else []),
         *(["## Wrong outputs", _list(result.wrong)] if result.wrong else []),
         "## Claims",
         claims_table(document, result),
@@ -38,10 +42,24 @@ def as_markdown(document: Published, result: Result) -> str:
         *_rest_of_values(document, result),
         "## What the source leaves open, and what was chosen",
         _list(document.choices),
+        *(part for title, text in (sections or {}).items() if text for part in (f"## {title}", text)),
         *(["## Not measured", _list(_missing(result))] if result.missing else []),
-        f"{result.gpu}; {stored.get('created', '')}; {stored.get('seconds', '')} s; `{stored.get('command', '')}`.",
+        _how(result),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _how(result: Result) -> str:
+    """The machine, the time, and the command."""
+    stored = result.stored
+    holders = (stored, *stored.get("reports", {}).values())
+    machine = next((one["environment"] for one in holders if "environment" in one), {"gpu": None, "packages": {}})
+    gpu, packages = machine["gpu"] or {}, machine["packages"]
+    versions = {"driver": gpu.get("driver"), "CUDA": gpu.get("cuda"), "Python": machine.get("python")}
+    versions |= {name: packages.get(name.lower()) for name in ("torch", "Triton")}
+    words = [result.gpu, *(f"{name} {version}" for name, version in versions.items() if version)]
+    made = f"{stored.get('created', '')}; {stored.get('seconds', '')} s; `{stored.get('command', '')}`"
+    return f"{', '.join(words)}; {made}."
 
 
 def claims_table(document: Published, result: Result) -> str:
@@ -57,10 +75,14 @@ def as_picture(document: Published, result: Result) -> str | None:
     figure = document.figure
     if figure is None:
         return None
-    drawn = {name: series for name in figure.values if (series := _series(name, result))}
+    drawn = _drawn(figure, result)
     if not drawn:
         return None
     return canvas.draw(partial(_paint, figure=figure, drawn=drawn, quoted=_quoted(document)), (10, 5))
+
+
+def _drawn(figure: Figure, result: Result) -> dict[str, Series]:
+    return {name: series for name in figure.values if (series := _series(name, result))}
 
 
 def _numbers(document: Published, result: Result) -> Iterator[str]:
@@ -69,27 +91,37 @@ def _numbers(document: Published, result: Result) -> Iterator[str]:
         yield "## Numbers"
     for group, found in groups:
         yield f"### {group.words}"
-        further = [dict(_series(name, result)) for name in group.beside]
+        further = {name: dict(series) for name in group.beside if (series := _series(name, result))}
         rows = [
-            (one.claim, one.measured, one.quoted, one.verdict, *(_shown(series.get(one.claim)) for series in further))
+            (
+                one.claim,
+                one.measured,
+                one.quoted,
+                one.verdict,
+                *(_shown(own.get(one.claim)) for own in further.values()),
+            )
             for one in found
         ]
-        yield _table(("", "measured", "quoted", "verdict", *group.beside), rows)
+        yield _table(("", "measured", "quoted", "verdict", *further), rows)
         inside = f"Inside: within {group.within_pct:g} % of the quoted number." if group.value else ""
         yield " ".join(filter(None, (inside, group.note)))
 
 
 def _rest_of_values(document: Published, result: Result) -> Iterator[str]:
-    """Measured by cell, and quoted nowhere: a column for each value."""
-    names = dict.fromkeys(one.name for one in document.value)
+    """Measured by cell, and quoted nowhere: a column for each value, or a row if there are more values than cells."""
+    names = {one.name: one.unit for one in document.value}
     compared = {name for group in document.numbers for name in (group.value, *group.beside)}
     found = {name: dict(series) for name in names if name not in compared and (series := _series(name, result))}
     columns = {name: series for name, series in found.items() if "" not in series}
     for keys in dict.fromkeys(tuple(series) for series in columns.values()):
         alike = {name: series for name, series in columns.items() if tuple(series) == keys}
-        rows = [(key, *(judging.number(series[key]) for series in alike.values())) for key in keys]
         yield "## Measured"
-        yield _table(("", *alike), rows)
+        if len(alike) > len(keys):
+            own = [(f"{name} [{names[name]}]", *map(judging.number, series.values())) for name, series in alike.items()]
+            yield _table(("", *keys), own)
+            continue
+        rows = [(key, *(judging.number(series[key]) for series in alike.values())) for key in keys]
+        yield _table(("", *(f"{name} [{names[name]}]" for name in alike)), rows)
 
 
 def _shown(number: float | None) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 from ssdprof.bench.rows import of_bench
 from ssdprof.bench.schema import BenchCell, BenchReport
 from ssdprof.bench.schema import load as load_bench
+from ssdprof.errors import unreadable
 from ssdprof.pipeline import stall_files
-from ssdprof.runs import document
+from ssdprof.runs import document, prefill_file
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.prefill import PrefillReport
 from ssdprof.schema.rows import Errors, Row, of_run
 from ssdprof.schema.run import RunReport
+from ssdprof.schema.speed import Timing
 from ssdprof.schema.stalls import StallReport
 
 Report = BenchReport | RunReport | StallReport | PrefillReport
@@ -25,14 +27,14 @@ RIGHT = ("passed", "refused", "out of memory")  # whatever else became of a case
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One implementation in one cell.  words: as `of` in a document describes it.  us: by clock.
+    """One implementation in one cell.  words: as `of` in a document describes it.  us: by clock and statistic.
 
     trial: a chunk size that the implementation was not fastest with.
     """
 
     cell: str
     words: tuple[str, ...]
-    us: Mapping[str, float]
+    us: Mapping[tuple[str, str], float]
     out: Errors | None = None
     trial: bool = False
 
@@ -47,13 +49,15 @@ class Case:
 
 def read(kind: str, file: Path) -> Report:
     """Raises BadInputError for a file that ssdprof did not write."""
-    if kind == "bench":
-        return load_bench(file.read_text(encoding="utf-8"))
-    if kind == "run":
-        return document.load(file.read_text(encoding="utf-8"))
     if kind == "stalls":
         return stall_files.load(file)
-    return PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
+    if kind == "prefill":
+        return prefill_file.read(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(str(file), error, f"Name a result of ssdprof {kind}.") from error
+    return load_bench(text) if kind == "bench" else document.load(text)
 
 
 def again(kind: str, stored: Any) -> Report:
@@ -89,7 +93,7 @@ def _of_bench(report: BenchReport) -> Iterator[Case]:
             for trial in case.trials:
                 if trial.chunk_size != case.chunk_size and trial.status == "passed" and trial.device_us:
                     words = (*_words(row), f"@{trial.chunk_size}")
-                    yield Case(cell=label(cell), words=words, us={"device": trial.device_us}, trial=True)
+                    yield Case(cell=label(cell), words=words, us={("device", "median"): trial.device_us}, trial=True)
 
 
 def _labels(report: BenchReport) -> Callable[[BenchCell], str]:
@@ -107,10 +111,18 @@ def _words(row: Row) -> tuple[str, ...]:
 
 
 def _case(row: Row, cell: str, chunk_size: int | None = None) -> Case:
-    timing = row.timing
-    us = {"device": timing.device_median_us, "call": timing.call_median_us} if timing else {}
     chunk = () if chunk_size is None else (f"@{chunk_size}",)
-    return Case(cell=cell, words=(*_words(row), *chunk), us=us, out=row.out)
+    return Case(cell=cell, words=(*_words(row), *chunk), us=_times(row.timing), out=row.out)
+
+
+def _times(timing: Timing | None) -> dict[tuple[str, str], float]:
+    if timing is None:
+        return {}
+    found = {("device", "median"): timing.device_median_us, ("call", "median"): timing.call_median_us}
+    for clock, spread in (("device", timing.device_spread), ("call", timing.call_spread)):
+        if spread is not None:
+            found |= {(clock, "min"): spread.min_us, (clock, "p95"): spread.p95_us, (clock, "max"): spread.max_us}
+    return found
 
 
 def gpu(report: Report) -> str:
@@ -118,6 +130,16 @@ def gpu(report: Report) -> str:
     if isinstance(report, StallReport):
         return report.gpu or "no GPU"
     return report.environment.gpu.name if report.environment.gpu else "no GPU"
+
+
+def created(report: Report) -> str:
+    """ISO 8601; "" of stalls, which do not say."""
+    return "" if isinstance(report, StallReport) else report.created
+
+
+def kernels(report: Report) -> str:
+    """The hash of the kernels' sources; "" where the report does not hold it."""
+    return report.kernels if isinstance(report, BenchReport) else ""
 
 
 def wrong(report: Report) -> list[str]:
@@ -130,9 +152,11 @@ def wrong(report: Report) -> list[str]:
             if case.implementation not in report.peers and case.status not in RIGHT
         ]
     if isinstance(report, RunReport):
-        rows = [case for case in outcome(report).failed if case.status not in RIGHT]
+        others = {one.name for one in report.asked.others if one.kind == "library"} if report.asked else set()
         return [
-            f"{case.layer.name}: {case.implementation}, {case.precision}: {case.status}: {case.reason}" for case in rows
+            f"{case.layer.name}: {case.implementation}, {case.precision}: {case.status}: {case.reason}"
+            for case in outcome(report).failed
+            if case.status not in RIGHT and case.implementation not in others  # a baseline is a library's, too
         ]
     if isinstance(report, PrefillReport):
         return [
@@ -152,6 +176,9 @@ def missing(report: Report) -> dict[str, str]:
                 if case.timing is None:
                     found[f"{cell.tokens}: {case.name}"] = f"{case.status}: {case.reason}".rstrip(": ")
         return found | {sentence: "" for sentence in getattr(report, "absent", ())}
+    if isinstance(report, RunReport):
+        left = [case for case in report.cases if case.timing is None]
+        return {f"{one.implementation}, {one.precision}": f"{one.status}: {one.reason}".rstrip(": ") for one in left}
     if isinstance(report, PrefillReport):
         return {f"{one.seqlen:,} tokens": one.reason for one in report.prefill.left_out}
     if isinstance(report, StallReport):

@@ -3,50 +3,104 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from reproducing import judging, reports
 from reproducing.published import Published
 from reproducing.values import values
 from ssdprof import __version__
+from ssdprof.environment.machine import kernels_hash
 from ssdprof.errors import BadInputError
+
+_FOLDERS = re.compile(r"(?<![^=,])/(?:[^/,=]+/)*(?=[^/,=])")  # of an absolute path: all but its name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """gpu: as torch calls it.  missing: what was not measured, and why.  stored: the JSON document itself."""
+    """gpu: as torch calls it.  missing: what was not measured, and why.  stored: the JSON document itself.
+
+    origin: a sentence for each thing to know of where the numbers are from.
+    """
 
     name: str
     gpu: str
     values: Mapping[str, float]
     missing: Mapping[str, str]
     wrong: tuple[str, ...] = ()
+    origin: tuple[str, ...] = ()
     stored: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Where results of this GPU are, within results/published."""
+        return folder_of(self.gpu)
+
+
+class Recorded(BaseModel):
+    """A report that was measured before.  file: within benchmarks/results, or its name.  kernels: their hash, "" where
+    it is not known; stated: by whoever made the result, because the report does not hold it.  report: as JSON; a result
+    has it among its reports.
+    """
+
+    file: str
+    created: str
+    kernels: str
+    stated: bool
+    report: dict[str, Any] = Field(default_factory=dict, exclude=True)
 
 
 def stored(
-    name: str, document: Published, found: Mapping[str, Any], missing: Mapping[str, str], seconds: float
-) -> dict[str, Any]:
-    """The JSON document of reports that were measured now.  `values` and `claims` are there for readers: whoever reads
-    the file draws them from the reports again.
+    name: str, document: Published, found: Mapping[str, Any], missing: Mapping[str, str], *, seconds: float,
+    recorded: Mapping[str, Recorded],
+) -> dict[str, Any]:  # fmt: skip
+    """The JSON document of reports that were measured now, but for those recorded before.  `values` and `claims` are
+    there for readers: whoever reads the file draws them from the reports again.
     """
     plain = {
         "study": name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/reproduce.py", *sys.argv[1:]]),
+        "command": typed(("python", "benchmarks/reproduce.py", *sys.argv[1:])),
         "ssdprof_version": __version__,
+        "kernels": {one: kernels_hash(one) for one in ("ssd", "gdn")} if found.keys() - recorded.keys() else {},
         "seconds": round(seconds, 1),
         "missing": dict(missing),
-        "reports": dict(found),
+        "recorded": {key: one.model_dump() for key, one in recorded.items()},
+        "reports": _without_folders(found),
     }
     result = understood(name, document, plain)
     claims = [vars(one) for one in judging.claims(document, result.values, result.gpu)]
     return {**plain, "gpu": result.gpu, "wrong": list(result.wrong), "values": dict(result.values), "claims": claims}
+
+
+def folder_of(gpu: str) -> str:
+    """ "NVIDIA H200" -> "h200"."""
+    return re.sub(r"\W+", "-", gpu.removeprefix("NVIDIA ").lower()).strip("-")
+
+
+def typed(words: Iterable[str]) -> str:
+    """A command without the folders of this machine: a result is read elsewhere."""
+    return shlex.join(_FOLDERS.sub("", word) for word in words)
+
+
+def _without_folders(reports: Any) -> Any:
+    """The same of the commands that reports hold."""
+    if isinstance(reports, list):
+        return [_without_folders(one) for one in reports]
+    if not isinstance(reports, dict):
+        return reports
+    found = {key: _without_folders(one) for key, one in reports.items()}
+    if "command" in found:
+        found["command"] = [_FOLDERS.sub("", word) for word in found["command"]]
+    return found
 
 
 def load(name: str, document: Published, file: Path) -> Result:
@@ -72,8 +126,14 @@ def understood(name: str, document: Published, content: Mapping[str, Any]) -> Re
     if document.runner:
         gpu = (content["environment"].get("gpu") or {}).get("name", "no GPU")
         return Result(
-            name=name, gpu=gpu, values=content["values"], missing=content["missing"], stored=content,
-        )  # fmt: skip
+            name=name,
+            gpu=gpu,
+            values=content["values"],
+            missing=content["missing"],
+            wrong=tuple(content.get("wrong", ())),
+            origin=(f"Measured {content['created']}.",) if "created" in content else (),
+            stored=content,
+        )
     kinds = {one.name: one.reads for one in document.measure}
     found = {key: reports.again(kinds[key], one) for key, one in content["reports"].items() if key in kinds}
     missing = dict(content["missing"])
@@ -85,5 +145,20 @@ def understood(name: str, document: Published, content: Mapping[str, Any]) -> Re
         values=values(document, found),
         missing=missing,
         wrong=tuple(one for report in found.values() for one in reports.wrong(report)),
+        origin=tuple(_origin(content)),
         stored=content,
     )
+
+
+def _origin(content: Mapping[str, Any]) -> Iterator[str]:
+    """When it was measured, and with which kernels; results from before this was recorded do not say."""
+    recorded = {key: Recorded.model_validate(one) for key, one in content.get("recorded", {}).items()}
+    hashes = ", ".join(f"{operator} {digest[:12]}" for operator, digest in content.get("kernels", {}).items())
+    if content["reports"].keys() - recorded.keys():
+        yield f"Measured {content.get('created', '')}{f', kernels {hashes}' if hashes else ''}."
+    for name, one in recorded.items():
+        kernels = f"kernels {one.kernels[:12]}" if one.kernels else "its kernels are not known"
+        if one.stated:
+            kernels += " (the record does not hold their hash: it was taken from the sources of that time)"
+        created = one.created or "an unknown time"
+        yield f"The measurement {name} is the record `{one.file}` of {created}, {kernels}."

@@ -35,6 +35,8 @@ def page(found: Sequence[tuple[str, Published, Sequence[Result]]]) -> str:
 def _summary(found: Sequence[tuple[str, Published, Sequence[Result]]]) -> Iterator[str]:
     lines = ["| comparison | GPU | holds | does not hold | cannot be said |", "|:--|:--|--:|--:|--:|"]
     for name, document, results in found:
+        if not results:
+            lines.append(f"| {name} | not measured yet | | | |")
         for result in results:
             counts = Counter(_group(one) for one in judging.claims(document, result.values, result.gpu))
             numbers = " | ".join(str(counts[words]) for _, words in GROUPS)
@@ -49,6 +51,7 @@ def _group(verdict: Verdict) -> str:
 def _of_result(document: Published, result: Result) -> Iterator[str]:
     """One GPU's, group by group."""
     yield f"### On {result.gpu}"
+    yield " ".join((*result.origin, f"[All numbers](published/{result.folder}/{result.name}.md)."))
     found = judging.claims(document, result.values, result.gpu)
     for _, words in GROUPS:
         lines = [_line(one) for one in found if _group(one) == words]
@@ -63,4 +66,4 @@ def _of_result(document: Published, result: Result) -> Iterator[str]:
 def _line(one: Verdict) -> str:
     measured = one.measured if one.verdict == NOT_MEASURED else f"measured {one.measured}"
     note = f"  {one.note[0].upper()}{one.note[1:].rstrip('.')}." if one.note else ""
-    return f"- {one.claim}: {one.quoted}; {measured}.{note}"
+    return f"- {one.claim}: quoted {one.quoted}; {measured}.{note}"

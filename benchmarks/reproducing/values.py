@@ -51,8 +51,10 @@ def _of_cells(value: Ratio | Match, everything: Sequence[Case]) -> dict[str, flo
 
 
 def _time(value: Ratio, own: Iterable[Case]) -> float | None:
+    time = (value.clock, value.statistic)
+
     def least(words: str) -> float | None:
-        return min((case.us[value.clock] for case in own if case.fits(words) and value.clock in case.us), default=None)
+        return min((case.us[time] for case in own if case.fits(words) and time in case.us), default=None)
 
     of = least(value.of)
     if not value.over or of is None:
@@ -108,12 +110,21 @@ def _within(stage: Stage, names: Iterable[str], without: Iterable[str]) -> bool:
 
 def _end_to_end(value: EndToEnd, report: Report) -> float | None:
     assert isinstance(report, PrefillReport)
-    calls = {
-        case.implementation: case.call.median_us
+    cases = {
+        case.implementation: case
         for length in report.prefill.lengths
         for case in length.cases
-        if (length.seqlen, case.surroundings) == (value.seqlen, value.surroundings) and case.call
+        if (length.seqlen, case.surroundings) == (value.seqlen, value.surroundings)
     }
-    if value.of not in calls or value.over not in calls:
+    of, over = cases.get(value.of), cases.get(value.over)
+    if of is None or of.call is None:
         return None
-    return 100 * (calls[value.over] / calls[value.of] - 1)
+    if value.over:
+        return 100 * (over.call.median_us / of.call.median_us - 1) if over and over.call else None
+    if value.part == "call":
+        return of.call.median_us / 1e3
+    if not of.parts:
+        return None
+    if value.part == "operator":
+        return of.part_us("operator") / 1e3
+    return None if of.idle_us is None else 100 * of.idle_us / of.call.median_us

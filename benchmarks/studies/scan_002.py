@@ -1,17 +1,19 @@
 """Measure the inter-chunk state pass on the GPU here, and judge what its proposal claims.
 
     python benchmarks/studies/scan_002.py --out DIR [--budget SECONDS] [--without-ncu]
+    python benchmarks/studies/scan_002.py --from scan-002.json
 
-Writes scan-002.json, scan-002.md and scan-002.svg into DIR.  Every contender is compared with the recurrence in fp64
-before it is timed; one that is wrong has no time, and the exit code is then 1.  Cells and counters for which the
-budget leaves no time are named.
+Writes scan-002.json, after each cell, and in the end scan-002.md and scan-002.svg into DIR.  Every contender is
+compared with the recurrence in fp64 before it is timed; one that is wrong or fails has no time, and the exit code is
+then 1.  Cells and counters for which the budget leaves no time are named.  --from writes the pages of a result again,
+beside it, without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from inter_chunk.counters import Watched, count
 from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge
 from inter_chunk.values import values_of
-from study import Result, exit_code, measured, row, timed, write
+from study import Result, exit_code, measured, row, save, stored, timed, write_pages
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.measure.faults import first_line, refuse_if_lost
@@ -36,6 +38,7 @@ from ssdprof.schema import Launch
 
 MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
 NCU_SECONDS = 40
+NAME = "scan-002"
 DEVICE = "cuda"
 CELL_SECONDS = 0.8
 COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
@@ -45,11 +48,12 @@ Run = Callable[[], torch.Tensor | peer.Passed]
 
 
 class Study:
-    """One run of all cells, then of ncu."""
+    """One run of all cells, then of ncu.  folder: where the result is kept after each cell."""
 
-    def __init__(self, budget: float) -> None:
-        self.result = Result(study="scan-002")
+    def __init__(self, budget: float, folder: Path) -> None:
+        self.result = Result(study=NAME)
         self.budget = budget
+        self.folder = folder
         self.watched: list[Watched] = []
         self.counters: list[dict[str, Any]] = []
         self.peer: peer.MambaSsm | None = None
@@ -71,11 +75,18 @@ class Study:
                 self.result.missing[f"the cell {cell}"] = f"the budget of {self.budget:.0f} s was spent"
                 continue
             self.measure(cell, bench, copy_gb_per_s)
+            self.keep()
             print(f"{self.result.seconds:.0f} s: {cell}", file=sys.stderr, flush=True)
         if with_ncu:
             self.count()
         else:
             self.result.missing[COUNTED] = "not asked for"
+
+    def keep(self) -> dict[str, Any]:
+        """What the file holds now."""
+        self.result.values |= values_of(self.result.rows, self.counters)
+        self.result.more["counters"] = self.counters
+        return save(self.result, self.folder)
 
     def measure(self, cell: Cell, bench: CudaBench, copy_gb_per_s: float) -> None:
         inputs = draw(
@@ -85,8 +96,13 @@ class Study:
         found, counts, facts, outputs = {}, {}, {}, {}
         with recorded_launches() as launches:  # one compiled kernel for each contender
             for name, kernel in kernels.items():
-                with counted_launches() as launched:
-                    found[name] = kernel(inputs)
+                try:
+                    with counted_launches() as launched:
+                        found[name] = kernel(inputs)
+                except Exception as error:  # whatever its compiler or its launch raises: the others go on without it
+                    refuse_if_lost(bench.device, name, error)
+                    self.result.wrong.append(f"{name} at {cell}: {first_line(error)}")
+                    continue
                 counts[name] = len(launched)
         for (name, out), launch in zip(found.items(), launches, strict=True):
             facts[name] = facts_of(launch, counts[name], judge, out)
@@ -168,23 +184,31 @@ def wanted(cell: Cell, name: str) -> bool:
     return (cell["dim"] == 64 and (criteria or cell["chunks"] == 32)) or (cell["chunks"] == 64 and criteria)
 
 
+def pages(content: Mapping[str, Any], folder: Path) -> None:
+    rows, counters = content["rows"], content["counters"]
+    write_pages(content, folder, report.tables(rows, counters), drawn(partial(report.paint, rows), (11, 4.6)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
-    parser.add_argument("--budget", type=float, default=90, help="seconds, ncu's among them")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
+    where.add_argument(
+        "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
+    )
+    parser.add_argument("--budget", type=float, default=180, help="seconds, ncu's among them")
     parser.add_argument("--without-ncu", action="store_true")
     options = parser.parse_args()
+    if options.file:
+        pages(stored(NAME, options.file), options.file.parent)
+        return 0
     if not torch.cuda.is_available():
         raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
-    study = Study(options.budget)
+    study = Study(options.budget, options.out)
     with torch.no_grad():
-        finished = measured(study.result, partial(study.run, with_ncu=not options.without_ncu))
-    study.result.values |= values_of(study.result.rows, study.counters)
-    study.result.more["counters"] = study.counters
-    plot = drawn(partial(report.paint, study.result.rows), (11, 4.6))
-    write(study.result, options.out, report.tables(study.result.rows, study.counters), plot)
-    print((options.out / "scan-002.md").read_text(encoding="utf-8"))
-    return exit_code(study.result, finished)
+        code = measured(study.result, partial(study.run, with_ncu=not options.without_ncu))
+    pages(study.keep(), options.out)
+    return exit_code(study.result, code)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Measure the selective scan on the GPU here, and judge what was published about it.
 
     python benchmarks/studies/scan_003.py --out DIR [--budget SECONDS]
+    python benchmarks/studies/scan_003.py --from scan-003.json
 
-Writes scan-003.json, scan-003.md and scan-003.svg into DIR.  mamba_ssm takes part if it can be imported.  Every
-contender is compared with the scan in fp64 before it is timed; one of ours that is wrong has no time, and the exit code
-is then 1.  Cells for which the budget leaves no time are named.
+Writes scan-003.json, after each cell, and in the end scan-003.md and scan-003.svg into DIR.  mamba_ssm takes part if it
+can be imported.  Every contender is compared with the scan in fp64 before it is timed; one of ours that is wrong or
+fails has no time, and the exit code is then 1.  Cells for which the budget leaves no time are named.  --from writes the
+pages of a result again, beside it, without a GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import torch
 from selective_scan import report
 from selective_scan.cells import BATCH, DSTATE, HEADS, LOOP_LENGTHS, Cell, cells
 from selective_scan.clocks import kernel_us, warm_us
-from selective_scan.contenders import Forward, both, forward, kept_bytes, tile, tiles
+from selective_scan.contenders import SEQUENTIAL, Forward, both, forward, kept_bytes, tile, tiles
 from selective_scan.inputs import Layer, ScanInputs, draw_layer
 from selective_scan.peer import MOST_RMS_ERROR, MambaSsm
 from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 from selective_scan.reference import Judge, scan
 from selective_scan.values import values_of
-from study import Result, exit_code, gpu_name, measured, published, row, timed, write
+from study import Result, exit_code, gpu_of, measured, published, row, save, stored, timed, write_pages
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.measure.events import cuda_event
@@ -37,6 +39,7 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.timing import CudaBench
 from ssdprof.report.plots.canvas import draw as drawn
 
+NAME = "scan-003"
 DEVICE = "cuda"
 CELL_SECONDS = 0.8  # of sampling by our clock
 WARM_SECONDS = 0.15  # of the source's clock, for each contender
@@ -47,11 +50,12 @@ Run = Callable[[], Found]
 
 
 class Study:
-    """One run of all cells."""
+    """One run of all cells.  folder: where the result is kept after each cell."""
 
-    def __init__(self, budget: float) -> None:
-        self.result = Result(study="scan-003")
+    def __init__(self, budget: float, folder: Path) -> None:
+        self.result = Result(study=NAME)
         self.budget = budget
+        self.folder = folder
         self.launches: dict[tuple[str, str], dict[str, Any]] = {}
         self.bench = CudaBench(torch.device(DEVICE))
         self.peer: MambaSsm | None = None
@@ -67,7 +71,13 @@ class Study:
                 self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
                 continue
             self.measure(cell)
+            self.keep()
             print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
+
+    def keep(self) -> dict[str, Any]:
+        """What the file holds now."""
+        self.result.values |= values_of(self.result.rows, self.result.values.get("copy_gb_per_s"))
+        return save(self.result, self.folder)
 
     def measure(self, cell: Cell) -> None:
         of_pass, seqlen = cell
@@ -124,14 +134,19 @@ class Study:
         facts: dict[str, dict[str, Any]] = {}
         judge = Judge(inputs, dy)
         for name, run in ours(cell, inputs, dy):
-            found, facts[name] = self.first_call(cell, name, run)
+            try:
+                found, facts[name] = self.first_call(cell, name, run)
+            except Exception as error:  # whatever its compiler or its launch raises: the others go on without it
+                refuse_if_lost(self.bench.device, name, error)
+                self.result.wrong.append(f"{name}, {words(cell)}: {first_line(error)}")
+                continue
             facts[name]["excess"] = max(judge.excess(found).values())
             facts[name]["rms_error"] = max(judge.rms_errors(found).values())
             if facts[name]["excess"] > 1:
                 self.result.wrong.append(f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows")
             else:
                 runs[name] = run
-        if cell[0] == "forward":
+        if cell[0] == "forward" and {SEQUENTIAL, tile(128)} <= runs.keys():
             for name, kept in kept_bytes(inputs).items():
                 facts[name]["kept_bytes"] = kept
         del judge
@@ -190,21 +205,30 @@ def loop_us(inputs: ScanInputs) -> float:
     return 1e3 * start.elapsed_time(stop)
 
 
+def pages(content: Mapping[str, Any], folder: Path) -> None:
+    rows, stated = content["rows"], published.load(NAME)
+    sections = {"Times": quoted(stated, rows, gpu_of(content)), **report.tables(rows)}
+    write_pages(content, folder, sections, drawn(partial(report.paint, rows), (9, 4.2)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
-    parser.add_argument("--budget", type=float, default=60, help="seconds")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
+    where.add_argument(
+        "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
+    )
+    parser.add_argument("--budget", type=float, default=150, help="seconds")
     options = parser.parse_args()
+    if options.file:
+        pages(stored(NAME, options.file), options.file.parent)
+        return 0
     if not torch.cuda.is_available():
         raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
-    study = Study(options.budget)
-    finished = measured(study.result, study.run)
-    study.result.values |= values_of(study.result.rows, study.result.values.get("copy_gb_per_s"))
-    plot = drawn(partial(report.paint, study.result.rows), (9, 4.2))
-    beside = quoted(published("scan-003"), study.result.rows, gpu_name())
-    write(study.result, options.out, {"Times": beside, **report.tables(study.result.rows)}, plot)
-    print((options.out / "scan-003.md").read_text(encoding="utf-8"))
-    return exit_code(study.result, finished)
+    study = Study(options.budget, options.out)
+    code = measured(study.result, study.run)
+    pages(study.keep(), options.out)
+    return exit_code(study.result, code)
 
 
 if __name__ == "__main__":

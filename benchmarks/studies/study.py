@@ -1,12 +1,11 @@
-"""What the runners of the studies share: timing calls in turns, judging claims, and the files of a result."""
+"""What the runners of the studies share: timing calls in turns, and the files of a result."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
-import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -15,22 +14,17 @@ from typing import Any
 
 from tabulate import tabulate
 
+sys.path.append(str(Path(__file__).parents[1]))  # `reproducing` lies there, and Python looks beside the runner only
+from reproducing import judging, published, rendering
+from reproducing import result as results
+
 from ssdprof import __version__, environment
-from ssdprof.environment.machine import gpu
-from ssdprof.errors import ExitCode
+from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
+from ssdprof.errors import ExitCode, SsdprofError
+from ssdprof.files import write_text
+from ssdprof.measure.faults import first_line
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench, time_in_turns
-
-INTERRUPTED = 130
-PUBLISHED = Path(__file__).parent.parent / "published"
-_COMPARISON = re.compile(r"(\w+) (<=|>=|<|>|==) (-?\d+(?:\.\d+)?)")
-_HOLDS: dict[str, Callable[[float, float], bool]] = {
-    "<=": lambda a, b: a <= b,
-    ">=": lambda a, b: a >= b,
-    "<": lambda a, b: a < b,
-    ">": lambda a, b: a > b,
-    "==": lambda a, b: a == b,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +58,11 @@ class Result:
         return time.monotonic() - self.began
 
     def document(self) -> dict[str, Any]:
+        words = ("python", f"benchmarks/studies/{Path(sys.argv[0]).name}", *sys.argv[1:])
         return {
             "study": self.study,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": f"python benchmarks/studies/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+            "command": results.typed(words),
             "ssdprof_version": __version__,
             "environment": environment.collect().model_dump(mode="json"),
             "seconds": round(self.seconds, 1),
@@ -104,77 +99,39 @@ def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: A
     return {**cell, "contender": contender, **(asdict(time_of) if time_of else {}), **more}
 
 
-def measured(result: Result, run: Callable[[], None]) -> bool:
-    """Runs it, until it is interrupted: what it found by then is kept.  Whether it came to its end."""
+def measured(result: Result, run: Callable[[], None]) -> int:
+    """Runs it until it ends, is interrupted or fails: what it found by then is kept.  The exit code that this makes."""
     try:
         run()
     except KeyboardInterrupt:
-        result.missing["what comes after"] = "the run was interrupted"
-        return False
-    return True
+        why, code = "the run was interrupted", INTERRUPTED
+    except SsdprofError as error:
+        why, code = f"{error.message} {error.hint}", int(error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        why, code = first_line(error), INTERNAL_ERROR
+    else:
+        return int(ExitCode.OK)
+    result.missing["what comes after"] = why
+    print(f"The run ended early: {why}", file=sys.stderr)
+    return code
 
 
-def exit_code(result: Result, finished: bool) -> int:
-    """1 for a wrong output, 130 for an interruption; says on stderr what is wrong."""
+def exit_code(result: Result, so_far: int) -> int:
+    """1 for a wrong output, else that of `measured`; says on stderr what is wrong."""
     for line in result.wrong:
         print(f"wrong: {line}", file=sys.stderr)
-    if result.wrong:
-        return int(ExitCode.GATE_FAILED)
-    return int(ExitCode.OK) if finished else INTERRUPTED
-
-
-# --- claims
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A published claim beside what was measured."""
-
-    claim: str
-    quoted: str
-    measured: str
-    verdict: str
-    note: str = ""
-
-
-def published(study: str) -> dict[str, Any]:
-    """What benchmarks/published states of a study."""
-    return tomllib.loads((PUBLISHED / f"{study}.toml").read_text(encoding="utf-8"))
-
-
-def verdicts(document: Mapping[str, Any], values: Mapping[str, float], gpu: str) -> list[Verdict]:
-    """Every claim of a published document: inside or outside what was quoted, other GPU, or not measured.
-
-    gpu: the one that measured.  A claim about a time holds for the quoted GPU alone, one about a ratio for any.
-    """
-    return [_verdict(claim, values, claim.get("gpu", document["gpu"]) not in gpu) for claim in document["claim"]]
-
-
-def _verdict(claim: Mapping[str, Any], values: Mapping[str, float], other_gpu: bool) -> Verdict:
-    comparisons = _COMPARISON.findall(claim.get("holds", ""))
-    names = list(dict.fromkeys(name for name, _, _ in comparisons))
-    absent = [name for name in names if name not in values]
-    if not comparisons or absent:
-        verdict, measured = "not measured", claim.get("why", f"missing: {', '.join(absent)}")
-    else:
-        holds = all(_HOLDS[sign](values[name], float(bound)) for name, sign, bound in comparisons)
-        verdict = "inside" if holds else "outside"
-        if other_gpu:
-            verdict = "other GPU" if claim.get("absolute") else f"{verdict} (other GPU)"
-        measured = ", ".join(f"{name} {number(values[name])}" for name in names)
-    return Verdict(
-        claim=claim["words"], quoted=claim["quoted"], measured=measured, verdict=verdict, note=claim.get("note", "")
-    )
+    return int(ExitCode.GATE_FAILED) if result.wrong else so_far
 
 
 # --- files
 
 
 def number(value: Any) -> str:
-    """Four significant digits."""
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """A cell of a table: floats have four or five significant digits, None is empty."""
+    if isinstance(value, float):
+        return judging.number(value)
+    return "" if value is None else str(value)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -192,41 +149,32 @@ def ticks(panel: Any, values: Iterable[int]) -> None:
     panel.minorticks_off()
 
 
-def gpu_name() -> str:
-    """As torch calls the current GPU; "no GPU" if there is none."""
-    found = gpu()
-    return found.name if found else "no GPU"
+def gpu_of(content: Mapping[str, Any]) -> str:
+    """The GPU that measured a result, as torch calls it; "no GPU" if there was none."""
+    return results.understood(content["study"], published.load(content["study"]), content).gpu
 
 
-def write(result: Result, folder: Path, sections: Mapping[str, str], plot: str) -> None:
-    """<study>.json, <study>.md with its claims first, and <study>.svg."""
+def save(result: Result, folder: Path) -> dict[str, Any]:
+    """Writes <study>.json, whole or partial, and returns what it holds."""
+    content = result.document()
+    stated = published.load(result.study)
+    understood = results.understood(result.study, stated, content)
+    content["claims"] = [vars(one) for one in judging.claims(stated, understood.values, understood.gpu)]
     folder.mkdir(parents=True, exist_ok=True)
-    document, stated = result.document(), published(result.study)
-    machine = document["environment"]
-    versions, packages = machine["gpu"] or {"driver": "none", "cuda": "none"}, machine["packages"]
-    name = gpu_name()
-    found = verdicts(stated, result.values, name)
-    document["claims"] = [asdict(one) for one in found]
-    missing = "\n".join(f"- {what}: {why}" for what, why in result.missing.items())
-    lines = [
-        f"# {stated['title']}",
-        f"{stated['source']}  Quoted from {stated['gpu']}; measured on {name}.",
-        f"![{stated['title']}]({result.study}.svg)",
-        *(("## Wrong outputs", "\n".join(f"- {one}" for one in result.wrong)) if result.wrong else ()),
-        "## Claims",
-        table(
-            ("claim", "quoted", "measured", "verdict"),
-            ((one.claim, one.quoted, one.measured, one.verdict) for one in found),
-        ),
-        "\n".join(f"- {one.claim}: {one.note}" for one in found if one.note),
-        "## What the source leaves open, and what was chosen",
-        "\n".join(f"- {choice}" for choice in stated["choices"]),
-        *(part for title, text in sections.items() if text for part in (f"## {title}", text)),
-        *(("## Not measured", missing) if missing else ()),
-        f"{name}, driver {versions['driver']}, CUDA {versions['cuda']}, torch {packages['torch']}, Triton "
-        f"{packages['triton']}, Python {machine['python']}; {document['created']}; {document['seconds']} s; "
-        f"`{document['command']}`.",
-    ]
-    (folder / f"{result.study}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{result.study}.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    (folder / f"{result.study}.svg").write_text(plot, encoding="utf-8")
+    write_text(folder / f"{result.study}.json", json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def write_pages(content: Mapping[str, Any], folder: Path, sections: Mapping[str, str], plot: str) -> None:
+    """<study>.md, with its claims first, and <study>.svg, of what <study>.json holds."""
+    name = content["study"]
+    stated = published.load(name)
+    page = rendering.as_markdown(stated, results.understood(name, stated, content), sections)
+    write_text(folder / f"{name}.svg", plot)
+    write_text(folder / f"{name}.md", page)
+    print(page)
+
+
+def stored(study: str, file: Path) -> dict[str, Any]:
+    """What `save` wrote.  Raises BadInputError for any other file."""
+    return dict(results.load(study, published.load(study), file).stored)

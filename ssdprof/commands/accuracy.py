@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def accuracy(
-    run: options.Run = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", show_default="the latest run"),
+    ] = None,
     impl: Annotated[
         str | None,
         typer.Option(

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.grouped import grouped
+from ssdprof.commands.model_options import PlacedModelOptions
+
+if TYPE_CHECKING:
+    from ssdprof.pipeline.answers_request import AnswersRequest
 
 
-def answers(
-    model: options.Model,
-    seq: options.Seq = None,
-    layers: options.Layers = "all",
-    prompt: options.PromptText = "default",
-    prompt_file: options.PromptFile = None,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    segment: options.Segment = None,
-    placement: options.PlacementOption = None,
-    dtypes: options.Dtypes = "all",
-    states: options.States = "all",
-    impl: options.Implementations = "unfused,fused",
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """Whose answers are compared, with what, and what must hold."""
+
+    dtypes: options.Dtypes = "all"
+    states: options.States = "all"
+    impl: options.Implementations = "unfused,fused"
     reference: Annotated[
         Literal["auto", "oracle", "unfused"],
         typer.Option(
             help="What answers are compared with: the operator in fp64, or unfused exact.",
             show_default="oracle, unless it takes too long",
         ),
-    ] = "auto",
+    ] = "auto"
     weights: Annotated[
         Literal["auto", "own", "fp32"],
         typer.Option(
@@ -37,29 +36,49 @@ def answers(
             "operators' error is left.",
             show_default="own on a GPU, fp32 without",
         ),
-    ] = "auto",
+    ] = "auto"
     per_layer: Annotated[
-        bool, typer.Option("--per-layer", help="Also one layer at a time: which one is to blame.")
-    ] = False,
+        bool,
+        typer.Option("--per-layer", help="Also one layer at a time: which one is to blame."),
+    ] = False
     generate: Annotated[
         int,
         typer.Option(metavar="N", min=0, help="Compare N greedy tokens after the prompt, too.", show_default="none"),
-    ] = 0,
+    ] = 0
     max_kl: Annotated[
         float | None, typer.Option(metavar="X", help="Fail above this mean divergence, in nats.", show_default=False)
-    ] = None,
+    ] = None
     min_top1: Annotated[
         str | None,
         typer.Option(metavar="P%", help="Fail if fewer positions keep their most likely token.", show_default=False),
-    ] = None,
+    ] = None
     max_perplexity_increase: Annotated[
         str | None,
         typer.Option(metavar="P%", help="Fail if the prompt's perplexity rises by more.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
-    ] = None,
+    ] = None
+
+    def request(self) -> AnswersRequest:
+        """Raises BadInputError."""
+        from ssdprof.pipeline.answers_request import AnswersRequest, parse_gate
+        from ssdprof.pipeline.request import parse_implementations, parse_states
+        from ssdprof.schema import precisions_for
+
+        return AnswersRequest(
+            precisions=precisions_for("bf16", self.dtypes, parse_states(self.states)),
+            implementations=parse_implementations("--impl", self.impl),
+            reference=self.reference,
+            weights=self.weights,
+            per_layer=self.per_layer,
+            generate=self.generate,
+            gate=parse_gate(self.max_kl, self.min_top1, self.max_perplexity_increase),
+        )
+
+
+@grouped
+def answers(
+    model: PlacedModelOptions,
+    comparison: ComparisonOptions,
+    out: options.RunFolder = None,
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
@@ -69,25 +88,13 @@ def answers(
     A user's own prompt (--prompt-file) says most.  Exit code 0 says that every case was compared and within the limits
     of --max-kl, --min-top1 and --max-perplexity-increase, where given.  Exit code 1 says that one was not.
     """
-    from ssdprof.pipeline.answers_request import AnswersRequest, parse_gate
-    from ssdprof.pipeline.request import Keep, parse_implementations, parse_states
+    from ssdprof.pipeline.request import Keep
     from ssdprof.pipeline.subject import find, refuse_large
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
-    from ssdprof.schema import precisions_for
 
-    request = options.capture_request(
-        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, placement=placement
-    )
-    wanted = AnswersRequest(
-        precisions=precisions_for("bf16", dtypes, parse_states(states)),
-        implementations=parse_implementations("--impl", impl),
-        reference=reference,
-        weights=weights,
-        per_layer=per_layer,
-        generate=generate,
-        gate=parse_gate(max_kl, min_top1, max_perplexity_increase),
-    )
+    request = model.request()
+    wanted = comparison.request()
     subject = find(request, whole=True)
     refuse_large(subject)
     from ssdprof.pipeline.answers import answers as compare  # torch comes with it: after all that can be wrong without

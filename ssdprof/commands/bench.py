@@ -2,63 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.gate_options import GateOptions
+from ssdprof.commands.grouped import grouped
 
 if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
+    from ssdprof.operators.drawing import Cell, InputDType, Tokens
     from ssdprof.progress import Watcher
+    from ssdprof.schema import PrecisionRecord
 
-MAX_TOKENS = "256k"
 FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
 
 
-def bench(
-    operator: options.Operator,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="S[,S...]",
-            help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
-            show_default="mamba2-2.7b, qwen3-next-80b",
-        ),
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class DrawnOptions:
+    """The operator, and the inputs that are drawn for it."""
+
+    operator: options.Operator
+    shape: options.Shape = None
     seq: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Sequence lengths; 1k,...,256k doubles.")
-    ] = "1k,4k,16k,64k",
-    batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Batch sizes, each combined with every length.")] = "1",
-    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="Further pairs of batch x length: 8x4k,32x1k.")] = "",
-    packed: Annotated[
         str,
-        typer.Option(metavar="BxN-M[,...]", help="Packed sequences of random lengths: 64x1k-4k."),
-    ] = "",
+        typer.Option(metavar="N[,N...]", help="Sequence lengths; 1k,...,256k doubles."),
+    ] = "1k,4k,16k,64k"
+    batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Batch sizes, each combined with every length.")] = "1"
+    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="Further pairs of batch x length: 8x4k,32x1k.")] = ""
+    packed: Annotated[
+        str, typer.Option(metavar="BxN-M[,...]", help="Packed sequences of random lengths: 64x1k-4k.")
+    ] = ""
     max_tokens: Annotated[
         str, typer.Option(metavar="N", help="Leave out pairs of --batch and --seq with more tokens.")
-    ] = MAX_TOKENS,
-    dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16",
-    dtypes: options.Dtypes = "exact",
-    states: options.UsualStates = None,
+    ] = "256k"
+    dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16"
     layout: Annotated[
         Literal["contiguous", "views"],
         typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
-    ] = "contiguous",
+    ] = "contiguous"
     draw: Annotated[
         str, typer.Option(metavar="W[,W...]", help="Draw the inputs in another way: normalised, quarter-ungated (GDN).")
-    ] = "",
-    impl: options.Implementations = "unfused,fused",
-    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl; the baseline first.")] = "",
+    ] = ""
+
+    def grid(self) -> tuple[tuple[Cell, ...], tuple[Tokens, ...]]:
+        """The cells as they are without --draw, which needs torch, and what --max-tokens leaves out.
+
+        Raises BadInputError.
+        """
+        from ssdprof import operators
+        from ssdprof.bench.grid import expand, parse_dtypes, parse_tokens
+        from ssdprof.bench.shapes import parse_shapes
+        from ssdprof.capture.prompt import parse_seq
+
+        most = parse_seq(self.max_tokens)
+        tokens, too_large = parse_tokens(self.seq, self.batch, self.cells, self.packed, max_tokens=most)
+        shapes = parse_shapes(operators.shapes(self.operator), self.shape)
+        return expand(shapes, parse_dtypes(self.dtype), tokens, self.layout), too_large
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContenderOptions:
+    """Which implementations take part, and what they are compared with."""
+
+    dtypes: options.Dtypes = "exact"
+    states: options.UsualStates = None
+    impl: options.Implementations = "unfused,fused"
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl; the baseline first.")] = ""
     published: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The same as --against published=DIR.", exists=True, file_okay=False),
-    ] = None,
+    ] = None
     also: Annotated[
-        str,
-        typer.Option(metavar="I[,I...]", help="Further names: fused_portable (GDN), recurrent_in_place (SSD)."),
-    ] = "",
+        str, typer.Option(metavar="I[,I...]", help="Further names: fused_portable (GDN), recurrent_in_place (SSD).")
+    ] = ""
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +87,7 @@ def bench(
             help="The implementation that speedups are over.",
             show_default="the first of --against, else unfused",
         ),
-    ] = None,
+    ] = None
     match_with: Annotated[
         str | None,
         typer.Option(
@@ -74,7 +95,7 @@ def bench(
             help="The implementation whose outputs the others' are compared with, element by element.",
             show_default="unfused",
         ),
-    ] = None,
+    ] = None
     chunk_size: Annotated[
         str,
         typer.Option(
@@ -82,26 +103,56 @@ def bench(
             help="Chunk sizes from which implementations that do not choose their own take the fastest.",
             show_default="128,256 of SSD",
         ),
-    ] = "best",
+    ] = "best"
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Names of --against; --published gives one of them its checkout."""
+        names = [word.strip() for word in self.against.split(",") if word.strip()]
+        checkout = [] if self.published is None else [f"published={self.published}"]
+        return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))
+
+    def names(self) -> tuple[str, ...]:
+        """All that take part; other libraries are the first.  Raises BadInputError."""
+        from ssdprof.pipeline.request import parse_implementations
+
+        further = parse_implementations("--also", self.also) if self.also else ()
+        return (*self.libraries, *parse_implementations("--impl", self.impl), *further)
+
+    def precisions(self) -> Callable[[InputDType], tuple[PrecisionRecord, ...]]:
+        """Those of our implementations, for inputs of a dtype.  Raises BadInputError."""
+        from ssdprof.pipeline.request import parse_states
+        from ssdprof.schema import precisions_for
+
+        states = None if self.states is None else parse_states(self.states)
+        return lambda dtype: precisions_for(dtype, self.dtypes, states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTimingOptions(options.TimingOptions):
+    """The same, and how much is checked and how long the bench takes."""
+
     check: Annotated[
         Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
-    ] = "full",
+    ] = "full"
     budget: Annotated[
         float | None, typer.Option(metavar="SECONDS", min=1, help="Wall-clock time in all.", show_default="no limit")
-    ] = None,
+    ] = None
     first_call: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Stop a first call, which compiles, after this time.")
-    ] = FIRST_CALL,
-    min_speedup: options.MinSpeedup = None,
-    min_match: options.MinMatch = None,
-    max_rms_ratio: options.MaxRmsRatio = None,
-    config: options.Config = None,
+    ] = FIRST_CALL
+
+
+@grouped
+def bench(
+    drawn: DrawnOptions,
+    contenders: ContenderOptions,
+    timing: BenchTimingOptions,
+    gates: GateOptions,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every cell.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
-    clock: options.Clock = "cold",
-    smallest_difference: options.SmallestDifference = "1%",
+    force: options.Force = False,
     no_tuned: options.NoTuned = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown on stdout.")] = False,
     as_json: options.Json = False,
@@ -112,21 +163,15 @@ def bench(
     refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
     from ssdprof import files, operators
-    from ssdprof.bench.grid import expand, parse_chunk_sizes, parse_dtypes, parse_tokens
-    from ssdprof.bench.shapes import parse_shapes
-    from ssdprof.capture.prompt import parse_seq
+    from ssdprof.bench.grid import parse_chunk_sizes
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import parse_implementations, parse_percent, parse_states
-    from ssdprof.settings import gates
 
-    tokens, too_large = parse_tokens(seq, batch, cells, packed, max_tokens=parse_seq(max_tokens))
-    shapes, input_dtypes = parse_shapes(operators.shapes(operator), shape), parse_dtypes(dtype)
-    sizes = parse_chunk_sizes(chunk_size)
-    state_dtypes = None if states is None else parse_states(states)
-    smallest = parse_percent("--smallest-difference", smallest_difference)
-    names = parse_implementations("--impl", impl)
-    further = parse_implementations("--also", also) if also else ()
-    limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
+    cells, too_large = drawn.grid()
+    sizes = parse_chunk_sizes(contenders.chunk_size)
+    precisions = contenders.precisions()
+    smallest = timing.smallest()
+    names = contenders.names()
+    limits = gates.chosen()
     if out is not None:
         files.check_target(out, replace=force)
 
@@ -141,47 +186,44 @@ def bench(
     from ssdprof.environment.present import require_gpu
     from ssdprof.operators.named import Roster
     from ssdprof.progress import Unwatched
-    from ssdprof.schema import precisions_for
 
-    record = operators.get(operator)
-    drawing = record.drawing
-    if sizes and not drawing.chunk_sizes:
+    record = operators.get(drawn.operator)
+    if sizes and not record.drawing.chunk_sizes:
         raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
-    libraries = _libraries(against, published)
     roster = Roster(torch.device("cuda"))
-    named = [roster.get(record, word) for word in (*libraries, *names, *further)]
-    over = roster.get(record, baseline or next(iter(libraries), record.baseline))
-    matched = roster.get(record, match_with) if match_with else None
+    named = [roster.get(record, name) for name in names]
+    over = roster.get(record, contenders.baseline or next(iter(contenders.libraries), record.baseline))
+    matched = roster.get(record, contenders.match_with) if contenders.match_with else None
     if matched and matched.name != record.baseline and limits.min_match:
         raise BadInputError(
             f"--min-match judges matches with {record.baseline}, and --match-with names {matched.name}.",
             "Leave one of them out.",
         )
-    grid = expand(shapes, input_dtypes, tokens, layout, ways(record, draw))
+    way = ways(record, drawn.draw)
     require_gpu(*NEEDS_GPU)
     _ = over.present, matched and matched.present
     ranks = options.join_ranks({})
     options.use_tuned(no_tuned)
     request = BenchRequest(
         operator=record,
-        cells=grid,
-        precisions=lambda dtype: precisions_for(dtype, dtypes, state_dtypes),
+        cells=tuple(replace(cell, drawn=way) for cell in cells),
+        precisions=precisions,
         named=tuple({one.name: one for one in (*named, over, matched) if one}.values()),
         baseline=over.name,
         match_with=matched.name if matched else record.baseline,
-        chunk_sizes=sizes or drawing.chunk_sizes,
-        check=check,
-        budget=budget,
-        first_call=first_call,
+        chunk_sizes=sizes or record.drawing.chunk_sizes,
+        check=timing.check,
+        budget=timing.budget,
+        first_call=timing.first_call,
         smallest_difference=smallest,
-        warm=clock == "warm",
+        warm=timing.warm,
         gates=limits,
         command=terminal.command_line(),
     )
     told = ranks is None or ranks.first
     watcher: Watcher = terminal.TerminalWatcher() if told else Unwatched()
     for one in too_large:
-        watcher.say(f"{one} is left out: it has more than {max_tokens} tokens.")
+        watcher.say(f"{one} is left out: it has more than {drawn.max_tokens} tokens.")
 
     cells_kept = 0
 
@@ -196,7 +238,7 @@ def bench(
     except KeyboardInterrupt:
         if not cells_kept:
             raise
-        raise KeyboardInterrupt(f"Kept in {out}, marked as partial: {cells_kept} of {len(grid)} cells.") from None
+        raise KeyboardInterrupt(f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells.") from None
     if not told:
         return  # the first rank tells
     if as_json:
@@ -207,10 +249,3 @@ def bench(
         terminal.out().print(render.terminal(report))
     if broken := gate.wrong(report) + gate.failed(report):
         terminal.gate_failed(broken)
-
-
-def _libraries(against: str, published: Path | None) -> tuple[str, ...]:
-    """Names of --against; --published gives one of them its checkout."""
-    names = [word.strip() for word in against.split(",") if word.strip()]
-    checkout = [] if published is None else [f"published={published}"]
-    return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))

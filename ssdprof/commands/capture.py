@@ -8,22 +8,13 @@ from typing import Annotated
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.grouped import grouped
+from ssdprof.commands.model_options import ServedModelOptions
 
 
+@grouped
 def capture(
-    model: options.Model,
-    seq: options.Seq = None,
-    layers: options.Layers = "all",
-    prompt: options.PromptText = "default",
-    prompt_file: options.PromptFile = None,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    segment: options.Segment = None,
-    placement: options.PlacementOption = None,
-    batch: options.Batch = 1,
-    packed: options.Packed = None,
-    chunked_prefill: options.ChunkedPrefill = None,
-    decode: options.Decode = 0,
+    model: ServedModelOptions,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -41,13 +32,9 @@ def capture(
 
     A layer of a large model at 128k tokens takes gigabytes.
     """
-    from ssdprof.pipeline.request import parse_serving
     from ssdprof.pipeline.subject import find
 
-    serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
-    request = options.capture_request(
-        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving, placement
-    )
+    request = model.request()
     subject = find(request)
     if dry_run:
         from ssdprof.pipeline.dry_run import plan

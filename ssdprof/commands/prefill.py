@@ -2,50 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.grouped import grouped
+from ssdprof.commands.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from ssdprof.schema.prefill import PrefillReport
 
-Batch = Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt, side by side.")]
-SurroundingsOption = Annotated[
-    Literal["both", "model", "bundled"],
-    typer.Option(help="Convolution and gated norm: the model's own, the bundled kernels, or first these, then those."),
-]
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(options.PrecisionOptions):
+    """Which implementations are timed, and for how long."""
 
-def prefill(
-    model: options.Model,
-    seq: options.Seq = None,
-    batch: Batch = 1,
-    layers: options.Layers = "all",
-    prompt: options.PromptText = "default",
-    prompt_file: options.PromptFile = None,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    segment: options.Segment = None,
-    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
-    states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
-    impl: options.Implementations = "unfused,fused",
-    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl.")] = "",
-    baseline: options.Baseline = "unfused",
-    first_call: options.FirstCall = 180,
-    surroundings: SurroundingsOption = "both",
-    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each set of prefills.")] = 20,
+    impl: options.Implementations = "unfused,fused"
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl.")] = ""
+    baseline: options.Baseline = "unfused"
+    first_call: options.FirstCall = 180
+    surroundings: Annotated[
+        Literal["both", "model", "bundled"],
+        typer.Option(
+            help="Convolution and gated norm: the model's own, the bundled kernels, or first these, then those."
+        ),
+    ] = "both"
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each set of prefills.")] = 20
     budget: Annotated[
         float | None,
         typer.Option(metavar="S", min=1, help="Leave out what does not fit into this time.", show_default="no limit"),
-    ] = None,
+    ] = None
+
+    def names(self) -> tuple[str, ...]:
+        """All that are timed.  Raises BadInputError."""
+        from ssdprof.pipeline.request import parse_implementations
+
+        return parse_implementations("--impl", f"{self.impl},{self.against}" if self.against else self.impl)
+
+
+@grouped
+def prefill(
+    model: ModelOptions,
+    *,
+    batch: Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt, side by side.")] = 1,
+    timed: PrefillOptions,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every step.")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", parser=options.path, help="Write Markdown to FILE.")
+        Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write Markdown to FILE.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
     min_speedup: Annotated[
@@ -65,11 +73,11 @@ def prefill(
     NVIDIA GPU.  Exit code 1 says that an implementation failed, or that --min-speedup does not hold.
     """
     from ssdprof import files
-    from ssdprof.pipeline.request import parse_implementations, parse_percent
+    from ssdprof.pipeline.request import parse_percent
     from ssdprof.settings import gates
 
-    request = options.capture_request(model, revision, tokenizer, prompt, prompt_file, seq, layers, segment)
-    names = parse_implementations("--impl", f"{impl},{against}" if against else impl)
+    request = model.request()
+    names = timed.names()
     smallest = parse_percent("--smallest-difference", smallest_difference)
     limits = gates.of_prefill(config, min_speedup)
     for file in (out, markdown):
@@ -81,7 +89,6 @@ def prefill(
     from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.runs import prefill_file
-    from ssdprof.schema import PrecisionRecord
     from ssdprof.schema.prefill_rows import broken_gates
 
     require_gpu(*NEEDS_GPU)
@@ -97,12 +104,12 @@ def prefill(
     wanted = PrefillRequest(
         model=request,
         batch=batch,
-        precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
-        surroundings=SURROUNDINGS if surroundings == "both" else (surroundings,),
-        lineup=line_up(names, baseline, subject.layers),
-        first_call_s=first_call,
-        seconds=seconds,
-        budget=budget,
+        precision=timed.record(),
+        surroundings=SURROUNDINGS if timed.surroundings == "both" else (timed.surroundings,),
+        lineup=line_up(names, timed.baseline, subject.layers),
+        first_call_s=timed.first_call,
+        seconds=timed.seconds,
+        budget=timed.budget,
         smallest_difference=smallest,
         gates=limits,
         command=terminal.command_line(),

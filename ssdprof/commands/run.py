@@ -2,68 +2,135 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.gate_options import GateOptions
+from ssdprof.commands.grouped import grouped
+from ssdprof.commands.model_options import MODEL_HELP, ServedModelOptions
 
 if TYPE_CHECKING:
-    from ssdprof.pipeline.request import CaptureRequest
-    from ssdprof.schema import RunReport
+    from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
+    from ssdprof.schema import Gates, RunReport
 
 
-def run(
-    model: options.ModelOrCaptures,
-    seq: options.Seq = None,
-    layers: options.Layers = "all",
-    prompt: options.PromptText = "default",
-    prompt_file: options.PromptFile = None,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    segment: options.Segment = None,
-    placement: options.PlacementOption = None,
-    batch: options.Batch = 1,
-    packed: options.Packed = None,
-    chunked_prefill: options.ChunkedPrefill = None,
-    decode: options.Decode = 0,
-    tensor_parallel: options.TensorParallel = 1,
-    dtypes: options.Dtypes = "all",
-    states: options.UsualStates = None,
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(ServedModelOptions):
+    """A model on a prompt, or stored captures."""
+
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a folder of stored captures.", show_default=False),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Which implementations are compared, at which precisions, and on how many of the heads."""
+
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Replay what one of N GPUs computes that share each layer's heads.",
+            show_default=True,
+        ),
+    ] = 1
+    dtypes: options.Dtypes = "all"
+    states: options.UsualStates = None
     cast: Annotated[
         Literal["fp16", "bf16", "fp32"] | None,
         typer.Option(help="Replay the captured inputs in this dtype.", show_default="the model's"),
-    ] = None,
-    impl: options.Implementations = "unfused,fused",
-    baseline: options.Baseline = "unfused",
-    first_call: options.FirstCall = 180,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=options.path, help="Folder of the run.", show_default="runs/<time>-<model>"),
-    ] = None,
+    ] = None
+    impl: options.Implementations = "unfused,fused"
+    baseline: options.Baseline = "unfused"
+    first_call: options.FirstCall = 180
+
+    def request(self, timing: options.TimingOptions, gates: Gates) -> ReplayRequest:
+        """Raises BadInputError."""
+        from ssdprof.pipeline.request import ReplayRequest, parse_implementations, parse_states
+
+        return ReplayRequest(
+            intermediates=self.dtypes,
+            states=None if self.states is None else parse_states(self.states),
+            implementations=parse_implementations("--impl", self.impl),
+            baseline=self.baseline,
+            first_call_s=self.first_call,
+            smallest_difference=timing.smallest(),
+            warm=timing.warm,
+            cast=self.cast,
+            tensor_parallel=self.tensor_parallel,
+            gates=gates,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """What is kept, and what other commands add to it."""
+
+    out: options.RunFolder = None
     save_captures: Annotated[
         bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
-    ] = False,
+    ] = False
     answers: Annotated[
         bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
-    ] = False,
+    ] = False
     stalls: Annotated[
-        bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")
-    ] = False,
+        bool,
+        typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'."),
+    ] = False
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Also time the whole model's prefill: see 'ssdprof prefill'.")
-    ] = False,
-    clock: options.Clock = "cold",
-    smallest_difference: options.SmallestDifference = "1%",
-    min_speedup: options.MinSpeedup = None,
-    min_match: options.MinMatch = None,
-    max_rms_ratio: options.MaxRmsRatio = None,
-    config: options.Config = None,
+    ] = False
+
+    def keep(self) -> Keep:
+        from ssdprof.pipeline.request import Keep
+
+        return Keep(out=self.out, save_captures=self.save_captures, command=terminal.command_line())
+
+    def check(self, request: CaptureRequest, replay: ReplayRequest) -> None:
+        """BadInputError if what is added does not go with what is replayed."""
+        from ssdprof.errors import BadInputError
+        from ssdprof.pipeline.request import ServingRequest
+        from ssdprof.pipeline.subject import captures_of
+
+        added = {"--answers": self.answers, "--prefill": self.prefill, "--stalls": self.stalls}
+        given = [option for option, wanted in added.items() if wanted]
+        if replay.cast is not None and given:
+            raise BadInputError(
+                f"--cast and {given[0]} exclude each other: --cast changes the inputs of the replay alone.",
+                "Leave out one of them.",
+            )
+        if self.stalls and replay.tensor_parallel > 1:
+            raise BadInputError(
+                "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
+                "Leave out one of them.",
+            )
+        served = request.prompt.serving != ServingRequest() or replay.tensor_parallel > 1
+        if served and (self.answers or self.prefill):
+            raise BadInputError(
+                f"{given[0]} takes one sequence, whole, through all heads of the model.",
+                "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
+            )
+        if self.prefill and (folder := captures_of(request)) is not None:
+            raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
+
+
+@grouped
+def run(
+    subject: SubjectOptions,
+    replay: ReplayOptions,
+    result: ResultOptions,
+    timing: options.TimingOptions,
+    gates: GateOptions,
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
-    full: options.Full = False,
+    full: Annotated[bool, typer.Option("--full", help="Print every table, not one screen.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
@@ -72,89 +139,51 @@ def run(
     not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
     interrupted.
     """
-    from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import (
-        Keep,
-        ReplayRequest,
-        ServingRequest,
-        parse_implementations,
-        parse_percent,
-        parse_serving,
-        parse_states,
-    )
     from ssdprof.pipeline.subject import find_to_replay
     from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
-    from ssdprof.settings import gates
 
-    others = {"--answers": answers, "--prefill": prefill, "--stalls": stalls}
-    if cast is not None and (given := [option for option, wanted in others.items() if wanted]):
-        raise BadInputError(
-            f"--cast and {given[0]} exclude each other: --cast changes the inputs of the replay alone.",
-            "Leave out one of them.",
-        )
-    if stalls and tensor_parallel > 1:
-        raise BadInputError(
-            "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
-            "Leave out one of them.",
-        )
-    limits = gates.chosen(config, min_speedup=min_speedup, min_match=min_match, max_rms_ratio=max_rms_ratio)
-    serving = parse_serving(batch, packed, chunked_prefill, decode, seq=seq, segment=segment)
-    if (answers or prefill) and (serving != ServingRequest() or tensor_parallel > 1):
-        raise BadInputError(
-            f"{'--answers' if answers else '--prefill'} takes one sequence, whole, through all heads of the model.",
-            "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
-        )
-    request = options.capture_request(
-        model, revision, tokenizer, prompt, prompt_file, seq, layers, segment, serving, placement
-    )
-    replay = ReplayRequest(
-        intermediates=dtypes,
-        states=None if states is None else parse_states(states),
-        implementations=parse_implementations("--impl", impl),
-        baseline=baseline,
-        first_call_s=first_call,
-        smallest_difference=parse_percent("--smallest-difference", smallest_difference),
-        warm=clock == "warm",
-        cast=cast,
-        tensor_parallel=tensor_parallel,
-        gates=limits,
-    )
-    if prefill:
-        options.refuse_captures(request, "--prefill")
+    request = subject.request()
+    wanted = replay.request(timing, gates.chosen())
+    result.check(request, wanted)
     ranks = options.join_ranks(
-        {"--answers": answers, "--stalls": stalls, "--prefill": prefill, "--save-captures": save_captures}
+        {
+            "--answers": result.answers,
+            "--stalls": result.stalls,
+            "--prefill": result.prefill,
+            "--save-captures": result.save_captures,
+        }
     )
-    found = find_to_replay(request, save_captures=save_captures, whole=answers)
+    found = find_to_replay(request, save_captures=result.save_captures, whole=result.answers)
     from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
     from ssdprof.pipeline.run import run as run_model
     from ssdprof.progress import Unwatched
 
-    if dry_run and (ranks is None or ranks.first):
+    told = ranks is None or ranks.first  # the first rank tells
+    if dry_run and told:
         from ssdprof.pipeline.dry_run import check_placed, plan
 
-        planned = plan(found, request, tensor_parallel=tensor_parallel)
+        planned = plan(found, request, tensor_parallel=replay.tensor_parallel)
         terminal.show_plan(planned, as_json)
-        check(found, replay)
+        check(found, wanted)
         check_placed(planned, found, request)
     if dry_run:
         return
-    replay = replace(replay, gates=options.gates_here(limits, speedup_given=min_speedup is not None))
+    wanted = replace(wanted, gates=gates.judged_here(wanted.gates))
     tuned = options.use_tuned(no_tuned)
-    keep = Keep(out=out, save_captures=save_captures, command=terminal.command_line())
-    watcher = Unwatched() if ranks is not None and not ranks.first else terminal.TerminalWatcher()
-    folder, report = run_model(request, replay, keep, watcher, found=found, ranks=ranks)
-    if ranks is not None and not ranks.first:
-        return  # the first rank tells
-    if prefill:
-        report = _prefill(request, replay.smallest_difference, folder, report)
+    watcher = terminal.TerminalWatcher() if told else Unwatched()
+    folder, report = run_model(request, wanted, result.keep(), watcher, found=found, ranks=ranks)
+    if not told:
+        return
+    if result.prefill:
+        report = _prefill(request, wanted.smallest_difference, folder, report)
     if as_json:
         print(document.dump(report))
     else:
         terminal.err().print(f"Kept in {folder}.")
         terminal.out().print(tables.render(report) if full else brief.render(report))
-    if stalls:
+    if result.stalls:
         _stalls(request, folder, report, tuned, as_json)
         if not as_json:
             terminal.out().print(*tables.verdicts(report), sep="\n")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.grouped import grouped
 
 
-def stalls(
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Which layer is profiled, and with which implementations."""
+
     where: Annotated[
         str | None,
         typer.Argument(
@@ -18,16 +23,26 @@ def stalls(
             help="A run, a model, or a folder of stored captures.",
             show_default="the latest run",
         ),
-    ] = None,
+    ] = None
     layer: Annotated[
         int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="of a run the middle one")
-    ] = None,
-    impl: options.Implementations = "unfused,fused",
+    ] = None
+    impl: options.Implementations = "unfused,fused"
     seq: Annotated[
         str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="of a run the longest")
-    ] = None,
-    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact",
-    states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32",
+    ] = None
+
+    def seqlen(self) -> int | None:
+        """Tokens of the prompt.  Raises BadInputError."""
+        from ssdprof.capture.prompt import parse_seq
+
+        return None if self.seq is None else parse_seq(self.seq)
+
+
+@grouped
+def stalls(
+    profiled: ProfileOptions,
+    precision: options.PrecisionOptions,
     files: Annotated[
         list[Path] | None,
         typer.Option(
@@ -61,16 +76,18 @@ def stalls(
     from ssdprof.files import check_target
     from ssdprof.pipeline.request import parse_implementations
 
-    if where is not None and not where.strip():
+    if profiled.where is not None and not profiled.where.strip():
         raise BadInputError(
             "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
         )
     if markdown is not None:
         check_target(markdown, replace=force)
-    implementations = parse_implementations("--impl", impl)
-    seqlen = None if seq is None else _one_length(seq)
-    if files:
-        _refuse(where, layer, seq, out)
+    implementations = parse_implementations("--impl", profiled.impl)
+    seqlen = profiled.seqlen()
+    if files and any(given is not None for given in (profiled.where, profiled.layer, seqlen, out)):
+        raise BadInputError(
+            "--from reads what was profiled already.", "A run or model, --layer, --seq and --out do not go with it."
+        )
 
     # these import torch: after all words that can be checked without
     _refuse_unknown(implementations)
@@ -79,18 +96,17 @@ def stalls(
     from ssdprof.pipeline.stalls import from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
-    from ssdprof.schema import PrecisionRecord
 
     folder: Path | None = None
     if files:
         report = from_files(files)
     else:
         request = StallRequest(
-            where=where,
-            layer=layer,
+            where=profiled.where,
+            layer=profiled.layer,
             seqlen=seqlen,
             implementations=implementations,
-            precision=PrecisionRecord(intermediates=dtypes, state_dtype=states),
+            precision=precision.record(),
             timeout_s=timeout,
             out=out,
             overwrite=force,
@@ -109,21 +125,6 @@ def stalls(
             terminal.err().print(f"Kept in {written}.")
     if report.missing:
         raise typer.Exit(ExitCode.MISSING_CAPABILITY)
-
-
-def _refuse(where: str | None, layer: int | None, seq: str | None, out: Path | None) -> None:
-    from ssdprof.errors import BadInputError
-
-    if where is not None or layer is not None or seq is not None or out is not None:
-        raise BadInputError(
-            "--from reads what was profiled already.", "A run or model, --layer, --seq and --out do not go with it."
-        )
-
-
-def _one_length(seq: str) -> int:
-    from ssdprof.capture.prompt import parse_seq
-
-    return parse_seq(seq)
 
 
 def _refuse_unknown(names: tuple[str, ...]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdprof.commands import options, terminal
+from ssdprof.commands.grouped import grouped
 
 if TYPE_CHECKING:
     import torch
@@ -19,22 +21,18 @@ if TYPE_CHECKING:
 DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "1k,8k,64k", "1", "bf16"
 
 
-def tune(
-    operator: options.Operator = "ssd",
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What the kernels are tuned for: captured inputs, or drawn ones."""
+
+    operator: options.Operator = "ssd"
     where: Annotated[
         str | None,
         typer.Argument(
             metavar="RUN|CAPTURES", help="Tune on captured inputs instead of drawn ones.", show_default=False
         ),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="S[,S...]",
-            help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
-            show_default="mamba2-2.7b, qwen3-next-80b",
-        ),
-    ] = None,
+    ] = None
+    shape: options.Shape = None
     seq: Annotated[
         str | None,
         typer.Option(
@@ -42,27 +40,73 @@ def tune(
             help="Sequence lengths; 1k,...,256k doubles.",
             show_default=f"{DEFAULT_SEQ}; of captures, all there are",
         ),
-    ] = None,
+    ] = None
     batch: Annotated[
         str | None,
         typer.Option(
             metavar="B[,B...]", help="Batch sizes, each combined with every length.", show_default=DEFAULT_BATCH
         ),
-    ] = None,
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.", show_default=DEFAULT_DTYPE),
-    ] = None,
-    dtypes: options.Dtypes = "exact",
+    ] = None
+    dtypes: options.Dtypes = "exact"
     budget: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", min=1, help="Start no new search after this time.", show_default="no limit"),
-    ] = None,
+    ] = None
+
+    def request(self) -> tuple[TuneRequest, torch.device]:
+        """The request, and the GPU to tune.
+
+        Raises BadInputError before torch is imported, and MissingCapabilityError without a GPU.
+        """
+        from ssdprof import operators
+        from ssdprof.bench.grid import expand, lengths, parse_dtypes, parse_tokens
+        from ssdprof.bench.shapes import parse_shapes
+        from ssdprof.errors import BadInputError
+
+        shapes = operators.shapes(self.operator)
+        seqlens: tuple[int, ...] | None = None
+        cells: tuple[Cell, ...] = ()
+        if self.where is not None:
+            if self.shape is not None or self.batch is not None or self.dtype is not None:
+                raise BadInputError(
+                    "Captured inputs have a shape, a batch and a dtype.",
+                    "--shape, --batch and --dtype go without captures.",
+                )
+            seqlens = None if self.seq is None else lengths(self.seq)
+        else:
+            tokens, _ = parse_tokens(self.seq or DEFAULT_SEQ, self.batch or DEFAULT_BATCH, "", "", max_tokens=2**31)
+            dtypes = parse_dtypes(self.dtype or DEFAULT_DTYPE)
+            cells = expand(parse_shapes(shapes, self.shape), dtypes, tokens, "contiguous")
+
+        from ssdprof.tuning import problems
+        from ssdprof.tuning.run import TuneRequest, gpu_to_tune
+
+        device = gpu_to_tune()
+        record = operators.get(self.operator)
+        request = TuneRequest(
+            operator=record,
+            sources=problems.drawn(record, cells, device)
+            if self.where is None
+            else problems.captured(record, self.where, seqlens, device),
+            intermediates=("exact", "relaxed") if self.dtypes == "all" else (self.dtypes,),
+            budget=self.budget,
+            command=terminal.command_line(),
+        )
+        return request, device
+
+
+@grouped
+def tune(
+    wanted: SearchOptions,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", parser=options.path, help="Write all candidates and their times to FILE as JSON."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    force: options.Force = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the candidates, and stop.")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Delete the stored results, and stop.")] = False,
     as_json: options.Json = False,
@@ -79,7 +123,7 @@ def tune(
         return
     if out is not None:
         files.check_target(out, replace=force)
-    request, device = _request(operator, where, shape, seq, batch, dtype, dtypes, budget)
+    request, device = wanted.request()
     if dry_run:
         _list(request, as_json)
         return
@@ -140,50 +184,3 @@ def _list(request: TuneRequest, as_json: bool) -> None:
         terminal.print_json([search.model_dump(mode="json") for search in searches])
     else:
         terminal.out().print(SplitTable(tables.dry(searches)))
-
-
-def _request(
-    operator: str,
-    where: str | None,
-    shape: str | None,
-    seq: str | None,
-    batch: str | None,
-    dtype: str | None,
-    dtypes: Literal["exact", "relaxed", "all"],
-    budget: float | None,
-) -> tuple[TuneRequest, torch.device]:
-    """Words are read before torch is imported, and before a GPU is missed."""
-    from ssdprof import operators
-    from ssdprof.bench.grid import expand, lengths, parse_dtypes, parse_tokens
-    from ssdprof.bench.shapes import parse_shapes
-    from ssdprof.errors import BadInputError
-
-    shapes = operators.shapes(operator)
-    seqlens: tuple[int, ...] | None = None
-    cells: tuple[Cell, ...] = ()
-    if where is not None:
-        if shape is not None or batch is not None or dtype is not None:
-            raise BadInputError(
-                "Captured inputs have a shape, a batch and a dtype.",
-                "--shape, --batch and --dtype go without captures.",
-            )
-        seqlens = None if seq is None else lengths(seq)
-    else:
-        tokens, _ = parse_tokens(seq or DEFAULT_SEQ, batch or DEFAULT_BATCH, "", "", max_tokens=2**31)
-        cells = expand(parse_shapes(shapes, shape), parse_dtypes(dtype or DEFAULT_DTYPE), tokens, "contiguous")
-
-    from ssdprof.tuning import problems
-    from ssdprof.tuning.run import TuneRequest, gpu_to_tune
-
-    device = gpu_to_tune()
-    record = operators.get(operator)
-    request = TuneRequest(
-        operator=record,
-        sources=problems.drawn(record, cells, device)
-        if where is None
-        else problems.captured(record, where, seqlens, device),
-        intermediates=("exact", "relaxed") if dtypes == "all" else (dtypes,),
-        budget=budget,
-        command=terminal.command_line(),
-    )
-    return request, device

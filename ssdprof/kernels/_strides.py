@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from ssdprof.kernels._triton import INTERPRETED
 
 def strides_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return () if tensor is None else tensor.stride()
+
+
+def strides_unit(*tensors: torch.Tensor) -> int:
+    """The largest power of two up to 16 of which all strides but the last ones are multiples, for `in_units`.
+
+    Rows of 100 numbers can be read four at a time, though 100 is no multiple of 16.
+    """
+    return gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 
 def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:

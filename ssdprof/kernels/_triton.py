@@ -1,4 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """What every kernel file shares: the choice of interpreter or GPU, dtypes, products and strided offsets.
 
 Without an NVIDIA GPU, kernels run in Triton's interpreter, on the CPU.  Triton reads that choice when a kernel is
@@ -38,6 +40,21 @@ def ptr_offset(index, strides):
     for axis in tl.static_range(len(strides)):
         offset += tl.cast(index[axis], tl.int64) * strides[axis]
     return offset
+
+
+@triton.jit
+def in_units(strides, UNIT: tl.constexpr):
+    """Strides that the compiler then knows to be multiples of UNIT, as they are, but for the last (`strides_unit`).
+
+    It sees by itself whether a stride is a multiple of 16.
+    """
+    if UNIT == 1 or UNIT == 16:
+        return strides
+    else:
+        known = ()
+        for axis in tl.static_range(len(strides) - 1):
+            known = known + (strides[axis] // UNIT * UNIT,)
+        return known + (strides[len(strides) - 1],)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdprof.schema import Interval
+from ssdprof.schema import Interval, Spread
 
 Samples = Sequence[NDArray[np.float64]]  # one implementation's microseconds: an array of rounds for each recording
 
@@ -35,6 +35,17 @@ def median_us(samples: Samples) -> float:
 def median_interval(samples: Samples) -> Interval:
     """95 % interval of `median_us`."""
     return _interval(_medians(samples))
+
+
+def spread(samples: Samples) -> Spread:
+    """Least, 95th percentile and greatest of the rounds of all recordings, pooled."""
+    pooled = np.concatenate(list(samples))
+    return Spread(
+        samples=len(pooled),
+        min_us=float(pooled.min()),
+        p95_us=float(np.percentile(pooled, 95)),
+        max_us=float(pooled.max()),
+    )
 
 
 def ratio(baseline: Samples, other: Samples) -> float:

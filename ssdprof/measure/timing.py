@@ -24,7 +24,7 @@ from ssdprof.measure.call import Run
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import blaming
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
+from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, spread, verdict
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup, Timing, WarmSpeedup, WarmTiming
 
@@ -81,6 +81,8 @@ class Sampled:
             device_interval_us=median_interval(self.device),
             recordings=len(self.device),
             samples=sum(map(len, self.device)),
+            call_spread=spread(self.call),
+            device_spread=spread(self.device),
             warm=None if self.warm is None else _warm_timing(self.warm),
         )
 

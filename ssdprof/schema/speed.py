@@ -14,6 +14,19 @@ class Interval(Record):
     high: float
 
 
+class Spread(Record):
+    """How far single samples lie apart, in microseconds.
+
+    All recordings are pooled: each sample counts once, whichever recording it is from.  The medians and intervals of a
+    `Timing` are over recordings instead.
+    """
+
+    samples: int
+    min_us: float
+    p95_us: float  # 95th percentile, linear between the two nearest samples
+    max_us: float
+
+
 class WarmTiming(Record):
     """By a second clock: the mean of `calls` Python calls back to back, without a wait or an eviction between them."""
 
@@ -29,6 +42,8 @@ class Timing(Record):
     device_interval_us: Interval
     recordings: int = 1  # how often graph, workspace and output were placed anew
     samples: int  # replays, of all recordings
+    call_spread: Spread | None = None  # None in reports from before it was recorded
+    device_spread: Spread | None = None
     warm: WarmTiming | None = None  # if it was asked for
 
 

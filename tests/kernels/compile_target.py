@@ -37,7 +37,8 @@ class Compiled:
     spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
     product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
     lost_addresses: operands of such products that are read from something else than an address in shared memory
-    loads_ahead: of 16-bit numbers, from global memory, in a loop whose next turn is the first to read them
+    single_loads: of one 16-bit number a thread, from global memory
+    loads_ahead: single ones in a loop whose next turn is the first to read them
     meetings: how often all threads of the role with states wait for each other in a chunk; 0 of other kernels
     polls, meetings_while_polling: loops that ask for another program's flag, and how often all threads meet in them
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
@@ -50,6 +51,7 @@ class Compiled:
     num_warps: int
     product_waits: int
     lost_addresses: int
+    single_loads: int
     loads_ahead: int
     meetings: int
     polls: int
@@ -124,6 +126,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
         lost_addresses=_lost_addresses(code),
+        single_loads=code.count("LDG.E.U16"),
         loads_ahead=_loads_ahead(code),
         meetings=_meetings(code) if kernel.metadata.name == "_fused_hopper_kernel" else 0,
         polls=len(polls),

@@ -19,7 +19,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-MODULES = ("test_shipped_compile", "test_ssd_compile", "test_fused_compile", "test_fused_hopper_compile")
+MODULES = (
+    "test_shipped_compile", "test_ssd_compile", "test_fused_compile", "test_fused_hopper_compile",
+    "test_gdn_unfused_compile", "test_gdn_fused_compile", "test_gdn_hopper_compile",
+)  # fmt: skip
 CAPABILITY = 90
 
 

@@ -27,6 +27,7 @@ GATES = ["as_strided", "clone", "as_strided", "clone"]
 INITIAL = ["new_zeros", "as_strided", "as_strided", "copy_"]
 FINAL = ["as_strided", "as_strided", "copy_"]
 OLMO = GDNCase(seqlen=130, key_heads=2, heads=2, key_dim=96, value_dim=192)
+PARTS = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1)
 TWO_LAUNCHES = HopperConfig(segment=2)
 # the inputs, the configuration, launches, and operations of torch in a call whose signature is known, in their order
 CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
@@ -36,7 +37,7 @@ CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
     ),
     "packed": (GDNCase(lengths=(70, 0, 9), initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
     "one launch": (GDNCase(), HopperConfig(segment=8, inverts=True), 1, OUTPUTS),
-    "slow heads": (GDNCase(seqlen=500), HopperConfig(segment=2, slow_parts=2), 4, ["empty", *OUTPUTS]),
+    "slow heads": (GDNCase(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
     "slices": (OLMO, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "slices, initial state": (
         replace(OLMO, initial_state=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],

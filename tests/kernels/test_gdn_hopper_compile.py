@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compiler
 
 CUT = HopperConfig(segment=4)
 STAYS = HopperConfig(segment=8, stays=2)
-PARTS = HopperConfig(segment=4, slow_parts=2)
+PARTS = HopperConfig(segment=4, slow_parts=2, longest_first_pass=3)
 PLAIN = GDNCase(seqlen=512, key_heads=2, heads=4)
 
 CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
@@ -25,6 +25,8 @@ CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
     "programs that stay, initial state": (replace(PLAIN, batch=3, initial_state=True), STAYS),
     "packed, initial state": (GDNCase(lengths=(300, 9), initial_state=True), CUT),
     "slow heads": (PLAIN, PARTS),
+    "slow heads, 256 rows": (replace(PLAIN, seqlen=2048), replace(PARTS, segment=1, slow_parts=1)),
+    "slow heads, 512 rows": (replace(PLAIN, seqlen=8192), replace(PARTS, segment=1, slow_parts=1)),
     "slow heads, packed, normalised, initial state": (
         GDNCase(lengths=(700, 9), initial_state=True, normalise=True),
         PARTS,

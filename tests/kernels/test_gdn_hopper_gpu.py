@@ -25,7 +25,7 @@ FP16 = torch.float16
 MANY = GDNCase(key_heads=16, heads=32)
 FEW = GDNCase(key_heads=2, heads=4, initial_state=True)
 CUT = HopperConfig(segment=8)
-PARTS = HopperConfig(segment=8, slow_parts=2)
+PARTS = HopperConfig(segment=8, slow_parts=2, longest_first_pass=7)
 CASES: dict[str, tuple[GDNCase, HopperConfig | None]] = {
     "as chosen, 1024": (replace(MANY, seqlen=1024), None),
     "as chosen, ragged batch": (replace(MANY, batch=8, seqlen=300), None),
@@ -180,7 +180,7 @@ def test_in_a_graph(config: HopperConfig) -> None:
 
 def test_beside_another_stream_that_fills_the_gpu() -> None:
     inputs = on_gpu(replace(MANY, seqlen=8192, gate=-1e-4).inputs())
-    config = HopperConfig(segment=32, slow_parts=2)
+    config = HopperConfig(segment=32, slow_parts=2, longest_first_pass=31)
     alone = run(inputs, config)
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()

@@ -10,24 +10,25 @@ from gluon_emulator import GDN, emulate
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import WORTH_PARTS, HopperConfig
+from ssdprof.kernels.gdn.hopper.finer import MOST_PARTS, MOST_WAVES, SHORTEST, finer
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
-from ssdprof.kernels.gdn.hopper.parts import ROWS
+from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 
-TWO = HopperConfig(segment=2, slow_parts=2, carriers=3)
+TWO = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1, carriers=3)
 CASES = {
     "no gate": (GDNCase(seqlen=500, gate=0.0), TWO),
     "-1e-4, initial state, batch": (
         GDNCase(batch=2, seqlen=450, gate=-1e-4, initial_state=True),
-        HopperConfig(segment=3, slow_parts=1, carriers=5),
+        HopperConfig(segment=3, slow_parts=1, longest_first_pass=2, carriers=5),
     ),
     "four parts, normalised keys": (
         GDNCase(seqlen=520, gate=-1e-3, normalise=True, heads=1),
-        HopperConfig(segment=4, slow_parts=4, carriers=4),
+        HopperConfig(segment=4, slow_parts=4, longest_first_pass=1, carriers=4),
     ),
     "packed": (
         GDNCase(lengths=(3, 0, 64, 400, 200), gate=-1e-4, initial_state=True, normalise=True),
-        HopperConfig(segment=2, slow_parts=2, carriers=7),
+        HopperConfig(segment=2, slow_parts=2, longest_first_pass=1, carriers=7),
     ),
     "fp16": (GDNCase(seqlen=330, gate=0.0, dtype=torch.float16, normalise=True), TWO),
 }
@@ -79,7 +80,7 @@ def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPa
     g[:, 500:] = 0.0
     emulate(monkeypatch, seed=8, source=GDN)
     inputs = replace(inputs, g=g)
-    config = HopperConfig(segment=20, slow_parts=2)
+    config = HopperConfig(segment=20, slow_parts=2, longest_first_pass=19)
     result, whole = (run(inputs, config) for config in (config, whole_past(config)))
     assert torch.equal(result.out[:, :2560], whole.out[:, :2560])
     assert not torch.equal(result.out[:, 2560:], whole.out[:, 2560:])
@@ -89,8 +90,49 @@ def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPa
 def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = GDNCase(seqlen=700, gate=-0.1, initial_state=True).inputs()  # first passes of three chunks
     emulate(monkeypatch, seed=3, source=GDN)
-    config = HopperConfig(segment=3, slow_parts=1, carriers=4)
+    config = HopperConfig(segment=3, slow_parts=1, longest_first_pass=3, carriers=4)
     assert all(map(torch.equal, run(inputs, config), run(inputs, whole_past(config))))
+
+
+@pytest.mark.slow
+def test_a_head_slower_than_the_longest_first_pass_takes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it forgets within a segment; and a short past is gone over as a whole."""
+    inputs = GDNCase(
+        seqlen=1200, heads=1, gate=-0.05, initial_state=True
+    ).inputs()  # 24 / 4.6: first passes of 6 chunks
+    emulate(monkeypatch, seed=9, source=GDN)
+    config = HopperConfig(segment=9, slow_parts=3, longest_first_pass=5)
+    result, whole = (run(inputs, one) for one in (config, whole_past(config)))
+    assert not torch.equal(result.out[:, 576:], whole.out[:, 576:])
+    assert max(errors(result, inputs)) < 4.5e-3
+    for longest in (6, 9):
+        assert all(map(torch.equal, run(inputs, replace(config, longest_first_pass=longest)), whole))
+
+
+@pytest.mark.slow
+def test_a_short_past_is_gone_over_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the second segment; the third one's state comes from the parts of it."""
+    inputs = GDNCase(seqlen=500, heads=1, gate=-1e-4, initial_state=True).inputs()
+    emulate(monkeypatch, seed=10, source=GDN)
+    config = HopperConfig(segment=2, slow_parts=2, longest_first_pass=2)
+    result, whole = (run(inputs, one) for one in (config, whole_past(config)))
+    assert torch.equal(result.out[:, :256], whole.out[:, :256])
+    assert not torch.equal(result.out[:, 256:], whole.out[:, 256:])
+    assert max(errors(result, inputs)) < 4.5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [44, 90])
+def test_many_rows(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Of which the last is that of the only slow head."""
+    inputs = GDNCase(seqlen=256, heads=heads, gate=-3.0).inputs()
+    inputs.g[..., -1] = -1e-4
+    emulate(monkeypatch, seed=11, source=GDN)
+    config = HopperConfig(segment=1, slow_parts=1, longest_first_pass=1)
+    result, whole = (run(inputs, one) for one in (config, whole_past(config)))
+    assert torch.equal(result.out[:, :, :-1], whole.out[:, :, :-1])
+    assert not torch.equal(result.out[:, :, -1], whole.out[:, :, -1])
+    assert max(errors(result, inputs)) < 4.5e-3
 
 
 @pytest.mark.slow
@@ -158,24 +200,54 @@ def test_parts_are_combined_as_the_recurrence_of_matrices() -> None:
             assert error < 1e-6
 
 
+def shapes(seqlen: int, key_heads: int, heads: int) -> GDNInputs:
+    """Inputs of which a choice reads the shapes alone."""
+    empty = torch.empty(1, seqlen, 1, 1, device="meta")
+    tensors = {name: empty.expand(1, seqlen, n, 128) for name, n in (("q", key_heads), ("k", key_heads), ("v", heads))}
+    return GDNInputs.unchecked(**tensors, g=empty[..., 0], beta=empty[..., 0])
+
+
 @pytest.mark.parametrize("seqlen", [4096, 8192, 65536, 131072, 1 << 20])
 @pytest.mark.parametrize(("key_heads", "heads"), [(16, 32), (2, 8), (16, 16), (16, 64), (1, 1)])
 def test_long_sequences_are_cut_into_whole_parts(seqlen: int, key_heads: int, heads: int) -> None:
-    shape = GDNInputs.__new__(GDNInputs)  # the choice reads shapes alone
-    empty = torch.empty(1, seqlen, 1, device="meta")
-    object.__setattr__(shape, "v", empty[..., None].expand(1, seqlen, heads, 128))
-    object.__setattr__(shape, "q", empty[..., None].expand(1, seqlen, key_heads, 128))
-    object.__setattr__(shape, "cu_seqlens", None)
+    shape = shapes(seqlen, key_heads, heads)
     config = HopperConfig.choose(shape, 132, batch_invariant=False)
     nchunks = seqlen // 64
     rows = (-(-nchunks // config.segment) - 1) * heads
-    assert (config.slow_parts > 0) == (nchunks - config.segment > WORTH_PARTS and rows <= ROWS.value)
+    assert (config.slow_parts > 0) == (nchunks - config.segment > WORTH_PARTS and rows <= MOST_ROWS)
     assert not config.slow_parts or config.segment % config.slow_parts == 0
     assert HopperConfig.choose(shape, 132, batch_invariant=True).slow_parts == 0
 
 
+@pytest.mark.parametrize("seqlen", [64, 4096, 8192, 65536, 131072, 1 << 20])
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 48, 60, 64, 132, 144, 300])
+def test_a_finer_cut_keeps_sms_as_busy_and_divides_into_whole_parts(seqlen: int, heads: int) -> None:
+    inputs, nchunks = shapes(seqlen, 1, heads), seqlen // 64
+    config, coarse = finer(inputs, 132), HopperConfig.choose(inputs, 132, batch_invariant=False)
+    if config.stays or config == coarse:
+        return
+    count = -(-nchunks // config.segment)
+    assert (count - 1) * heads <= MOST_ROWS
+    waves = -(-count * heads // 132)
+    assert waves <= MOST_WAVES
+    assert waves * (config.segment + 9) < 1.01 * -(-heads // 132) * (coarse.segment + 9)
+    assert (config.slow_parts > 0) == (nchunks - config.segment > WORTH_PARTS)
+    if config.slow_parts:
+        assert config.segment % config.slow_parts == 0
+        assert config.longest_first_pass >= max(SHORTEST, config.segment // config.slow_parts)
+        assert (count - 1) * heads * config.slow_parts <= MOST_PARTS
+
+
+def test_48_heads_do_not_leave_a_quarter_of_the_sms_idle() -> None:
+    inputs = shapes(65536, 16, 48)
+    coarse, fine = HopperConfig.choose(inputs, 132, batch_invariant=False), finer(inputs, 132)
+    assert coarse.segment == 512  # 96 programs
+    waves = -(-48 * (1024 // fine.segment) // 132)
+    assert waves * fine.segment < 0.85 * coarse.segment
+
+
 @pytest.mark.parametrize("config", [HopperConfig(segment=3, slow_parts=2), HopperConfig(segment=2, slow_parts=2)])
 def test_refuses_what_cannot_be_divided_and_too_many_rows(config: HopperConfig) -> None:
-    heads = 2 if config.segment == 3 else 32
+    heads = 2 if config.segment == 3 else 96
     with pytest.raises(ValueError, match="slow_parts = 2 with"):
         run(GDNCase(seqlen=1000, heads=heads).inputs(), config)

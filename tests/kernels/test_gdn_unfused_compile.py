@@ -19,6 +19,7 @@ QWEN = dict(key_heads=2, values_per_key=2, key_dim=128, value_dim=128, length=25
 OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192, length=256)
 LARGEST = dict(key_heads=1, values_per_key=1, key_dim=256, value_dim=256, length=256)
 SMALLEST = dict(key_heads=2, values_per_key=1, key_dim=16, length=256)
+EIGHT_BYTES = dict(key_heads=3, values_per_key=1, key_dim=100, value_dim=60, length=256)
 PACKED = dict(lengths=(40, 9, 0, 200), initial_state=True)
 
 CASES: dict[str, tuple[Case, Precision]] = {
@@ -29,6 +30,8 @@ CASES: dict[str, tuple[Case, Precision]] = {
     "smallest fp32 exact": (Case(**SMALLEST, value_dim=16, dtype=FP32), EXACT),
     "smallest of K fp32 exact": (Case(**SMALLEST, value_dim=64, dtype=FP32), EXACT),
     "smallest of V fp32 exact": (Case(**QWEN | dict(value_dim=16), dtype=FP32), EXACT),
+    "eight bytes at once bf16 exact": (Case(**EIGHT_BYTES, dtype=BF16), EXACT),
+    "eight bytes at once packed fp16 exact": (Case(**EIGHT_BYTES | PACKED, dtype=FP16), EXACT),
     "olmo bf16 exact": (Case(**OLMO, dtype=BF16), EXACT),
     "largest bf16 exact": (Case(**LARGEST, dtype=BF16), EXACT),
     "largest packed fp32 exact": (Case(**LARGEST, **PACKED, dtype=FP32), EXACT),
@@ -61,3 +64,10 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
         assert not kernel.lost_addresses, kernel
         assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+
+
+@pytest.mark.parametrize("label", [label for label in CASES if label.startswith("eight bytes")])
+def test_rows_that_are_no_multiple_of_16_numbers_are_read_four_at_a_time(label: str) -> None:
+    """The compiler sees that only with `in_units`: each thread reads at most beta, of 64 positions, one at a time."""
+    for kernel in compiled("test_gdn_unfused_compile", 90)[label]:
+        assert kernel.single_loads <= 8, kernel

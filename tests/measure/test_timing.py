@@ -78,6 +78,17 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
     assert (timing.recordings, timing.samples) == (2, 10)
 
 
+def test_each_clock_has_the_spread_of_its_own_samples() -> None:
+    device = [np.array([10.0, 12.0]), np.array([8.0, 30.0, 9.0])]
+    timing = Sampled(call=[np.array([50.0, 90.0]), np.array([40.0, 60.0])], device=device).timing()
+    assert timing.device_spread is not None
+    assert timing.call_spread is not None
+    of_device, of_call = timing.device_spread, timing.call_spread
+    assert (of_device.min_us, of_device.max_us, of_device.samples) == (8, 30, timing.samples)
+    assert (of_call.min_us, of_call.max_us, of_call.samples) == (40, 90, 4)
+    assert of_call.p95_us == pytest.approx(85.5)
+
+
 def test_the_warm_clock_is_beside_the_others_and_only_where_it_is_asked_for() -> None:
     bench = FakeBench()
     runs = {"a": FakeRun(200), "b": FakeRun(100)}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import study
 from inter_chunk.cells import cells as inter_chunk_cells
 from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, diagonal, of_rank
 from inter_chunk.counters import L2_READS, Watched, count, records
+from reproducing import published
 from selective_scan.cells import cells as scan_cells
 from selective_scan.contenders import SEQUENTIAL, both, forward, tile, tiles
 from selective_scan.peer import NAME as PEER
@@ -111,49 +111,9 @@ def test_every_claim_is_about_values_that_a_full_run_has(name: str) -> None:
         ),
         "scan-003": lambda: selective_scan.values.values_of(scan_rows(), 4000.0),
     }[name]()
-    document = study.published(name)
-    for claim in document["claim"]:
-        assert {"words", "quoted"} <= claim.keys()
-        if "holds" in claim:
-            named = set(re.findall(r"[a-z]\w*", re.sub(r"\band\b", "", claim["holds"])))
-            assert named, claim["holds"]
-            assert named <= full.keys(), named - full.keys()
-            comparison = r"\w+ (<=|>=|<|>|==) -?\d+(\.\d+)?"
-            assert re.fullmatch(rf"{comparison}( and {comparison})*", claim["holds"]), claim["holds"]
-        else:
-            assert claim["why"]
-
-
-def test_verdicts() -> None:
-    document = tomllib.loads("""
-        gpu = "H100"
-        [[claim]]
-        words = "a"
-        quoted = "1.3x to 1.8x"
-        holds = "s >= 1.3 and s <= 1.8"
-        [[claim]]
-        words = "b"
-        quoted = "5 us"
-        holds = "t <= 5"
-        absolute = true
-        [[claim]]
-        words = "c"
-        quoted = "?"
-        holds = "absent == 1"
-        [[claim]]
-        words = "d"
-        quoted = "?"
-        why = "it needs a model"
-    """)
-
-    def of(gpu: str, s: float, t: float) -> list[str]:
-        return [one.verdict for one in study.verdicts(document, {"s": s, "t": t}, gpu)]
-
-    assert of("NVIDIA H100 80GB HBM3", 1.5, 6) == ["inside", "outside", "not measured", "not measured"]
-    assert of("NVIDIA H100 80GB HBM3", 1.9, 5) == ["outside", "inside", "not measured", "not measured"]
-    assert of("NVIDIA H200", 1.2, 5)[:2] == ["outside (other GPU)", "other GPU"]
-    last = study.verdicts(document, {}, "NVIDIA H200")
-    assert [one.measured for one in last[2:]] == ["missing: absent", "it needs a model"]
+    for claim in published.load(name).claim:
+        named = set(published.names_in(claim))
+        assert named <= full.keys(), named - full.keys()
 
 
 def test_quoted_times() -> None:
@@ -166,7 +126,7 @@ def test_quoted_times() -> None:
         cells = [[cell.strip() for cell in line.split("|")] for line in quoted(document, rows, gpu).splitlines()[2:]]
         return {(line[2], line[3], line[4]): line[8] for line in cells if line[1] == "forward"}
 
-    document = study.published("scan-003")
+    document = published.load("scan-003")
     found = verdicts_of("NVIDIA H200")
     assert found[tile(64), "32,768", "calls back to back"] == "inside"  # 2,021 us
     assert found[SEQUENTIAL, "512", "calls back to back"] == "outside"  # 178 us
@@ -187,12 +147,12 @@ def test_the_files_of_a_result(name: str, tmp_path: Path) -> None:
         result.values = selective_scan.values.values_of(result.rows, 4000.0)
         sections = selective_scan.report.tables(result.rows)
         plot = draw(partial(selective_scan.report.paint, result.rows))
-    study.write(result, tmp_path, sections, plot)
+    study.write_pages(study.save(result, tmp_path), tmp_path, sections, plot)
     text = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
     stored = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
     assert stored["values"] == result.values
     assert {"created", "command", "environment", "seconds"} <= stored.keys()
-    assert len(stored["claims"]) == len(study.published(name)["claim"])
+    assert len(stored["claims"]) == len(published.load(name).claim)
     assert "the cell X: no time" in text
     for title in (title for title, section in sections.items() if section):
         assert f"## {title}\n" in text

@@ -18,7 +18,7 @@ from inter_chunk.contenders import diagonal as diagonal_contenders
 from inter_chunk.inputs import draw
 from selective_scan.contenders import SEQUENTIAL, tile
 
-from ssdprof import environment
+from ssdprof import cli, environment
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.schema import Launch
 
@@ -34,8 +34,8 @@ class Launches:
 
     @contextmanager
     def counted(self) -> Iterator[list[Any]]:
-        self._calls += 1
         yield [None]
+        self._calls += 1  # not of a call that failed
 
     @contextmanager
     def recorded(self) -> Iterator[list[Launch]]:
@@ -70,7 +70,6 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "recorded_launches", launches.recorded)
     monkeypatch.setattr(module, "counted_launches", launches.counted)
     monkeypatch.setattr(module, "timed", timed)
-    monkeypatch.setattr(study, "gpu", lambda: None)
     monkeypatch.setattr(study.environment, "collect", lambda: ENVIRONMENT)
     for name, size in (("BATCH", 1), ("HEADS", 1), ("DSTATE", 4)):
         monkeypatch.setattr(module, name, size, raising=False)
@@ -130,7 +129,7 @@ def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     monkeypatch.setattr(scan_002, "recorded_launches", two_launches)
     monkeypatch.setattr(scan_002, "counted_launches", two_launches)
-    run, known = scan_002.Study(60).peer_call({"dim": 8, "chunks": 4, "rank": 0}, inputs)
+    run, known = scan_002.Study(60, Path()).peer_call({"dim": 8, "chunks": 4, "rank": 0}, inputs)
     assert (run is not None) == right
     assert (known["excess"] <= 1) == right
 
@@ -171,6 +170,73 @@ def test_an_interrupted_run_keeps_what_it_has(runner: Any, tmp_path: Path, monke
     stored = stored_in(tmp_path)
     assert stored["rows"]
     assert stored["missing"]["what comes after"] == "the run was interrupted"
+
+
+def test_a_contender_that_fails_takes_no_other_with_it(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_inputs: Any) -> torch.Tensor:
+        raise RuntimeError("out of resources\nand a page more")
+
+    if runner is scan_002:
+        broken = {**diagonal_contenders(16), PROPOSED: fails}
+        monkeypatch.setattr(runner, "diagonal", lambda _: broken)
+    else:
+        broken = {**runner.forward(), SEQUENTIAL: fails}
+        monkeypatch.setattr(runner, "forward", lambda: broken)
+    assert runner.main() == 1
+    stored, name = stored_in(tmp_path), PROPOSED if runner is scan_002 else SEQUENTIAL
+    (wrong,) = stored["wrong"]
+    assert wrong.startswith(name)
+    assert wrong.endswith("out of resources")
+    first = [r for r in stored["rows"] if r.get("rank") == 0 or r.get("pass") == "forward"]
+    assert {r["contender"] for r in first if "device_us" in r} == broken.keys() - {name}
+
+
+def test_a_run_that_breaks_off_keeps_the_cells_before(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = runner.Study.measure
+
+    def breaks_at_the_second(self: Any, cell: Any, *rest: Any) -> None:
+        if self.result.rows:
+            raise ValueError("no such thing")
+        measure(self, cell, *rest)
+
+    monkeypatch.setattr(runner.Study, "measure", breaks_at_the_second)
+    assert runner.main() == cli.INTERNAL_ERROR
+    stored = stored_in(tmp_path)
+    assert stored["rows"]
+    assert stored["missing"]["what comes after"] == "no such thing"
+    assert "Traceback" in capsys.readouterr().err
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".md", ".svg"}
+
+
+def test_a_killed_run_leaves_its_cells_and_their_pages_can_be_made(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = runner.Study.measure
+
+    class Killed(BaseException):
+        """Nothing in the runner sees a SIGKILL."""
+
+    def killed_at_the_second(self: Any, cell: Any, *rest: Any) -> None:
+        if self.result.rows:
+            raise Killed
+        measure(self, cell, *rest)
+
+    monkeypatch.setattr(runner.Study, "measure", killed_at_the_second)
+    with pytest.raises(Killed):
+        runner.main()
+    (file,) = tmp_path.iterdir()
+    rows = stored_in(tmp_path)["rows"]
+    assert rows
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["scan.py", "--from", str(file)])
+    assert runner.main() == 0
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert rows[0]["contender"] in page
+    assert file.with_suffix(".svg").is_file()
 
 
 def test_cells_without_time_left_are_named(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 inputs.py                what all kernels take; random inputs; the bytes that must move
 reference.py             the recurrence in fp64, and with the roundings that a kernel may make
+block.py                 which part of which state a program owns
 loop.py                  one launch, a loop over chunks: state in registers, or read back in every turn
 one_launch_a_chunk.py    a launch for each chunk
 chained.py               a program for each chunk, which waits for the chunk before (atomic flags)

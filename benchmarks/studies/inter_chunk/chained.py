@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inter_chunk.block import block_of
 from inter_chunk.inputs import InterChunkInputs
 from inter_chunk.loop import metadata
 from ssdprof.kernels._launch import launch
@@ -50,14 +51,9 @@ def _chained_kernel(
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     # --- which part of which state, in which chunk, is mine
-    BLOCKS: tl.constexpr = (K + ROWS - 1) // ROWS
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_c, i_block = ticket // blocks, ticket % blocks
-    i_bh = i_block // BLOCKS
-    i_b, i_h = i_bh // nheads, i_bh % nheads
-    o_k, o_v = (i_block % BLOCKS) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    m_k = o_k < K
-    m = m_k[:, None] & (o_v < V)[None, :]
+    i_b, i_h, o_k, o_v, m_k, m = block_of(i_block, nheads, K, V, ROWS, BLOCK_V)
     flag_ptr = sync_ptr + (1 + i_block.to(tl.int64)) * STRIDE
 
     # --- what needs no other program

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inter_chunk.block import block_of
 from inter_chunk.inputs import InterChunkInputs
 from inter_chunk.loop import metadata
 from ssdprof.kernels._launch import launch
@@ -51,15 +52,10 @@ def _look_back_kernel(
     STRIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # --- which part of which state, in which segment, is mine
-    BLOCKS: tl.constexpr = (K + ROWS - 1) // ROWS
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_segment, i_block = ticket // blocks, ticket % blocks
-    i_bh = i_block // BLOCKS
-    i_b, i_h = i_bh // nheads, i_bh % nheads
-    o_row, o_v = tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    o_k = (i_block % BLOCKS) * ROWS + o_row
-    m_k = o_k < K
-    m = m_k[:, None] & (o_v < V)[None, :]
+    i_b, i_h, o_k, o_v, m_k, m = block_of(i_block, nheads, K, V, ROWS, BLOCK_V)
+    o_row = tl.arange(0, ROWS)
     o_part = o_row[:, None] * BLOCK_V + o_v[None, :]
     PART: tl.constexpr = ROWS * BLOCK_V + ROWS  # what a segment adds, and its decays
     first = i_segment * SEGMENT

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inter_chunk.block import block_of
 from inter_chunk.inputs import InterChunkInputs
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import ptr_offset
@@ -57,12 +58,7 @@ def _loop_kernel(
     RESIDENT: tl.constexpr, ROUND: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     # --- which part of which state is mine
-    BLOCKS: tl.constexpr = (K + ROWS - 1) // ROWS
-    i_bh = tl.program_id(0) // BLOCKS
-    i_b, i_h = i_bh // nheads, i_bh % nheads
-    o_k, o_v = (tl.program_id(0) % BLOCKS) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    m_k = o_k < K
-    m = m_k[:, None] & (o_v < V)[None, :]
+    i_b, i_h, o_k, o_v, m_k, m = block_of(tl.program_id(0), nheads, K, V, ROWS, BLOCK_V)
 
     # --- chunk after chunk
     state = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)

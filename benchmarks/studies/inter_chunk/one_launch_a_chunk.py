@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inter_chunk.block import block_of
 from inter_chunk.inputs import InterChunkInputs
 from inter_chunk.loop import metadata
 from ssdprof.kernels._launch import launch
@@ -40,12 +41,7 @@ def _one_chunk_kernel(
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # --- which part of which state is mine
-    BLOCKS: tl.constexpr = (K + ROWS - 1) // ROWS
-    i_bh = tl.program_id(0) // BLOCKS
-    i_b, i_h = i_bh // nheads, i_bh % nheads
-    o_k, o_v = (tl.program_id(0) % BLOCKS) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    m_k = o_k < K
-    m = m_k[:, None] & (o_v < V)[None, :]
+    i_b, i_h, o_k, o_v, m_k, m = block_of(tl.program_id(0), nheads, K, V, ROWS, BLOCK_V)
 
     # --- one step
     here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])

@@ -9,7 +9,7 @@ from typing import get_args
 
 from ssdprof.report import format as fmt
 from ssdprof.report.exports.exported import Exported
-from ssdprof.schema import TOLERANCES, Interval, Match
+from ssdprof.schema import TOLERANCES, Interval, Match, Spread, WarmSpeedup, WarmTiming
 from ssdprof.schema.prefill import PartName
 from ssdprof.schema.rows import Errors, PrefillFigures, Row
 
@@ -75,9 +75,37 @@ def _speed() -> Iterator[tuple[str, Column]]:
     yield "verdict, call", lambda row: row.speedup and row.speedup.call_verdict
     yield "device time [µs]", lambda row: row.timing and row.timing.device_median_us
     yield from _bounds("device time", "µs", lambda row: row.timing.device_interval_us if row.timing else None)
+    yield from _spread("device time", lambda row: row.timing.device_spread if row.timing else None)
     yield "call time [µs]", lambda row: row.timing and row.timing.call_median_us
     yield from _bounds("call time", "µs", lambda row: row.timing.call_interval_us if row.timing else None)
+    yield from _spread("call time", lambda row: row.timing.call_spread if row.timing else None)
+    yield from _by_warm_clock()
     yield "of roofline [%]", lambda row: row.roofline and row.roofline.floor_pct
+
+
+def _by_warm_clock() -> Iterator[tuple[str, Column]]:
+    """Empty unless `--clock warm` was asked for."""
+
+    def time(row: Row) -> WarmTiming | None:
+        return row.timing.warm if row.timing else None
+
+    def speedup(row: Row) -> WarmSpeedup | None:
+        return row.speedup.warm if row.speedup else None
+
+    yield "speedup, warm [x]", lambda row: found.ratio if (found := speedup(row)) else None
+    yield from _bounds("speedup, warm", "x", lambda row: found.interval if (found := speedup(row)) else None)
+    yield "verdict, warm", lambda row: found.verdict if (found := speedup(row)) else None
+    yield "warm time [µs]", lambda row: found.median_us if (found := time(row)) else None
+    yield from _bounds("warm time", "µs", lambda row: found.interval_us if (found := time(row)) else None)
+    yield "warm calls, back to back", lambda row: found.calls if (found := time(row)) else None
+
+
+def _spread(name: str, of: Callable[[Row], Spread | None]) -> Iterator[tuple[str, Column]]:
+    """Single samples; empty in reports from before their spread was recorded."""
+    yield f"{name}, min [µs]", lambda row: found.min_us if (found := of(row)) else None
+    yield f"{name}, P95 [µs]", lambda row: found.p95_us if (found := of(row)) else None
+    yield f"{name}, max [µs]", lambda row: found.max_us if (found := of(row)) else None
+    yield f"{name}, samples", lambda row: found.samples if (found := of(row)) else None
 
 
 def _bounds(name: str, unit: str, of: Callable[[Row], Interval | None]) -> Iterator[tuple[str, Column]]:

@@ -10,7 +10,7 @@ import torch
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._tiles import row_stride
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.gdn.hopper.parts import ROWS
+from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
@@ -28,8 +28,8 @@ class HopperConfig:
     """segment: chunks of 64 positions that a program takes of one head
     stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
     enough: log2 of what may be left of a state where a first pass begins; -inf: nothing, whatever the gates
-    slow_parts: into which a segment is divided evenly for heads whose first pass would be as long as a segment
-        (`parts.py`); 0: their first pass goes over all that is before
+    slow_parts: into which a segment is divided evenly for heads whose first pass would be longer than
+        longest_first_pass (`parts.py`); 0: any first pass is made
     carriers: programs that compute those parts
     inverts: in one launch, for segments that are whole sequences
     key_ring, ring: places for k and v, and for all else
@@ -40,6 +40,7 @@ class HopperConfig:
     stays: int = 0
     enough: float = -24.0
     slow_parts: int = 0
+    longest_first_pass: int = 0
     carriers: int = 132
     inverts: bool = False
     key_ring: int = 2
@@ -70,7 +71,7 @@ def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
     if pairs >= sm_count:
         return HopperConfig(segment=nchunks, stays=sm_count, reason=f"whole sequences for {sm_count} programs")
     counts = range(1, min(nchunks, sm_count // pairs) + 1)
-    count = min(counts, key=lambda count: _time(ceil_div(nchunks, count), nchunks))
+    count = min(counts, key=lambda count: estimated_time(ceil_div(nchunks, count), nchunks))
     reason = f"least estimated time: {pairs} x {nchunks} chunks on {sm_count} SMs"
     return HopperConfig(segment=ceil_div(nchunks, count), reason=reason)
 
@@ -90,9 +91,9 @@ def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count:
     """For long sequences: the same cut, rounded up to whole parts."""
     parts = 2 if config.segment >= LONG_SEGMENT else 1
     segment = parts * ceil_div(config.segment, parts)
-    if nchunks - segment <= WORTH_PARTS or row_count(inputs, segment) > ROWS.value:
+    if nchunks - segment <= WORTH_PARTS or row_count(inputs, segment) > MOST_ROWS:
         return config
-    return replace(config, segment=segment, slow_parts=parts, carriers=sm_count)
+    return replace(config, segment=segment, slow_parts=parts, longest_first_pass=segment - 1, carriers=sm_count)
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
@@ -101,7 +102,8 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
-def _time(segment: int, nchunks: int) -> float:
+def estimated_time(segment: int, nchunks: int) -> float:
+    """Of a program, in chunks of the second pass."""
     return START + segment + FIRST_PASS * min(REACH, nchunks - segment)
 
 

@@ -132,12 +132,12 @@ def _hopper_kernel(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["rows", "seqlen", "sequences", "slots", "K"])
+@gluon.jit(do_not_specialize=["rows", "limit", "seqlen", "sequences", "slots", "K"])
 def _parts_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, parts_ptr, backs_ptr,
     decays_ptr, bounds_ptr, norms_ptr,
-    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows, limit,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  Programs stay for several."""
@@ -145,7 +145,7 @@ def _parts_kernel(
     begin_barriers(rings)
     work = parts_of(
         gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
-        slots, K, enough, backs_ptr, HEADS, PARTS, MOST,
+        slots, K, limit, enough, backs_ptr, HEADS, ROWS, PARTS, MOST,
     )  # fmt: skip
     if work.count > 0:
         run_roles(

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Segments whose head forgets too slowly: which they are, and the parts of a sequence that are computed for them.
 
-A first pass of a segment that would go back by a segment or more, or 32 chunks, is not made.  What enters such a
-segment comes from parts of the segment before it instead, each computed by a program of its own from a zero state (N)
-and with the identity as state and zeros as values (M, the transition matrix of the part):
+A first pass of more than `limit` chunks is not made.  The state that would come of it comes from parts of the segment
+before instead, each computed by a program of its own from a zero state (N) and with the identity as state and zeros as
+values (M, the transition matrix of the part):
 
     state after a part = M (state before it) + N
 
@@ -22,8 +22,8 @@ from ssdprof.kernels._gluon import add, role_barrier, scalar
 from ssdprof.kernels.gdn.hopper.assignment import Segment, Sequence, sequence_at
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
-ROWS = gl.constexpr(128)  # at most
-LOOK = gl.constexpr(32)  # chunks' bounds looked at side by side
+LEAST_ROWS, MOST_ROWS = 128, 512
+LOOKS = gl.constexpr(4096)  # chunks' bounds looked at side by side, of all rows
 FIELDS = gl.constexpr(12)  # of a part in the table
 
 STAGES = {
@@ -70,9 +70,13 @@ class Parts:
 
 
 @gluon.jit
-def first_passes(rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, HEADS: gl.constexpr):
+def first_passes(
+    rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough,
+    HEADS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
     """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if there is no such segment."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LOOK: gl.constexpr = LOOKS // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // LOOK, LOOK // 4], [gl.num_warps(), 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     row, o_c = gl.arange(0, ROWS, by_row), gl.arange(0, LOOK, gl.SliceLayout(0, layout))
     sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
@@ -91,8 +95,9 @@ def first_passes(rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr,
         back = gl.where(reached < LOOK, seen + reached + 1, back)
         left += gl.sum(bound, 1)
         seen += LOOK
-        go = (seen < K) & (gl.max((exists & (back < 0)).to(gl.int32), 0) > 0)
-    return gl.where(exists, back, 0)
+        go = (seen < limit) & (gl.max((exists & (back < 0)).to(gl.int32), 0) > 0)
+    back = gl.where(back < 0, first, back)  # over all that is before, if that is short
+    return gl.where(exists, gl.where(back > limit, -1, back), 0)
 
 
 @gluon.jit
@@ -120,13 +125,13 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl
 
 @gluon.jit
 def parts_of(
-    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, backs_ptr,
-    HEADS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough,
+    backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
     """The program's parts, MOST at most.  The first program stores the rows' first passes for the launches after."""
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     backs = first_passes(
-        rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, HEADS
+        rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough, HEADS, ROWS
     )  # fmt: skip
     backs, o_r = gl.convert_layout(backs, vector), gl.arange(0, ROWS, vector)
     if program == 0:

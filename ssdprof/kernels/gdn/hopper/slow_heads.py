@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from triton import next_power_of_2
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _parts_kernel
-from ssdprof.kernels.gdn.hopper.parts import ROWS
+from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.hopper.workspace import Workspace
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -22,7 +23,7 @@ BLOCK_V = 16  # rows of a transposed state in one program of `combine_kernel.py`
 class SlowHeads:
     """Two launches, or none if `config.slow_parts` is 0 or no segment has one before it.
 
-    Raises ValueError if a segment cannot be divided into so many parts, or if there are more rows than `parts.ROWS`.
+    Raises ValueError if a segment cannot be divided into so many parts, or if there are more rows than `MOST_ROWS`.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SlowHeads:
         self._places = places
         if not self._rows:
             return
-        if self._rows > ROWS.value or config.segment % config.slow_parts:
+        if self._rows > MOST_ROWS or config.segment % config.slow_parts:
             raise ValueError(f"slow_parts = {config.slow_parts} with {self._rows} rows of {config.segment} chunks")
         pairs = inputs.sequences * inputs.v.shape[2]
         boundaries = self._rows // pairs
@@ -45,11 +46,15 @@ class SlowHeads:
         self._programs = min(config.carriers, tasks)
         self._combining = pairs * DIM.value // BLOCK_V
         most = ceil_div(tasks, self._programs)
-        parts_options = options | {"PARTS": config.slow_parts, "MOST": most}
-        self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows), parts_options)
+        parts_options = options | {
+            "ROWS": max(LEAST_ROWS, next_power_of_2(self._rows)),
+            "PARTS": config.slow_parts,
+            "MOST": next_power_of_2(most),
+        }
+        self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows, config.longest_first_pass), parts_options)
         combine_options = {
             "PARTS": config.slow_parts,
-            "BOUNDARIES": 1 << (boundaries - 1).bit_length(),
+            "BOUNDARIES": next_power_of_2(boundaries),
             "DIM": DIM.value,
             "BLOCK_V": BLOCK_V,
             "num_warps": 8,

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels._strides import strides_unit
+from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import ChunkOutputConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
@@ -45,7 +46,8 @@ def _gdn_chunk_output_kernel(
     q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides,
     length, heads, nchunks, values_per_key, scale,
     CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # --- which values are mine: heads of one chunk are neighbours, because they share q and k
     V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -61,6 +63,8 @@ def _gdn_chunk_output_kernel(
     m_v, m_i = o_v < VALUE_DIM, o_i < count
 
     # --- products with q
+    q_strides, k_strides = in_units(q_strides, UNIT), in_units(k_strides, UNIT)
+    prev_states_strides, out_strides = in_units(prev_states_strides, UNIT), in_units(out_strides, UNIT)
     acc = tl.zeros((CHUNK_SIZE, BLOCK_V), dtype=tl.float32)
     scores = tl.zeros((CHUNK_SIZE, CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, KEY_DIM, BLOCK_K):
@@ -125,7 +129,7 @@ def chunk_output(
         ),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(out_dtype, precision),
-        BLOCK_K=config.block_k, BLOCK_V=config.block_v,
+        UNIT=strides_unit(q, k, prev_states, out), BLOCK_K=config.block_k, BLOCK_V=config.block_v,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

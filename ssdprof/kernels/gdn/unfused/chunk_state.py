@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels._strides import strides_unit
+from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
@@ -63,7 +64,7 @@ def _gdn_chunk_state_kernel(
     length, heads, nchunks, values_per_key,
     CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr, STATE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # --- which rows of which state are mine
     V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -84,6 +85,8 @@ def _gdn_chunk_state_kernel(
         end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
 
     # --- addresses of the first chunk; each later one is a stride further
+    k_strides, w_strides = in_units(k_strides, UNIT), in_units(w_strides, UNIT)
+    prev_states_strides = in_units(prev_states_strides, UNIT)
     p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
     p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
     p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
@@ -160,7 +163,7 @@ def chunk_state(
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs_dtype, precision),
         STATE=TL_DTYPE[precision.state_dtype],
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=config.block_v,
+        UNIT=strides_unit(k, w, prev_states), BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BLOCK_V=config.block_v,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return prev_states, v_new, final_states

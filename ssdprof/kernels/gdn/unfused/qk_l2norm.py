@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels._strides import strides_unit
+from ssdprof.kernels._triton import in_units, ptr_offset
 from ssdprof.kernels.gdn.unfused.configs import QkL2NormConfig
 
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -38,14 +39,15 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 @triton.jit(launch_metadata=_metadata)
 def _gdn_qk_l2norm_kernel(
     x_ptr, y_ptr, x_strides, length, heads, rows,
-    KEY_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    KEY_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     o_k = tl.arange(0, BLOCK_K)
     m = (o_r < rows)[:, None] & (o_k < KEY_DIM)[None, :]
     i_h, i_bt = o_r % heads, o_r // heads
     index = ((i_bt // length)[:, None], (i_bt % length)[:, None], i_h[:, None], o_k[None, :])
-    b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
+    offset = ptr_offset(index, in_units(x_strides, UNIT))
+    b_x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
     tl.store(y_ptr + o_r[:, None] * KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
 
@@ -61,7 +63,7 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | N
         triton.cdiv(rows, config.block_rows),
         (x, y),
         (x.stride(), length, heads, rows),
-        KEY_DIM=key_dim, BLOCK_ROWS=config.block_rows, BLOCK_K=triton.next_power_of_2(key_dim),
+        KEY_DIM=key_dim, UNIT=strides_unit(x), BLOCK_ROWS=config.block_rows, BLOCK_K=triton.next_power_of_2(key_dim),
         num_warps=config.num_warps,
     )  # fmt: skip
     return y

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels._strides import strides_unit
+from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import RecomputeWUConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
@@ -48,8 +49,11 @@ def _gdn_recompute_w_u_kernel(
     A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides,
     length, heads, nchunks, values_per_key,
     CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    k_strides, v_strides, w_strides = in_units(k_strides, UNIT), in_units(v_strides, UNIT), in_units(w_strides, UNIT)
+
     # --- which chunk is mine: value heads of one key head are neighbours, because they share k
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -122,7 +126,7 @@ def recompute_w_u(
         ),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision),
-        BLOCK_K=config.block_k, BLOCK_V=config.block_v,
+        UNIT=strides_unit(k, v, w), BLOCK_K=config.block_k, BLOCK_V=config.block_v,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return w, u

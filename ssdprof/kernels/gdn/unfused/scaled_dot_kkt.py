@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels._strides import strides_unit
+from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import LEAF, ScaledDotKktConfig
 
@@ -45,7 +46,7 @@ def _gdn_scaled_dot_kkt_kernel(
     k_strides, beta_strides, g_cumsum_log2_strides, L_strides,
     length, heads, nchunks,
     CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUES_PER_KEY: tl.constexpr, OPERAND: tl.constexpr,
-    BLOCK_K: tl.constexpr, LEAF: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, LEAF: tl.constexpr,
 ):  # fmt: skip
     # --- which chunk is mine
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
@@ -57,6 +58,7 @@ def _gdn_scaled_dot_kkt_kernel(
     m_i = o_i < count
 
     # --- once for a key head
+    k_strides = in_units(k_strides, UNIT)
     kkt = tl.zeros((CHUNK_SIZE, CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, KEY_DIM, BLOCK_K):
         o_k = first_k + tl.arange(0, BLOCK_K)
@@ -104,7 +106,7 @@ def scaled_dot_kkt(
         (k, beta, g_cumsum_log2, chunks.spans, L),
         (k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride(), length, heads, chunks.count),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=value_heads // heads, OPERAND=TL_DTYPE[operand],
-        BLOCK_K=config.block_k, LEAF=LEAF,
+        UNIT=strides_unit(k), BLOCK_K=config.block_k, LEAF=LEAF,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return L

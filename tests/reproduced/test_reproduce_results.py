@@ -1,0 +1,72 @@
+"""Results that are read again, and their pages."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import reproduce
+from reproduced.made import DOCUMENT, H200, document
+from reproducing import rendering, seeds
+from reproducing.result import Result, load, understood
+
+from ssdprof.bench.schema import BenchReport, dump
+from ssdprof.errors import BadInputError, ExitCode
+
+
+def test_a_file_that_is_no_result_has_its_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    for text, words in (("{", "is not JSON"), ("{}", "is no result"), ('{"study": "other"}', "is a result of other")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(BadInputError, match=words):
+            load("test", document(), file)
+    with pytest.raises(BadInputError, match="cannot be read"):
+        load("test", document(), tmp_path / "none.json")
+
+
+def test_a_runner_writes_its_pages_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And a wrong output in the result has its exit code."""
+    script, file = tmp_path / "x.py", tmp_path / "test.json"
+    script.write_text("import sys; print(*sys.argv[1:])", encoding="utf-8")
+    stated = document(runner=str(script), measure=[], value=[], numbers=[], figure=None, claim=DOCUMENT["claim"])
+    content = {"study": "test", "environment": {"gpu": {"name": H200}}, "values": {"least": 2.0}, "missing": {}}
+    for wrong, code in (([], ExitCode.OK), (["one is wrong"], ExitCode.GATE_FAILED)):
+        file.write_text(json.dumps({**content, "wrong": wrong}), encoding="utf-8")
+        assert reproduce.again("test", stated, file, check=False) == code
+        assert f"--from {file}" in capfd.readouterr().err
+    with pytest.raises(BadInputError, match="has a runner"):
+        reproduce.again("test", stated, file, check=True)
+
+
+def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
+    content = {"missing": {}, "reports": {"kernels": json.loads(dump(recorded))}}
+    stated = document(claim=[*DOCUMENT["claim"], {"words": "Thrice", "quoted": "3x", "holds": "least > 1000"}])
+    result = understood("test", stated, content)
+    text = seeds.page([("test", stated, [result]), ("later", document(title="Later"), [])])
+    assert f"| test | {H200} | 1 | 1 | 1 |" in text
+    places = [f"**{words}**" for _, words in seeds.GROUPS]
+    order = [places[0], "It is faster: quoted 1x", places[1], "Thrice: quoted 3x", places[2], "nobody can"]
+    assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
+    assert "It says so." in text
+    assert "Not measured yet: `python benchmarks/reproduce.py later`." in text
+
+
+def test_values_without_a_quoted_number_stand_beside() -> None:
+    numbers = [{"words": "N", "value": "speedup", "beside": ["least"], "quoted": {"a": 1.5}}]
+    found = {"speedup[a]": 1.0, "least[a]": 7.25}
+    page = rendering.as_markdown(document(numbers=numbers), Result(name="t", gpu=H200, values=found, missing={}))
+    assert re.search(r"\| a +\| 1 +\| 1.5 +\| outside +\| 7.25", page)
+
+
+def test_crosses_are_quoted_numbers() -> None:
+    result = Result(name="test", gpu=H200, values={"speedup[a]": 1.0, "speedup[b]": 2.0}, missing={})
+    stated = document(numbers=[{"words": "N", "value": "speedup", "quoted": {"a": 1.5}}])
+    picture = rendering.as_picture(stated, result)
+    assert picture is not None
+    assert "speedup, quoted" in picture
+    nothing = Result(name="test", gpu=H200, values={}, missing={})
+    assert rendering.as_picture(stated, nothing) is None
+    assert "test.svg" not in rendering.as_markdown(stated, nothing)
+    assert "(test.svg)" in rendering.as_markdown(stated, result)
