@@ -4,189 +4,49 @@
     python benchmarks/check_bars.py --partial short/*.json
 
 Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and which rival
-of GDN was the fastest where.  Exit code 1 unless all that must hold holds, and 2 for results of several GPUs.  If
-several results measured the same thing, the least counts, so that no bar holds because another library was slow once.
-A case that ran and was not timed (wrong or refused) has missed.
+of GDN was the fastest where.  Exit code 1 unless all that must hold holds, and 2 for results of several GPUs.
+`bars.py` judges.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from bars import Finding, check
 from rivals import Rivals
 
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, load
+from ssdprof.bench.schema import load
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
 from ssdprof.report.tables.table import Table, columns
 
 HERE = Path(__file__).parent
-BEST_RIVAL, FLOOR = "best rival", "floor"
-KINDS = ("device", "call", "error")
-Key = tuple[str, str, str, str]  # shape, tokens, dtype, draw
-Cells = Mapping[Key, Sequence[BenchCell]]
-NO_RIVALS = Rivals()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How many times as fast; None where that was not measured, 0 where what is to be fast failed.
-
-    rival: which one it is over, if it is over the fastest.
-    """
-
-    cell: str
-    ratio: float | None
-    rival: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A bar and what was measured for it.  must, goal: least ratios.  left_out: cells that it also speaks of."""
-
-    name: str
-    what: str
-    must: float
-    goal: float | None
-    readings: tuple[Reading, ...]
-    left_out: int = 0
-
-    @property
-    def unmeasured(self) -> tuple[Reading, ...]:
-        return tuple(reading for reading in self.readings if reading.ratio is None)
-
-    @property
-    def missed(self) -> tuple[Reading, ...]:
-        return tuple(reading for reading in self.readings if reading.ratio is not None and reading.ratio < self.must)
-
-    @property
-    def holds(self) -> bool:
-        return not self.missed and not self.unmeasured
-
-    @property
-    def least(self) -> Reading | None:
-        return min(
-            (one for one in self.readings if one.ratio is not None), key=lambda one: one.ratio or 0, default=None
-        )
-
-    @property
-    def at_goal(self) -> int:
-        return sum(reading.ratio is not None and reading.ratio >= (self.goal or 0) for reading in self.readings)
-
-
-def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[BenchCell]]:
-    """Every measurement of a cell."""
-    found: dict[Key, list[BenchCell]] = {}
-    for report in reports:
-        for cell in report.cells:
-            found.setdefault((cell.shape, cell.tokens, cell.dims.dtype, " ".join(cell.drawn)), []).append(cell)
-    return found
-
-
-def findings(bars: Mapping[str, Any], cells: Cells, rivals: Rivals) -> Iterator[Finding]:
-    """One for each kind of amount that a bar speaks of."""
-    for bar in bars["bar"]:
-        for kind in KINDS:
-            if kind in bar:
-                yield Finding(
-                    name=bar["name"],
-                    what=f"as {_named(bar['over'])}, {kind}",
-                    must=bar[kind].get("must", 0.0),
-                    goal=bar[kind].get("goal"),
-                    readings=tuple(_readings(bar, kind, cells, rivals)),
-                )
-
-
-def _named(over: str | float) -> str:
-    return over if isinstance(over, str) else f"{over:,.0f} us"
-
-
-def _readings(bar: Mapping[str, Any], kind: str, cells: Cells, rivals: Rivals) -> Iterator[Reading]:
-    for shape, tokens, drawn in product(bar["shapes"], bar["tokens"], bar.get("drawn", [""])):
-        name = f"{shape}, {tokens}{', ' if drawn else ''}{drawn}"
-        measured = cells.get((shape, tokens, bar.get("dtype", "bf16"), drawn), ())
-        readings = [
-            Reading(cell=name, ratio=ratio, rival=rival)
-            for cell in measured
-            if cell.checked is None or not bar.get("checked_in_full")
-            for ratio, rival in _ratio(cell, bar, kind, rivals)
-        ]
-        yield min(readings, key=lambda one: one.ratio or 0, default=Reading(cell=name, ratio=None))
-
-
-def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> Iterator[tuple[float, str]]:
-    """The cell's ratio and the rival that it is over; nothing if it was not measured."""
-    own = _amounts(cell, bar["of"], kind)
-    if math.inf in own:
-        yield 0.0, ""
-        return
-    other, rival = _yardstick(cell, bar, kind, rivals)
-    if own and other < math.inf:
-        yield other / min(own), rival
-
-
-def _yardstick(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> tuple[float, str]:
-    """What the cell's own amount is compared with; infinite if it was not measured."""
-    over = bar["over"]
-    if not isinstance(over, str):
-        return float(over), ""
-    if over == FLOOR:
-        floors = [case.roofline.floor_us for case in _cases(cell, bar["of"]) if case.roofline]
-        return min(floors, default=math.inf), ""
-    if over == BEST_RIVAL:
-        best = rivals.best(cell, lambda name: min(_amounts(cell, name, kind), default=math.inf))
-        return (best.us, best.how) if best else (math.inf, "")
-    return min(_amounts(cell, over, kind), default=math.inf), ""
-
-
-def _cases(cell: BenchCell, words: str) -> list[BenchCase]:
-    """Those that the words describe, "fused exact fp32"."""
-    wanted = words.split()
-    return [case for case in cell.cases if _words(case)[: len(wanted)] == wanted]
-
-
-def _words(case: BenchCase) -> list[str]:
-    return [case.implementation, case.precision.intermediates, case.precision.state_dtype]
-
-
-def _amounts(cell: BenchCell, words: str, kind: str) -> list[float]:
-    """Microseconds, or the output's error, of each case that the words describe; infinite for one without a time."""
-    return [_amount(case, kind) for case in _cases(cell, words)]
-
-
-def _amount(case: BenchCase, kind: str) -> float:
-    if case.timing is None or case.error is None:
-        return math.inf
-    amounts = {"device": case.timing.device_median_us, "call": case.timing.call_median_us, "error": case.error.out}
-    return amounts[kind]
-
-
-def first_calls(rule: Mapping[str, Any], reports: Iterable[BenchReport]) -> Finding:
-    """Every kernel of ours that a first call had to compile; the ratio is of the seconds allowed to those it took."""
-    readings = [
-        Reading(cell=f"{one.kernel} for {cell.shape}, {cell.tokens}", ratio=rule["seconds"] / one.seconds)
-        for report in reports
-        for cell in report.cells
-        for case in cell.cases
-        if case.implementation in rule["of"]
-        for first in {case.first_call, *(trial.first_call for trial in case.trials)}
-        if first is not None
-        for one in first.compiled
-    ]
-    return Finding(
-        name=rule["name"],
-        what=f"as {rule['seconds']:g} s, compiling",
-        must=1.0,
-        goal=None,
-        readings=tuple(readings) or (Reading(cell="no kernel had to be compiled", ratio=None),),
-    )
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="JSON that ssdprof bench wrote")
+    parser.add_argument("--bars", type=Path, help="instead of bars-OPERATOR.toml")
+    parser.add_argument("--partial", action="store_true", help="cells that were not measured do not count")
+    options = parser.parse_args()
+    reports = [load(file.read_text(encoding="utf-8")) for file in options.results]
+    gpus = {report.environment.gpu.name if report.environment.gpu else "no GPU" for report in reports}
+    if len(gpus) > 1:
+        parser.error(f"bars are those of one GPU, and the results are of {fmt.words(sorted(gpus))}")
+    rivals, all_hold = Rivals.load(), True
+    for operator in dict.fromkeys(report.operator for report in reports):
+        file = options.bars or HERE / f"bars-{operator}.toml"
+        own = [report for report in reports if report.operator == operator]
+        found = check(tomllib.loads(file.read_text(encoding="utf-8")), own, rivals, partial=options.partial)
+        print(markdown.draw(summary(found, operator)), end="\n\n")
+        for line in (*remarks(found), *against(found)):
+            print(f"- {line}")
+        all_hold = all_hold and all(one.holds for one in found)
+    if not all_hold:
+        raise SystemExit(1)
 
 
 def summary(found: Sequence[Finding], operator: str) -> Table:
@@ -238,45 +98,6 @@ def against(found: Iterable[Finding]) -> Iterator[str]:
                 cells.setdefault(reading.rival, {})[reading.cell] = None
     for rival, where in sorted(cells.items()):
         yield f"best rival is {rival}: {'; '.join(where)}"
-
-
-def check(
-    bars: Mapping[str, Any], reports: Sequence[BenchReport], rivals: Rivals = NO_RIVALS, *, partial: bool = False
-) -> tuple[Finding, ...]:
-    """partial: a bar holds by those of its cells that were measured, if there is one."""
-    found = [*findings(bars, by_cell(reports), rivals)]
-    if "first_call" in bars:
-        found.append(first_calls(bars["first_call"], reports))
-    return tuple(map(_of_measured, found) if partial else found)
-
-
-def _of_measured(found: Finding) -> Finding:
-    measured = tuple(reading for reading in found.readings if reading.ratio is not None)
-    left_out = len(found.readings) - len(measured)
-    return replace(found, readings=measured, left_out=left_out) if measured else found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", nargs="+", type=Path, help="JSON that ssdprof bench wrote")
-    parser.add_argument("--bars", type=Path, help="instead of bars-OPERATOR.toml")
-    parser.add_argument("--partial", action="store_true", help="cells that were not measured do not count")
-    options = parser.parse_args()
-    reports = [load(file.read_text(encoding="utf-8")) for file in options.results]
-    gpus = {report.environment.gpu.name if report.environment.gpu else "no GPU" for report in reports}
-    if len(gpus) > 1:
-        parser.error(f"bars are those of one GPU, and the results are of {fmt.words(sorted(gpus))}")
-    rivals, all_hold = Rivals.load(), True
-    for operator in dict.fromkeys(report.operator for report in reports):
-        file = options.bars or HERE / f"bars-{operator}.toml"
-        own = [report for report in reports if report.operator == operator]
-        found = check(tomllib.loads(file.read_text(encoding="utf-8")), own, rivals, partial=options.partial)
-        print(markdown.draw(summary(found, operator)), end="\n\n")
-        for line in (*remarks(found), *against(found)):
-            print(f"- {line}")
-        all_hold = all_hold and all(one.holds for one in found)
-    if not all_hold:
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import json
 from pathlib import Path
 
 import torch
-from random_models import MODELS, Draw, Weights
+from random_models import MODELS
+from random_weights import Draw, Weights
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -28,7 +28,7 @@ import torch
 from make_random_checkpoint import write_checkpoint
 
 from ssdprof import environment
-from ssdprof.capture import CapturedLayer
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import placement
 from ssdprof.pipeline.model import load, run_model

@@ -11,7 +11,6 @@ tokenizer.json and tokenizer_config.json; the model card, README.md, is written 
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -22,83 +21,25 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from bits_per_byte import best_bigram_bits_per_byte, model_bits_per_byte
+from demo_models import CONFIGS, SEED, new_model, save
+from transformers import AutoModelForCausalLM
 
 from ssdprof.capture import text
 
-COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "initializer_range": 0.05,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "dtype": "bfloat16",
-}
-CONFIGS = {
-    "demo": COMMON
-    | {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 5,
-        "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 256,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "attention_multiplier": 32**-0.5,
-        "position_embedding_type": None,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "shared_intermediate_size": 256,
-        "rms_norm_eps": 1e-5,
-    },
-    "demo-gdn": COMMON
-    | {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "head_dim": 32,
-        "partial_rotary_factor": 0.25,
-        "num_experts": 0,
-        "num_experts_per_tok": 0,
-        "intermediate_size": 256,
-        "rms_norm_eps": 1e-6,
-    },
-}
-SEED = 0
 STAGES = ((0.75, 8, 512), (0.25, 2, 2048))  # share of the steps, sequences per step, bytes per sequence
 WARMUP_STEPS = 50
 MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
 WEIGHT_DECAY = 0.1
 TRAINING_CHUNK = 64  # what the operator computes does not depend on it
-EVALUATION_WINDOW = 4096
 SAVE_EVERY = 100  # steps: a run that is broken off leaves its newest weights
-
-
-# --- the operator, differentiable and lean: the model's own fallback needs several times the memory
 
 
 def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]
     """out_t = C_t h_t + D x_t with h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, chunk by chunk.
+
+    Differentiable; the model's own fallback needs several times the memory.
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A, D, dt_bias: (h)    B, C: (b, l, 1, n)    l a multiple of the chunk
     """
@@ -127,56 +68,6 @@ def lean_operator(name: str) -> AbstractContextManager[object]:
     if name == "demo-gdn":
         return nullcontext()
     return patch("transformers.models.granitemoehybrid.modeling_granitemoehybrid.mamba2_chunk_scan", ssd)
-
-
-# --- what it is judged by
-
-
-def bigram_bits_per_byte(training: bytes, held_out: bytes, prior: float) -> float:
-    """Bits per byte of p(next | byte) = (count + prior * p(next)) / (total + prior), all but the first byte scored.
-
-    p(next) is the add-one unigram model; `prior` is the strength of the Dirichlet prior that it forms.
-    """
-    train = np.frombuffer(training, np.uint8).astype(np.int64)
-    test = np.frombuffer(held_out, np.uint8)
-    unigram = np.bincount(train, minlength=256) + 1.0
-    counts = np.bincount(train[:-1] * 256 + train[1:], minlength=65536).reshape(256, 256)
-    probability = (counts + prior * unigram / unigram.sum()) / (counts.sum(1, keepdims=True) + prior)
-    return float(-np.log2(probability[test[:-1], test[1:]]).mean())
-
-
-def best_bigram_bits_per_byte(training: bytes, held_out: bytes) -> float:
-    """The prior is chosen on the held-out text itself, which favours the bigram model."""
-    return min(bigram_bits_per_byte(training, held_out, prior) for prior in (1, 3, 10, 30, 100, 300))
-
-
-@torch.no_grad()
-def model_bits_per_byte(model: torch.nn.Module, held_out: bytes) -> float:
-    """Bits per byte, all but the first byte scored; the model starts afresh every EVALUATION_WINDOW bytes."""
-    ids = torch.frombuffer(bytearray(held_out), dtype=torch.uint8).long()[None]
-    bits = 0.0
-    for start in range(0, ids.shape[1] - 1, EVALUATION_WINDOW):
-        window = ids[:, start : start + EVALUATION_WINDOW + 1]
-        logits = model(window[:, :-1], use_cache=False).logits.float()
-        bits += F.cross_entropy(logits[0], window[0, 1:], reduction="sum").item() / math.log(2)
-    return bits / (ids.shape[1] - 1)
-
-
-# --- training
-
-
-def new_model(name: str) -> torch.nn.Module:
-    """Random weights; A and dt start as in Mamba-2: A uniform in 1..16, dt log-uniform in 1e-3..1e-1."""
-    torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(1, 16).log_()
-            elif name.endswith("dt_bias"):
-                dt = torch.empty_like(parameter).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-                parameter.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
-    return model
 
 
 def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
@@ -231,43 +122,6 @@ def train(model: torch.nn.Module, steps: int) -> Iterator[int]:
             recent.clear()
         yield step
     model.eval()
-
-
-# --- the folder
-
-
-def byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in byte-level tokenizers: itself if it prints, else one from 256 on."""
-    printing = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte if byte in printing else 256 + others.index(byte)): byte for byte in range(256)}
-
-
-def save(model: torch.nn.Module, name: str, folder: Path) -> None:
-    """Write the folder as a hub repository has it: weights in bf16, and a tokenizer whose ids are the bytes."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": byte_characters(), "merges": []},
-    }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, content in (
-        ("config.json", CONFIGS[name]),
-        ("generation_config.json", {"max_new_tokens": 256}),
-        ("tokenizer.json", tokenizer),
-        ("tokenizer_config.json", settings),
-    ):
-        (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    weights = {key: tensor.to(torch.bfloat16) for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def judge(name: str, folder: Path) -> None:

@@ -73,7 +73,7 @@ class Commands(TyperGroup):
 
 
 def _told(error: OSError) -> SsdprofError | None:
-    """What the user is told of an error of the operating system that no stage expected; None for a defect of ours."""
+    """The message for an error of the operating system that no stage expected; None for a defect of ours."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {error}.", "Free some space.  Reports that were written earlier are complete."
@@ -137,7 +137,7 @@ def ssdprof(
 
 
 def main() -> None:
-    """The console script.  What no user can cause is short on the screen and whole in a file."""
+    """The console script.  An internal error is one line on the screen; its traceback goes to a file."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         terminal.prepare()

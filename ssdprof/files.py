@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what a user is told when one cannot be written."""
+"""Files that are written whole or not at all, and the error when one cannot be written."""
 
 from __future__ import annotations
 

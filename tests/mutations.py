@@ -118,7 +118,7 @@ def outcome(folder: Path) -> SsdprofError | None:
     import torch
 
     from ssdprof import checkpoint
-    from ssdprof.capture import capture_layers
+    from ssdprof.capture.layers import capture_layers
     from ssdprof.capture.prompt import build_prompt
 
     try:

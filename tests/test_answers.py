@@ -9,28 +9,18 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import call
 
 from ssdprof import kernels, runs
-from ssdprof.cli import app
 from ssdprof.kernels import registry
 from ssdprof.measure.oracle import oracle_output
 from ssdprof.runs.document import SCHEMA_FILE
 from ssdprof.schema import AnswerCase, RunReport
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
 SEQ = ("--seq", "70")  # chunks of 64 in demo-gdn
-
-
-def call(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
 
 
 Register = Callable[[str, str, Callable[[Any, Any], Any]], None]

@@ -9,27 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import Answer
 
 import ssdprof
 from ssdprof import cli, runs
-from ssdprof.cli import app
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.pipeline.request import parse_percent
 
 
-class Answer:
-    """What one call of the command line gave."""
-
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
+def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))  # for processes of their own
 
 

@@ -15,34 +15,23 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from command_line import Answer
 from report.pages import Page
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from ssdprof import kernels, runs
 from ssdprof.checkpoint.located import DEMO_FOLDERS
-from ssdprof.cli import app
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.runs.document import SCHEMA_FILE
 from ssdprof.schema import SLICES, RunReport
 from ssdprof.schema.outcome import outcome
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 DEMO = DEMO_FOLDERS["demo"]
 SEQ = ("--seq", "40")
 ONE_LAYER = ("--layers", "1")
 ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
-
-
-class Answer:
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
 
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
@@ -59,8 +48,8 @@ def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def in_demo_run(demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That folder as the current one."""
+def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: ARG001
+    """That folder as the current one, in the place of the empty one."""
     monkeypatch.chdir(demo_run)
     return demo_run
 

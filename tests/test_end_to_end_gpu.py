@@ -13,18 +13,13 @@ from ssdprof import runs
 from ssdprof.cli import app
 from ssdprof.schema import RunReport
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_empty_folder")]
 
 
 def run(*words: str) -> RunReport:
     result = CliRunner().invoke(app, ["run", "demo", *words, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     return RunReport.model_validate_json(result.stdout)
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_everything_that_passed_is_timed() -> None:

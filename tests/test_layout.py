@@ -203,6 +203,11 @@ def test_every_command_line_in_the_documents_exists(file: Path) -> None:
             assert not unknown, line
 
 
+def test_the_list_of_commands_is_whole() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+
+
 def test_every_option_in_the_readme_exists() -> None:
     known = {"--install-completion", "--help", "--version"}.union(*(options_of(command) for command in COMMANDS))
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / "README.md").read_text()))

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import Answer
 
 from ssdprof import runs
-from ssdprof.cli import app
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.placement import bytes_beside_weights
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
@@ -18,12 +17,6 @@ from ssdprof.report import html
 from ssdprof.schema.outcome import outcome
 
 PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
-
-
-class Answer:
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
 @pytest.fixture(autouse=True)

@@ -5,30 +5,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import Answer
 
 from ssdprof import runs
-from ssdprof.capture import store
-from ssdprof.cli import app
+from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.pipeline import limits
 from ssdprof.runs import document
 from ssdprof.schema import RunReport, Serving
 from ssdprof.schema.outcome import at_precisions, outcome
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 FAST = ("--layers", "first:1", "--dtypes", "exact", "--states", "fp32")
 WHOLE = (*FAST, "--full")  # and the whole report
-
-
-class Answer:
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
 
 
 def kinds(report: RunReport) -> Counter[tuple[str, str, int]]:
@@ -190,7 +179,7 @@ def test_ranks_that_are_refused(words: tuple[str, ...], message: str) -> None:
     "words", [("--batch", "2"), ("--packed", "4x8-16"), ("--chunked-prefill", "8"), ("--decode", "1")]
 )
 def test_stored_captures_are_what_they_are(words: tuple[str, ...]) -> None:
-    if not store.is_capture(Path("captures")):
+    if not is_capture(Path("captures")):
         assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
     answer = Answer("run", "captures", *words)
     assert answer.code == 2
@@ -251,9 +240,9 @@ def test_reports_and_captures_from_before_are_read() -> None:
         del layer["call"]
     for prompt in manifest["prompts"]:
         del prompt["serving"]
-    before = store.read_manifest(Path("a/captures"))
+    before = read_manifest(Path("a/captures"))
     file.write_text(json.dumps(manifest))
-    assert store.read_manifest(Path("a/captures")) == before
+    assert read_manifest(Path("a/captures")) == before
     file.write_text(json.dumps(manifest | {"prompts": []}))
     answer = Answer("run", "a/captures", "--dry-run")
     assert answer.code == 2

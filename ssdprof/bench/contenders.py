@@ -1,4 +1,4 @@
-"""Who takes part: implementations of ours and of other libraries, each at the precisions that are asked of it."""
+"""Who takes part: our implementations and those of other libraries, each at its precisions."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def line_up(
     """Other libraries, then the others, each at its own precisions or at the wanted ones.
 
     named: all of them are there.  The baseline of the operator runs with exact intermediates only, and with the wanted
-    state dtypes.  Alternative forms run once, with exact intermediates and fp32 states.  So does what goes token by
-    token, which takes part, named or not, where the cell's sequences are a few tokens long.
+    state dtypes.  Alternative forms run once, with exact intermediates and fp32 states.  So do implementations
+    that go token by token; if the cell's sequences have a few tokens, they take part even if they are not named.
     """
     exact = tuple(dict.fromkeys(one.model_copy(update={"intermediates": "exact"}) for one in wanted))
     once = {BY_TOKEN, *operator.drawing.alternatives}

@@ -20,7 +20,7 @@ _AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
 
 
 class TimeIsUp(BaseException):
-    """A first call was broken off.  No Exception, which the libraries that it interrupts might handle."""
+    """A first call was broken off.  Not an Exception, because the libraries that it interrupts might handle one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def _noted(compiled: list[Compiled]) -> Iterator[None]:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """TimeIsUp in the block when they have passed."""
+    """Raise TimeIsUp in the block when so many seconds have passed."""
     if math.isinf(seconds):
         yield
         return

@@ -8,7 +8,7 @@ from ssdprof.schema.gating import Broken, broken
 
 
 def wrong(report: BenchReport) -> tuple[str, ...]:
-    """Cases of ours that were refused or not right, each in a sentence; or that there was no case of ours at all.
+    """A sentence for each case of ours that was refused or wrong; or one that says that there was no case of ours.
 
     Cells that the budget or the memory left out are named in the report and are no failure.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ssdprof.bench.schema import BenchCell, BenchReport
-from ssdprof.schema import PrecisionRecord
 
 MOST_ROWS = 50  # of a table, so that no renderer cuts it
 
@@ -18,8 +17,3 @@ def grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
         inputs = ", ".join((dims.dtype, *cell.drawn, f"{cell.layout} inputs"))
         found.setdefault(f"{cell.shape} ({cell.sizes}), {inputs}", []).append(cell)
     yield from found.items()
-
-
-def short(precision: PrecisionRecord) -> str:
-    """ "exact, fp32"."""
-    return f"{precision.intermediates}, {precision.state_dtype}"

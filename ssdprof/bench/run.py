@@ -156,7 +156,7 @@ class _Cells:
         self._verdicts: dict[Cell, dict[Hashable, Verdict]] = {}
 
     def measure(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell:
-        """seconds: of sampling.  end: of the bench, by time.monotonic.  Raises BudgetSpent, if need be half-way."""
+        """seconds: of sampling.  end: of the bench, by time.monotonic.  Raises BudgetSpent, also half-way."""
         request = self._request
         patience = Patience(most=request.first_call, until=end)
         if patience.exhausted:

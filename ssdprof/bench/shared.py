@@ -1,4 +1,4 @@
-"""What came of each cell of a bench, wherever it was measured."""
+"""The outcome of each cell of a bench, whichever process measured it."""
 
 from __future__ import annotations
 

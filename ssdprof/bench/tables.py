@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ssdprof.bench.grouping import MOST_ROWS, grouped, short
+from ssdprof.bench.grouping import MOST_ROWS, grouped
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Kernel
 from ssdprof.bench.tables_of_choices import chunk_sizes, relaxed_over_exact
 from ssdprof.bench.tables_of_matches import matches
@@ -46,7 +46,7 @@ def speedups(report: BenchReport) -> Iterator[Table]:
     for title, cells in grouped(report):
         for base in dict.fromkeys((report.baseline, "unfused")):
             rows = [
-                (cell.tokens, f"{case.variant} {short(case.precision)}".lstrip(), *_compared(case, cell, base))
+                (cell.tokens, f"{case.variant} {case.precision.short}".lstrip(), *_compared(case, cell, base))
                 for cell in cells
                 if baseline_of(cell, report.baseline) == base
                 for case in cell.cases
@@ -128,7 +128,7 @@ def _detail_table(title: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def _detail(case: BenchCase) -> tuple[str, ...]:
-    names = (case.kernel, short(case.precision), fmt.count(case.chunk_size))
+    names = (case.kernel, case.precision.short, fmt.count(case.chunk_size))
     if case.timing is None:
         return (*names, case.status, *[fmt.MISSING] * 6)
     return (

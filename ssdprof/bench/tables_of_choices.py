@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.bench.grouping import MOST_ROWS, grouped, short
+from ssdprof.bench.grouping import MOST_ROWS, grouped
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Table, columns
@@ -47,7 +47,7 @@ def chunk_sizes(report: BenchReport) -> Iterator[Table]:
     for title, cells in grouped(report):
         tried = [(cell, case) for cell in cells for case in cell.cases if len(case.trials) > 1]
         sizes = sorted({trial.chunk_size for _, case in tried for trial in case.trials})
-        rows = [(cell.tokens, case.kernel, short(case.precision), *_times(case, sizes)) for cell, case in tried]
+        rows = [(cell.tokens, case.kernel, case.precision.short, *_times(case, sizes)) for cell, case in tried]
         for first in range(0, len(rows), MOST_ROWS):
             yield Table(
                 title=f"Device times by chunk size: {title}",

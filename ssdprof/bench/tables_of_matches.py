@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.bench.grouping import MOST_ROWS, grouped, short
+from ssdprof.bench.grouping import MOST_ROWS, grouped
 from ssdprof.bench.schema import BenchCell, BenchReport
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Table, columns
@@ -48,7 +48,7 @@ def _rows(cell: BenchCell) -> Iterator[tuple[str, ...]]:
             yield (
                 cell.tokens,
                 case.kernel,
-                short(case.precision),
+                case.precision.short,
                 _SHOWN[tensor.tensor],
                 against.against if against else fmt.MISSING,
                 *_cells(tensor),

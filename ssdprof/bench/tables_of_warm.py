@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.bench.grouping import MOST_ROWS, grouped, short
+from ssdprof.bench.grouping import MOST_ROWS, grouped
 from ssdprof.bench.schema import BenchCase, BenchReport
 from ssdprof.report import format as fmt
 from ssdprof.report.tables import warm
@@ -35,7 +35,7 @@ def _row(case: BenchCase, found: WarmTiming, baseline: str) -> tuple[str, ...]:
     assert case.timing is not None
     return (
         case.kernel,
-        short(case.precision),
+        case.precision.short,
         fmt.speedup(speedup.ratio, speedup.interval) if speedup else fmt.MISSING,
         speedup.verdict if speedup else fmt.MISSING,
         fmt.duration(found.median_us),

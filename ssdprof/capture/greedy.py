@@ -16,7 +16,7 @@ def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> li
     """`count` tokens after ids (1, l), each the most likely one, with the model's own cache and decoding functions.
 
     model: a causal language model in eval mode, with all its layers.  The prompt goes through in segments of
-    `segment_length` tokens.  A token that ends a text does not end this one.
+    `segment_length` tokens.  An end-of-text token does not stop it.
     """
     from ssdprof.capture.cache import cache_name  # brings transformers
 

@@ -1,4 +1,4 @@
-"""Stand at the operator's door: every call that a mixer makes goes to our handler instead.
+"""Intercept the operator's calls: every call that a mixer makes goes to our handler instead.
 
 Nothing in transformers is edited.  The mixer looks its operator up among the globals of the modeling file at each call,
 whatever was bound there at import (transformers' torch fallback, mamba_ssm, fla or a kernel of the hub), so replacing

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
-    """Pieces of a text's `ids` with these lengths, behind each other; and how they were cut, in words.
+    """Pieces of a text's `ids` with these lengths, one after the other; and how they were cut, in words.
 
     They follow each other in the text; where it is too short for that, they overlap and begin at equal shares of it.
-    What the tokenizer puts in front of every text is in front of every piece.
+    Every piece begins with the tokens that the tokenizer puts in front of a text.
     """
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""

@@ -79,7 +79,7 @@ def prefilled(
 def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
     """Feed `count` tokens, each the most probable one after those before it; returns them, (b, count).
 
-    last: the last hidden state (b, l, hidden) of the prompt.  A token that ends a text ends nothing here.
+    last: the last hidden state (b, l, hidden) of the prompt.  An end-of-text token does not stop it.
     """
     tokens = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""One run of a prompt through a model with a handler in the place of its operators, and what is told if it fails."""
+"""One run of a prompt through a model with a handler in the place of its operators, and the error if it fails."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PromptRun:
     def run(
         self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
     ) -> int:
-        """Once through the model with `handler` at the operator's door; returns the number of calls but decode steps.
+        """Once through the model with `handler` at the operator's door.  Returns the number of calls, without steps.
 
         What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
         transformers accepts may still describe a model that does not run.

@@ -24,9 +24,7 @@ from safetensors.torch import save_file
 from ssdprof import operators
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layout import PromptBuffer
-from ssdprof.capture.manifest import AGAIN, MANIFEST
-from ssdprof.capture.manifest import is_capture as is_capture
-from ssdprof.capture.manifest import read_manifest as read_manifest
+from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, through transformers: what it refuses is told by the file's name, in its own words."""
+"""A checkpoint's tokenizer, through transformers.  An error names the file and quotes what the library says."""
 
 from __future__ import annotations
 

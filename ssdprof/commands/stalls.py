@@ -92,7 +92,8 @@ def stalls(
     # these import torch: after all words that can be checked without
     _refuse_unknown(implementations)
     from ssdprof.pipeline import stall_files
-    from ssdprof.pipeline.stalls import StallRequest, from_files, profile
+    from ssdprof.pipeline.stall_request import StallRequest
+    from ssdprof.pipeline.stalls import from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 

@@ -1,4 +1,4 @@
-"""Which case of NEW is which case of BASE, and what may be said of the two."""
+"""Which case of NEW belongs to which case of BASE, and what may be compared."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Check(Record):
 
 
 def doctor() -> tuple[Check, ...]:
-    """Every check, in the order in which their absence hurts."""
+    """Every check, the most important first."""
     return (
         Check(name="python", status="ok", detail=platform.python_version()),
         *_packages(),

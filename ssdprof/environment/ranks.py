@@ -35,7 +35,7 @@ class Ranks:
         return tuple(items[self.rank :: self.count])
 
     def send(self, text: str) -> None:
-        """To the first rank.  Whatever becomes of this process, what was sent is there."""
+        """Send to the first rank.  What was sent stays available if this process ends."""
         self.store.set(f"{self.rank}/{len(self._sent)}", text)
         self._sent.append(text)
 
@@ -90,7 +90,7 @@ class Ranks:
         return ended
 
     def _alive(self, rank: int) -> bool:
-        """Whether its process runs; one that has not yet joined is given the benefit of the doubt."""
+        """Whether its process runs; one that has not yet joined counts as running."""
         if not self.store.check([f"{rank}/process"]):
             return True
         return _runs(int(self.store.get(f"{rank}/process")))
@@ -126,7 +126,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
 
 
 def _runs(process: int) -> bool:
-    """Whether the process with this number does anything: a zombie, which nobody has asked about yet, does not."""
+    """Whether the process with this number is running; a zombie is not."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

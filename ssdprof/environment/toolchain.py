@@ -25,7 +25,7 @@ _INSTALLERS = {"apt-get": "apt-get install -y", "dnf": "dnf install -y", "apk": 
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that is needed.  found: what there is; empty if it is missing.  mend: the command that brings it."""
+    """One thing that is needed.  found: what there is; empty if it is missing.  mend: the command that installs it."""
 
     name: str
     found: str

@@ -5,7 +5,7 @@ Three tensors meet: `hi`, the fp64 oracle; `lo`, the same operator with every ro
 
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
-must hold, with eps the relative error of the coarsest rounding on the way (`Judgement.coarsest`).
+must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).
 docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
 ever held whole, in their own dtype.
 """
@@ -24,6 +24,7 @@ from ssdprof.measure.deviation import HeadNorms, Region, RunningDeviation
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.operator import Judgement, Output, Span
+from ssdprof.operators.rounding import coarsest_rounding
 
 TensorName = Literal["out", "final_states"]
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
@@ -103,7 +104,7 @@ def compare(
             on_progress(block.stop - block.start)
     comparisons = {}
     for key, candidate in candidates.items():
-        eps = judgement.coarsest(form.dtype, candidate.precision, largest_exponent)
+        eps = coarsest_rounding(form.dtype, candidate.precision, largest_exponent)
         comparisons[key] = _comparison(outs.result(key, eps), states.result(key, eps))
     return comparisons
 

@@ -10,8 +10,3 @@ def predicted_speedup(whole_us: float, part_us: float, faster_us: float) -> floa
     """
     left = whole_us - part_us + faster_us
     return whole_us / left if left > 0 else None
-
-
-def agrees(predicted: float, measured: float, tolerance: float = 0.1) -> bool:
-    """Whether two speedups differ by at most `tolerance`, relative to the measured one."""
-    return abs(predicted - measured) <= tolerance * measured

@@ -55,7 +55,7 @@ def groups_of(
 
 
 def batches_of(groups: Iterable[tuple[T, ...]], capacity: int) -> list[list[T]]:
-    """What has outputs that are held together: at most `capacity` (at least 2), each with its group's baseline.
+    """Cases whose outputs are held together: at most `capacity` (at least 2), each with its group's baseline.
 
     groups: each begins with its baseline.
 

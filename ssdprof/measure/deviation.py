@@ -69,7 +69,7 @@ class HeadNorms:
 class SliceSums:
     """Running sums of squares of an error and of what it is an error of, in slices of the positions.
 
-    Of a tensor without positions nothing is kept.
+    For a tensor without positions, nothing is kept.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
     attempt (attempt.py) -> verify -> time_verified, or device_times for a first look
 
-Calls are the keys everywhere.  No call is timed that was not found right, and each is looked at again afterwards.
+Calls are the keys everywhere.  Only calls that passed are timed, and their outputs are checked again afterwards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Timed:
 
     sampled: None if it was not timed, and then `untimed` says why: the output is as good as it was.
     changed: what is wrong with an output after the timed loop; there is no time then.
-    wavered: the bits of some output were others than at first, and still right.
+    wavered: some output had other bits than at first, and still passed.
     """
 
     sampled: Sampled | None = None

@@ -1,4 +1,4 @@
-"""Whether a kernel's error has cost the process its GPU, and whose it was."""
+"""Whether a kernel's error has made the GPU unusable for this process, and which kernel it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One number for all bits of a tensor, computed where the tensor is: outputs are compared without being kept."""
+"""One number for all bits of a tensor, computed on its device, so that outputs are compared without being kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory with guards around it: what a kernel writes where it should not is seen afterwards.
+"""Memory between guards, which show afterwards what a kernel wrote out of bounds.
 
 The guards hold bytes of 0xFF, a NaN in every floating dtype, so that what a kernel reads there shows in its output.
 """

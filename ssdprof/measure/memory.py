@@ -36,7 +36,7 @@ def run_and_measure(run: Callable[[], Output], device: torch.device) -> tuple[Ou
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_bytes` begin anew."""
+    """Reset `peak_bytes`."""
     torch.cuda.reset_peak_memory_stats(device)
     _peaks_before_reset.pop(_index(device), None)
 

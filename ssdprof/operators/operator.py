@@ -25,7 +25,6 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.operators import tensors
 from ssdprof.operators.drawing import Drawing
 from ssdprof.operators.outline import Outline
-from ssdprof.operators.rounding import coarsest_rounding
 from ssdprof.operators.tuning import Tuning
 from ssdprof.schema import Dims
 
@@ -154,7 +153,6 @@ class Judgement(Generic[I]):
     blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple of `chunk_size`;
         in order, sequence after sequence, at least one for each.
     gate: of a span.  rounded: the same operator with every rounding that the precision allows.
-    coarsest: (inputs' dtype, precision, largest exponents (h)) -> the largest relative error of a single rounding, (h).
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
     """
@@ -163,7 +161,6 @@ class Judgement(Generic[I]):
     blocks: Callable[[I, int], Iterable[OracleBlock]]
     gate: Callable[[I, Span], Gate]
     rounded: Callable[[I, Precision], Rounded]
-    coarsest: Callable[[torch.dtype, Precision, torch.Tensor], torch.Tensor] = coarsest_rounding
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
 

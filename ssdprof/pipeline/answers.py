@@ -60,7 +60,7 @@ def check(subject: Subject, wanted: AnswersRequest) -> None:
 
 
 def _weights(wanted: AnswersRequest) -> Literal["own", "fp32"]:
-    """A machine without a GPU serves no model in 16 bit: there, fp32 leaves the operators' own error to be seen."""
+    """fp32 without a GPU, where no model is served in 16 bit: it shows the operators' own error."""
     if wanted.weights == "auto":
         return "own" if limits.device().type == "cuda" else "fp32"
     return wanted.weights

@@ -1,6 +1,6 @@
 """A whole model with each implementation in the place of its operators, and how its answers change.
 
-reference -> what is no difference -> every implementation and precision -> every layer alone, if asked for
+reference -> noise -> every implementation and precision -> every layer alone, if asked for
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PromptAnswers:
         return answers
 
     def _cases(self) -> Iterator[Case]:
-        """First what is no difference of an implementation, then all together, then each layer alone."""
+        """First the measures of noise, then all layers together, then each layer alone."""
         sites = self._prompt.sites
         noises = {
             "last bit of its inputs moved": reference.with_moved_bits,

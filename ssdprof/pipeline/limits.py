@@ -45,7 +45,7 @@ def default_seqlens() -> tuple[int, ...]:
 def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
     """MissingCapabilityError for a prompt, or a batch of them, that is too long to be replayed without a GPU.
 
-    And for a GPU for which Triton cannot compile kernels: before anything is downloaded or loaded.
+    Also for a GPU for which Triton cannot compile kernels.  Called before anything is downloaded or loaded.
     """
     longest = batch * max(seqlens)
     if not INTERPRETED:

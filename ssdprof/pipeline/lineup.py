@@ -1,4 +1,4 @@
-"""Who takes part in a run: names to implementations, and what is said of those that are not there."""
+"""Who takes part in a run: names to implementations, and a sentence for each that is not there."""
 
 from __future__ import annotations
 

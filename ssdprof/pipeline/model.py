@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture import CapturedLayer, capture_layers, choose_segment_length, store
+from ssdprof.capture import store
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.head import logits
+from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prompt import build_prompt
 from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
 from ssdprof.checkpoint.load import DType

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof import __version__, environment, operators
-from ssdprof.capture import choose_segment_length
+from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import Site, find_sites
 from ssdprof.capture.surroundings import BundledSurroundings
 from ssdprof.environment import ClockWatch

@@ -1,4 +1,4 @@
-"""All contenders on operators alone, in one prefill that ends there: what has to be compiled and tuned is, once."""
+"""Each contender on the operators alone, in one prefill that ends there, so that its kernels are compiled and tuned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALONE = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_round
 
 
 class _Enough(Exception):
-    """Ends a prefill of which nothing more is needed."""
+    """Ends a prefill when nothing more is needed from it."""
 
 
 def try_operators(found: Mapping[Contender, Found], prompted: Prompted, bench: Bench, clock: StepClock) -> None:

@@ -1,4 +1,4 @@
-"""The report of prefill times as it grows: kept after every step, so that whatever ends the command leaves it."""
+"""The report of prefill times as it grows: kept after every step, so that an interrupted command leaves it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the operators of a model compute where an implementation is judged by the model's answers, and what is no
-difference: the same model with its operators' inputs moved by one bit."""
+"""What the answers of a model are compared with: its operators computed by a reference.
+
+As a measure of noise, the same reference also runs on inputs moved by one bit.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,8 @@ def _oracle_seconds(prompt: PromptRun) -> float:
 def with_moved_bits(compute: Compute) -> Compute:
     """`compute`, on inputs of which the last bit of each element is the other one.
 
-    Of the tensors that a model writes side by side (x, B and C of SSD, q, k and v of GDN), up for half of all numbers
-    and down for the others: a change of half to one unit in the last place, as another rounding before the operator
+    In the tensors that a model writes side by side (x, B and C of SSD, q, k and v of GDN), half of the numbers move up
+    and the others down: a change of half to one unit in the last place, as another rounding before the operator
     makes it.  Zeros stay: their last bit would be a number of another order.
     """
 

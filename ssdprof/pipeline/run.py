@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ssdprof import operators
-from ssdprof.capture import CapturedLayer, store
+from ssdprof.capture import store
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.ranks import Ranks
 from ssdprof.environment.toolchain import unusable_gpu

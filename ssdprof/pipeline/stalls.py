@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,51 +15,21 @@ from pathlib import Path
 import torch
 
 from ssdprof import environment, files, operators, runs
-from ssdprof.capture import store
+from ssdprof.capture.manifest import read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
-from ssdprof.operators.named import knows
-from ssdprof.pipeline import limits, stall_files
-from ssdprof.pipeline.capture import capture
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
+from ssdprof.pipeline import limits, stall_files, stall_inputs
+from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.stall_inputs import Captured
+from ssdprof.pipeline.stall_request import StallRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.progress import Watcher
-from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, PrecisionRecord, RunReport
+from ssdprof.schema import CheckpointRef, PrecisionRecord, RunReport
 from ssdprof.schema.stalls import Launched, Profiled, Recorded, StallReport
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report
 
 DEFAULT_PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StallRequest:
-    """where: a run, a model, a folder of captures; None is the latest run.  layer, seqlen: None takes what is there.
-
-    implementations: names, as `operators.named` resolves them.
-    out: the folder for what is found; None takes the run's, or makes one under runs/.
-    overwrite: stalls that were found before.  tuned: a file of configurations that the kernels shall take.
-    command: as typed.
-    """
-
-    where: str | None = None
-    layer: int | None = None
-    seqlen: int | None = None
-    implementations: tuple[str, ...] = ("unfused", "fused")
-    precision: PrecisionRecord
-    timeout_s: float = collect.TIMEOUT_S
-    out: Path | None = None
-    overwrite: bool = False
-    tuned: Path | None = None
-    command: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Captured:
-    """One layer of a folder of captures."""
-
-    folder: Path
-    layer: LayerCapture
 
 
 def from_files(paths: Sequence[Path]) -> StallReport:
@@ -75,7 +45,7 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
     """
     _require_gpu()
     run = _run(request)
-    with _opened(request, run) as folder, _captured(request, run, watcher) as captured:
+    with _opened(request, run) as folder, stall_inputs.of_request(request, run, watcher) as captured:
         torch.cuda.empty_cache()
         return folder, profile_layer(captured, request, folder, watcher)
 
@@ -88,20 +58,12 @@ def profile_run(
     asked: what the run captured.  tuned: see `StallRequest`.  Raises what `profile` raises.
     """
     _require_gpu()
-    model = Path(asked.model.model).expanduser()
-    stored = next((path for path in (model, folder / runs.CAPTURES) if store.is_capture(path)), None)
-    layers = report.captured_layers
-    wanted = replace(
-        asked,
-        layers=str(layers[len(layers) // 2].index),
-        prompt=_whole(asked.prompt, max(prompt.seqlen for prompt in report.prompts)),
-    )
+    wanted = stall_inputs.middle_layer(asked, report)
     request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned, command=report.command)
-    with _made(folder / stall_files.FOLDER, overwrite=False) as out, ExitStack() as stack:
-        if stored is not None:
-            captured = _stored(stored, request)
-        else:
-            captured = stack.enter_context(_captured_anew(wanted, request, watcher))
+    with (
+        _made(folder / stall_files.FOLDER, overwrite=False) as out,
+        stall_inputs.of_ended_run(wanted, folder, request, watcher) as captured,
+    ):
         torch.cuda.empty_cache()
         return profile_layer(captured, request, out, watcher)
 
@@ -114,7 +76,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
     report = analyse(
         [open_report(file) for file in found.files],
         Profiled(
-            model=_model(store.read_manifest(captured.folder).checkpoint),
+            model=_model(read_manifest(captured.folder).checkpoint),
             layer=captured.layer.layer,
             dims=stored_dims(captured.layer),
             precision=request.precision,
@@ -194,15 +156,16 @@ def _is_library(captured: Captured, word: str) -> bool:
     return word.partition("=")[0] in operators.get(captured.layer.layer.operator).drawing.peers
 
 
+def _model(ref: CheckpointRef) -> str:
+    return f"{ref.repo_id}, random weights" if ref.random_weights else ref.repo_id
+
+
 def _require_gpu() -> None:
     if limits.device().type != "cuda":
         raise MissingCapabilityError(
             "Warp stalls need an NVIDIA GPU, and this machine has none.",
             "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
         )
-
-
-# --- what to profile
 
 
 def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
@@ -238,98 +201,3 @@ def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()
-
-
-@contextmanager
-def _captured(request: StallRequest, run: tuple[Path, RunReport] | None, watcher: Watcher) -> Iterator[Captured]:
-    """The layer's tensors: those that are stored, else captured anew, for as long as they are needed."""
-    if run is not None and run[1].cast:
-        raise BadInputError(
-            f"The inputs of this run were {run[1].cast}, and stalls are those of inputs as the model has them.",
-            "Name the model or its captures instead of the run.",
-        )
-    place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
-    if store.is_capture(place):
-        yield _stored(place, request)
-        return
-    wanted = _of_run(run[1], request) if run is not None else _of_model(request)
-    with _captured_anew(wanted, request, watcher) as captured:
-        yield captured
-
-
-@contextmanager
-def _captured_anew(wanted: CaptureRequest, request: StallRequest, watcher: Watcher) -> Iterator[Captured]:
-    with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
-        folder, _ = capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
-        yield _stored(folder, request)
-
-
-def _stored(folder: Path, request: StallRequest) -> Captured:
-    return Captured(folder, _choose(store.read_manifest(folder), request, folder))
-
-
-def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:
-    """The wanted layer, or the middle one; the wanted length, or the longest."""
-    found = [
-        stored
-        for stored in manifest.layers
-        if all(knows(operators.get(stored.layer.operator), word) for word in request.implementations)
-        and (stored.call is None or stored.call.kind == "packed")
-    ]
-    if request.layer is not None:
-        found = [stored for stored in found if stored.layer.index == request.layer]
-    if request.seqlen is not None:
-        found = [stored for stored in found if stored.seqlen == request.seqlen]
-    if not found:
-        there = sorted({(stored.layer.index, stored.seqlen) for stored in manifest.layers})
-        raise BadInputError(
-            f"{folder} holds no such layer with a whole prompt that {' and '.join(request.implementations)} could run.",
-            f"There are (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
-        )
-    longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
-    return longest[len(longest) // 2]
-
-
-def _of_run(report: RunReport, request: StallRequest) -> CaptureRequest:
-    """One layer and prompt of a run, to be captured again."""
-    prompts = [prompt for prompt in report.prompts if request.seqlen in (None, prompt.seqlen)]
-    layers = [layer for layer in report.captured_layers if request.layer in (None, layer.index)]
-    if not prompts or not layers:
-        raise BadInputError(
-            "The run has no such layer or prompt.",
-            f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} tokens, its layers are "
-            f"{', '.join(str(layer.index) for layer in report.captured_layers)}.",
-        )
-    prompt = max(prompts, key=lambda one: one.seqlen)
-    if prompt.kind == "file":
-        raise BadInputError(
-            "The run's prompt came from a file, which it does not keep.",
-            "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
-        )
-    if prompt.serving.packed:
-        raise BadInputError(
-            "The run's sequences were packed, and it does not keep them.", "Run it with --save-captures."
-        )
-    return CaptureRequest(
-        model=ModelRequest(model=report.checkpoint.requested, revision=report.checkpoint.revision),
-        prompt=PromptRequest(text=prompt.kind, seqlens=(prompt.seqlen,), serving=ServingRequest(batch=prompt.batch)),
-        layers=str(layers[len(layers) // 2].index),
-    )
-
-
-def _whole(prompt: PromptRequest, seqlen: int) -> PromptRequest:
-    """The prompt in one call of every operator, without the steps after it; a pack is drawn again as it was."""
-    serving = replace(prompt.serving, chunk=None, decode=0)
-    return replace(prompt, seqlens=None if serving.packed else (seqlen,), serving=serving)
-
-
-def _of_model(request: StallRequest) -> CaptureRequest:
-    return CaptureRequest(
-        model=ModelRequest(model=request.where or ""),
-        prompt=PromptRequest(seqlens=None if request.seqlen is None else (request.seqlen,)),
-        layers="first:1" if request.layer is None else str(request.layer),
-    )
-
-
-def _model(ref: CheckpointRef) -> str:
-    return f"{ref.repo_id}, random weights" if ref.random_weights else ref.repo_id

@@ -1,4 +1,4 @@
-"""What a request is about.  Judged before torch is imported: a wrong name or layer is answered at once."""
+"""What a request names.  It is checked before torch is imported, so that a wrong name or layer is refused at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 0  # of the lengths of packed sequences
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a request came to: a checkpoint that is found, its wanted layers, and lengths that suit this machine.
+    """The subject of a request: a checkpoint that was found, its wanted layers, and lengths that suit this machine.
 
     seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
     whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
@@ -58,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What a request for stored captures came to: the wanted layers of each prompt."""
+    """The subject of a request for stored captures: the wanted layers of each prompt."""
 
     folder: Path
     manifest: CaptureManifest

@@ -11,9 +11,12 @@ from rich.text import Text
 
 from ssdprof.errors import BadInputError
 from ssdprof.report import format as fmt
-from ssdprof.report import summary, terminal
-from ssdprof.report.groups import Group, groups, places, precision_order
+from ssdprof.report import terminal
+from ssdprof.report.case_words import precision_words, trouble_words
+from ssdprof.report.caveats import caveats
+from ssdprof.report.groups import Group, Series, groups, places, precision_order
 from ssdprof.report.tables import accuracy
+from ssdprof.report.verdict import shortcomings
 from ssdprof.schema import CaseResult, DType, Intermediates, PrecisionRecord, RunReport
 from ssdprof.schema.outcome import at_precisions, outcome
 
@@ -49,18 +52,32 @@ def accuracy_table(
     shown = at_precisions(
         report, [PrecisionRecord(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
     )
-    parts += [terminal.verdict(line, good=False) for line in summary.shortcomings(outcome(shown))]
-    advice: dict[tuple[str, bool], list[Group]] = {}
+    parts += [terminal.verdict(line, good=False) for line in shortcomings(outcome(shown))]
+    advised: dict[tuple[str, bool], list[Group]] = {}
     for group, name in found:
         series = group.series(name)
-        advice.setdefault((summary.advice(series), all(s.within_budget for s in series)), []).append(group)
-    parts += [terminal.verdict(_sentence(places(own), text), good=good) for (text, good), own in advice.items()]
-    parts += [terminal.bullet(line) for line in summary.caveats(report)]
+        advised.setdefault((advice(series), all(s.within_budget for s in series)), []).append(group)
+    parts += [terminal.verdict(_sentence(places(own), text), good=good) for (text, good), own in advised.items()]
+    parts += [terminal.bullet(line) for line in caveats(report)]
     for group, name in found:
         for tensor in accuracy.TENSORS:
             if table := accuracy.match(group, name, tensor):
                 parts += ["", terminal.SplitTable(table)]
     return Renderables(*parts)
+
+
+def advice(series: tuple[Series, ...]) -> str:
+    """Which precisions of an implementation may be used, as far as the operator's own output tells."""
+    name = series[0].implementation
+    good = [s for s in series if s.within_budget]
+    bad = "; ".join(f"{precision_words(s.precision)}: {trouble_words(s)}" for s in series if not s.within_budget)
+    if not good:
+        return f"{name} may not be used {bad}."
+    layers = len({case.layer for s in good for case in s.cases})
+    where = "every layer replayed" if layers > 1 else "the layer replayed"
+    which = fmt.words((precision_words(s.precision) for s in good), "or")
+    text = f"{name} may be used {which}: it is within the error budget in {where}."
+    return f"{text}  It may not be used {bad}." if bad else text
 
 
 def _sentence(where: str, text: str) -> str:

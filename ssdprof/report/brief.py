@@ -8,11 +8,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ssdprof.report import format as fmt
-from ssdprof.report import summary, terminal
+from ssdprof.report import terminal
+from ssdprof.report.caveats import caveats
 from ssdprof.report.document import heading
 from ssdprof.report.groups import groups
 from ssdprof.report.origin import meanings, origin
+from ssdprof.report.statements import nothing_timed
 from ssdprof.report.tables import answers, brief, prefill, warm
+from ssdprof.report.verdict import GOOD, verdict_lines
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 
@@ -31,7 +34,7 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
     found = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
-    if untimed := summary.nothing_timed(report):
+    if untimed := nothing_timed(report):
         yield from ("", Text(f"No speed: {untimed}"))
     for table in (brief.speed(found), brief.accuracy(found)):
         if table:
@@ -47,16 +50,15 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
         yield ""
     for word, meaning in meanings(report) if found else ():
         yield Text(f"{word}: {meaning}", style="dim")
-    caveats = summary.caveats(report)
-    if caveats:
+    if warnings := caveats(report):
         yield Text("Caveats:", style="yellow")
-        yield from (terminal.bullet(_short(line)) for line in caveats[:_MOST_CAVEATS])
-        if len(caveats) > _MOST_CAVEATS:
-            yield Text(f"  {fmt.plural(len(caveats) - _MOST_CAVEATS, 'more caveat')} with --full.")
+        yield from (terminal.bullet(_short(line)) for line in warnings[:_MOST_CAVEATS])
+        if len(warnings) > _MOST_CAVEATS:
+            yield Text(f"  {fmt.plural(len(warnings) - _MOST_CAVEATS, 'more caveat')} with --full.")
     yield from (terminal.bullet(reason) for reason in _reasons(report))
     yield Text(_MORE, style="dim")
-    for line in summary.verdict(report):
-        yield terminal.verdict(_short(line), good=line.startswith(summary.GOOD))
+    for line in verdict_lines(report):
+        yield terminal.verdict(_short(line), good=line.startswith(GOOD))
 
 
 def _reasons(report: RunReport) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Document, Section
-from ssdprof.report.summary import Statement
+from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Note, Table
 from ssdprof.report.tables import comparison as tables
 from ssdprof.schema.comparison import Comparison, Condition, Total, TotalBy

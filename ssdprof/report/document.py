@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ssdprof.report import format as fmt
-from ssdprof.report import summary
+from ssdprof.report.caveats import caveats
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.origin import meanings, origin
+from ssdprof.report.statements import Statement, statements
 from ssdprof.report.tables import Figure, Note, Table, accuracy, answers, prefill, run, speed, warm
+from ssdprof.report.verdict import verdict_lines
 from ssdprof.schema import RunReport
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.prefill import Prefill
@@ -36,7 +38,7 @@ class Document:
     origin: tuple[tuple[str, str], ...] = ()
     verdict: tuple[str, ...]
     failed: bool
-    summary: tuple[summary.Statement, ...]
+    summary: tuple[Statement, ...]
     caveats: tuple[str, ...]
     sections: tuple[Section, ...]
     run_id: str
@@ -48,10 +50,10 @@ def compose(report: RunReport) -> Document:
     return Document(
         title=heading(report),
         origin=origin(report),
-        verdict=summary.verdict(report),
+        verdict=verdict_lines(report),
         failed=not outcome(report).passed,
-        summary=summary.statements(report),
-        caveats=summary.caveats(report),
+        summary=statements(report),
+        caveats=caveats(report),
         sections=tuple(section for section in _sections(report, found) if section.blocks),
         run_id=report.run_id,
     )

@@ -1,27 +1,13 @@
-"""Cases that belong together, and what they come to when layers are added up."""
+"""Cases that may be compared and added up, and the words for them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ssdprof.report import format as fmt
 from ssdprof.report.serving import call_words
-from ssdprof.schema import (
-    CallRef,
-    CaseResult,
-    Deviation,
-    Interval,
-    LayerRef,
-    PrecisionRecord,
-    RunReport,
-    TensorAccuracy,
-    Verdict,
-)
-
-TensorName = Literal["out", "final_states"]
+from ssdprof.schema import CallRef, CaseResult, LayerRef, PrecisionRecord, RunReport
 
 _INTERMEDIATES = ("exact", "relaxed")
 _STATES = ("fp64", "fp32", "fp16", "bf16")
@@ -176,7 +162,7 @@ def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
 
 
 def tokens(prompts: Iterable[Group]) -> str:
-    """ "131,072, 16,384 and 1,024 tokens"; decode steps are not told, unless there is nothing else."""
+    """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there is nothing else."""
     every = list(prompts)
     first, *others = dict.fromkeys(group.tokens for group in [one for one in every if not one.steps] or every)
     if not others:
@@ -194,158 +180,3 @@ def places(prompts: Iterable[Group]) -> str:
 
 def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
     return _INTERMEDIATES.index(precision.intermediates), _STATES.index(precision.state_dtype)
-
-
-# --- accuracy
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """Deviations of several layers as one: elements pooled, the worst of all maxima.
-
-    `largest` is the deviation that holds max_abs, `layer` its layer; rms_ratio is that of the worst layer.
-    """
-
-    elements: int
-    rms_ratio: float
-    max_abs: float
-    largest: Deviation
-    layer: LayerRef
-    parts: tuple[Deviation, ...]
-
-    @property
-    def scale_max_abs(self) -> float | None:
-        """The largest value of what `max_abs` is an error of; None if it was not recorded."""
-        return self.largest.scale_max_abs
-
-    def match_pct(self, tolerance: float) -> float | None:
-        """Share of all elements that match; 100 only if all do."""
-        shares = [
-            (match.match_pct, part.elements)
-            for part in self.parts
-            for match in part.matches
-            if match.tolerance == tolerance
-        ]
-        total = sum(elements for _, elements in shares)
-        if not total:
-            return None
-        if all(share == 100.0 for share, _ in shares):
-            return 100.0
-        pooled = math.fsum(share * elements for share, elements in shares) / total
-        return min(pooled, math.nextafter(100.0, 0.0))
-
-
-def pool(
-    cases: Iterable[CaseResult], tensor: TensorName, which: Callable[[TensorAccuracy], Deviation | None]
-) -> Pooled | None:
-    """The deviations that `which` picks out of every case that has one; None if none has."""
-    found = [
-        (case.layer, deviation)
-        for case in cases
-        for accuracy in case.accuracy
-        if accuracy.tensor == tensor and (deviation := which(accuracy)) is not None
-    ]
-    if not found:
-        return None
-    layer, largest = max(found, key=lambda pair: nan_is_worst(pair[1].max_abs))
-    return Pooled(
-        elements=sum(deviation.elements for _, deviation in found),
-        rms_ratio=max((deviation.rms_ratio for _, deviation in found), key=nan_is_worst),
-        max_abs=largest.max_abs,
-        largest=largest,
-        layer=layer,
-        parts=tuple(deviation for _, deviation in found),
-    )
-
-
-def nan_is_worst(value: float) -> float:
-    """A key to sort errors by."""
-    return math.inf if math.isnan(value) else value
-
-
-# --- speed
-
-
-@dataclass(frozen=True)
-class TotalSpeed:
-    """Times of the timed layers of a series, added up.
-
-    A ratio is the sum of the baseline's times over the sum of ours, over the same layers.  Its interval takes every
-    layer at its own bound, as if all erred the same way: it covers at least 95 %.  If all layers have the same
-    verdict, it is the sum's; otherwise the sum's interval decides.
-    """
-
-    layers: tuple[int, ...]
-    device_us: float
-    call_us: float
-    device_ratio: float | None
-    device_interval: Interval | None
-    call_ratio: float | None
-    call_interval: Interval | None
-    device_verdict: Verdict | None
-    call_verdict: Verdict | None
-    smallest_difference: float
-    floor_pct: float | None
-    workspace_bytes: int | None
-    baselines: tuple[str, ...]
-
-
-def total_speed(series: Series) -> TotalSpeed | None:
-    """None if no layer was timed."""
-    timed = [(case, case.timing) for case in series.cases if case.timing is not None]
-    if not timed:
-        return None
-    device = [timing.device_median_us for _, timing in timed]
-    call = [timing.call_median_us for _, timing in timed]
-    speedups = [case.speedup for case, _ in timed if case.speedup is not None]
-    floors = [case.roofline.floor_us for case, _ in timed if case.roofline is not None]
-    workspaces = [case.memory.workspace_bytes for case, _ in timed if case.memory is not None]
-    device_ratio = call_ratio = device_interval = call_interval = device_verdict = call_verdict = None
-    smallest = max((s.smallest_difference for s in speedups), default=0.0)
-    if len(speedups) == len(timed):
-        device_ratio = weighted((s.device_ratio for s in speedups), device)
-        device_interval = interval_of((s.device_interval for s in speedups), device)
-        call_ratio = weighted((s.call_ratio for s in speedups), call)
-        call_interval = interval_of((s.call_interval for s in speedups), call)
-        device_verdict = common((s.verdict for s in speedups), device_interval, smallest)
-        call_verdict = common((s.call_verdict for s in speedups), call_interval, smallest)
-    return TotalSpeed(
-        layers=tuple(case.layer.index for case, _ in timed),
-        device_us=sum(device),
-        call_us=sum(call),
-        device_ratio=device_ratio,
-        device_interval=device_interval,
-        call_ratio=call_ratio,
-        call_interval=call_interval,
-        device_verdict=device_verdict,
-        call_verdict=call_verdict,
-        smallest_difference=smallest,
-        floor_pct=100 * sum(floors) / sum(device) if len(floors) == len(timed) else None,
-        workspace_bytes=max(workspaces, default=None),
-        baselines=tuple(dict.fromkeys(s.baseline for s in speedups)),
-    )
-
-
-def weighted(values: Iterable[float], weights: list[float]) -> float:
-    """A layer's ratio is baseline / own time, so its weight is its own time."""
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
-
-
-def interval_of(intervals: Iterable[Interval], weights: list[float]) -> Interval:
-    bounds = list(intervals)
-    return Interval(
-        low=weighted((bound.low for bound in bounds), weights),
-        high=weighted((bound.high for bound in bounds), weights),
-    )
-
-
-def common(verdicts: Iterable[Verdict | None], interval: Interval, smallest_difference: float) -> Verdict | None:
-    """The verdict that all layers share; otherwise that of the sum's interval, by the rule of `measure.statistics`."""
-    different = set(verdicts)
-    if len(different) == 1:
-        return different.pop()
-    if None in different:
-        return None
-    if interval.low > 1 + smallest_difference:
-        return "faster"
-    return "slower" if interval.high < 1 / (1 + smallest_difference) else "no difference"

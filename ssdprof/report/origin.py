@@ -1,4 +1,4 @@
-"""What stands at the top of every report: whose weights, which GPU, when; and what its words mean."""
+"""The top of every report: which weights, which GPU, when; and what its words mean."""
 
 from __future__ import annotations
 

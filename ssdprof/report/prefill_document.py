@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
+from ssdprof.report.caveats import throttled
 from ssdprof.report.document import Document, Section, prefill_sections
 from ssdprof.report.origin import weights, when
-from ssdprof.report.summary import Statement, throttled
+from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Table, prefill
 from ssdprof.report.tables.run import clocks, gpu, versions
 from ssdprof.report.tables.table import columns

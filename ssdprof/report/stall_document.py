@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ssdprof.report import format as fmt
 from ssdprof.report.document import Depth, Document, Section
 from ssdprof.report.stall_groups import Design, designs
-from ssdprof.report.summary import Statement
+from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Figure, Note, Table, stall_origin, stalls
 from ssdprof.schema.stalls import StallReport
 
@@ -104,7 +104,7 @@ def _lacking(report: StallReport) -> Iterator[str]:
 
 
 def _unlabelled(report: StallReport) -> Iterator[str]:
-    """Files of which nobody has said what their lines do."""
+    """Files whose stages are not known."""
     files: dict[str, list[str]] = {}
     for kernel in report.kernels:
         for file in kernel.unlabelled:

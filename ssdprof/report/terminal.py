@@ -12,10 +12,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssdprof.report import summary
 from ssdprof.report.document import Document, Section, compose
 from ssdprof.report.format import MISSING
 from ssdprof.report.tables import Figure, Note, Table
+from ssdprof.report.verdict import GOOD, verdict_lines
 from ssdprof.schema import RunReport
 
 _GAP = 2  # blanks between columns: one of padding, one of the box
@@ -37,12 +37,12 @@ def render(report: RunReport) -> RenderableType:
 
     The verdict is its first word and its last.
     """
-    return Group(render_document(compose(report), good=summary.GOOD), "", *verdicts(report))
+    return Group(render_document(compose(report), good=GOOD), "", *verdicts(report))
 
 
 def verdicts(report: RunReport) -> list[RenderableType]:
     """The lines of the verdict."""
-    return [verdict(line, good=line.startswith(summary.GOOD)) for line in summary.verdict(report)]
+    return [verdict(line, good=line.startswith(GOOD)) for line in verdict_lines(report)]
 
 
 def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> RenderableType:

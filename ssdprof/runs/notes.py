@@ -10,7 +10,7 @@ from ssdprof.schema.placement import Placement
 
 
 def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """Notes on the checkpoint and the prompts.  What the results themselves say is the report's to tell."""
+    """Notes on the checkpoint and the prompts.  What follows from the results is in `report.caveats`."""
     return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
 
 

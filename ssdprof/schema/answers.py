@@ -16,7 +16,7 @@ from ssdprof.schema.speed import Interval
 class Flip(Record):
     """A position at which the two have different most likely tokens.
 
-    margin: by how much more the reference likes its own token than the other one, in nats of log-probability.
+    margin: the reference's log-probability of its own token less that of the other one, in nats.
     """
 
     position: int

@@ -31,6 +31,11 @@ class PrecisionRecord(Record):
     def __str__(self) -> str:
         return f"{self.intermediates}, {self.state_dtype} states"
 
+    @property
+    def short(self) -> str:
+        """ "exact, fp32", for the column of a table."""
+        return f"{self.intermediates}, {self.state_dtype}"
+
 
 def precisions_for(
     dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None

@@ -1,4 +1,4 @@
-"""What came of a run: the one answer behind its headline and the exit codes of `run`, `accuracy` and `export`."""
+"""The outcome of a run, from which its headline and the exit codes of `run`, `accuracy` and `export` follow."""
 
 from __future__ import annotations
 

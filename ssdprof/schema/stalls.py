@@ -141,10 +141,6 @@ class KernelStalls(Record):
     hints: tuple[Hint, ...] = ()
 
     @property
-    def idle_samples(self) -> int:
-        return sum(stage.total for stage in self.stages if stage.idle)
-
-    @property
     def busy_samples(self) -> int:
         """All but those of warps that have nothing to do."""
         return sum(stage.total for stage in self.stages if not stage.idle)
@@ -173,8 +169,8 @@ class Recorded(Record):
 class StallReport(Record):
     """Everything that was read out of one or more ncu reports.
 
-    Of reports that exist already it depends on nothing but their contents; `subject` and `recorded` are known where
-    ssdprof profiled.
+    For reports made elsewhere it depends only on their contents.  `subject` and `recorded` are known where ssdprof
+    profiled.
     """
 
     stalls_version: Literal[2] = STALLS_VERSION

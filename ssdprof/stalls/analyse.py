@@ -11,7 +11,7 @@ from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints
 from ssdprof.stalls.raw import RawKernel, RawReport
-from ssdprof.stalls.stages import Sources
+from ssdprof.stalls.sources import Sources
 
 
 def analyse(

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ssdprof.operators.outline import Stages
 from ssdprof.schema.stalls import Line, Stage
 from ssdprof.stalls.raw import Point, RawKernel, base_name
-from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Place, Sources
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Place
 
 _BLOCK_BARRIER = "barrier"
 _Key = tuple[str, int, str, str, str]  # file, line, instruction if there is no line, function, stage

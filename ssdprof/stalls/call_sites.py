@@ -1,4 +1,4 @@
-"""Let the compiler file an inlined instruction under the line that knows its stage.
+"""Make the compiler name, for an inlined instruction, the line that has its stage.
 
 An instruction has one line in a report: that of the innermost function that was inlined there, a helper's or a
 library's.  Triton writes the calls that led there into its PTX as a remark, which ptxas drops:
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof.stalls.raw import base_name
-from ssdprof.stalls.stages import UNKNOWN, Sources
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import UNKNOWN
 
 _KEY = "ssdprof: lines of callers"  # what Triton's cache keeps such kernels under, where it asks
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)

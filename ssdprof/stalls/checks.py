@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from ssdprof.schema.stalls import Launched, SelfCheck
 from ssdprof.stalls.attribute import Attribution
 from ssdprof.stalls.raw import RawKernel, RawReport
-from ssdprof.stalls.stages import UNKNOWN, Sources
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import UNKNOWN
 
 SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 

@@ -14,26 +14,18 @@ that of their neighbours.  For files of other libraries a table says the same, b
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
 
-from ssdprof import operators
 from ssdprof.operators.known_sources import KnownSource
-from ssdprof.operators.outline import Stages
-from ssdprof.stalls.raw import RawKernel, base_name
 
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # without a role in this program, before it or after it
 UNKNOWN = "unknown"
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
-_LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
 _ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")
-_PACKAGE = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Function:
 @dataclass(frozen=True)
 class SourceFile:
     """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is.
-    fillers: that stage -> functions that end the wait.  labelled: somebody says what its stages are.
+    fillers: that stage -> functions that end the wait.  labelled: its stages are known, from itself or a table.
     """
 
     text: tuple[str, ...]
@@ -86,90 +78,10 @@ class SourceFile:
         return Place(function.name, self.waits.get(line) or function.stage_at(line))
 
 
-class Sources:
-    """The files of a report.
-
-    One that was not recorded with it is taken from the installed package, if it is of this package and the lines that
-    are known of it are the same there.
-
-    known: other libraries' files, by their hash.
-    unlabelled: files with kernels of unknown stages that were asked for, by name.
-    """
-
-    def __init__(
-        self,
-        recorded: Mapping[str, str],
-        excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
-        known: Mapping[str, KnownSource] | None = None,
-    ):
-        self._recorded = recorded
-        self._excerpts = excerpts
-        self._known = _all_known() if known is None else known
-        self._files: dict[str, SourceFile | None] = {}
-        self.not_recorded: set[str] = set()
-        self.unlabelled: set[str] = set()
-
-    @classmethod
-    def of(cls, kernel: RawKernel) -> Sources:
-        return cls(kernel.sources, kernel.excerpts)
-
-    def place(self, file: str, line: int) -> Place:
-        if not file or not line or _LIBRARY.search(file):
-            return Place()
-        parsed = self._file(file)
-        if parsed and not parsed.labelled:
-            self.unlabelled.add(base_name(file))
-        return parsed.place(line) if parsed else Place("", base_name(file))
-
-    def text(self, file: str, line: int) -> str:
-        if line in self._excerpts.get(file, {}):
-            return self._excerpts[file][line].strip()
-        if file not in self._recorded and (not file or _LIBRARY.search(file)):
-            return ""
-        parsed = self._file(file)
-        return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
-
-    def kernel(self, name: str) -> Function | None:
-        """The function that was launched, wherever it is."""
-        for file in (*self._recorded, *self._excerpts):
-            parsed = None if _LIBRARY.search(file) else self._file(file)
-            for function in parsed.functions if parsed else ():
-                if function.name == name:
-                    return function
-        return None
-
-    def implementation(self, kernel: str) -> str:
-        """Whose kernel it is, if its file is a known one of another library; else ""."""
-        texts = (self._recorded[file] for file in self._recorded if not _LIBRARY.search(file))
-        found = (self._known.get(_sha256(text)) for text in texts)
-        return next((one.implementation for one in found if one and kernel in one.stages), "")
-
-    def fillers(self) -> dict[str, tuple[str, ...]]:
-        """Stage of waiting -> functions that end the wait, by every file that has any."""
-        found: dict[str, tuple[str, ...]] = {}
-        for file in (*self._recorded, *self._excerpts):
-            parsed = None if _LIBRARY.search(file) else self._file(file)
-            for stage, names in parsed.fillers.items() if parsed else ():
-                found[stage] = tuple(dict.fromkeys((*found.get(stage, ()), *names)))
-        return found
-
-    def _file(self, file: str) -> SourceFile | None:
-        if file not in self._files:
-            text = self._recorded.get(file)
-            if text is None:
-                text = _installed(file)
-                known = self._excerpts.get(file)
-                if text is None or not known or not _same(text, known):
-                    self.not_recorded.add(base_name(file))
-                    text = None if known else text
-            self._files[file] = parse(text, self._known.get(_sha256(text))) if text else None
-        return self._files[file]
-
-
 def parse(text: str, known: KnownSource | None = None) -> SourceFile:
     """The functions and stages of a file.  A text that is no Python has none.
 
-    known: what is said of it from outside; None: it says so itself, if anybody does.
+    known: its entry in a table; None: the file itself names its stages, if it does.
     """
     lines = tuple(text.splitlines())
     try:
@@ -275,24 +187,3 @@ def _barrier(node: ast.AST, waits: Mapping[str, str]) -> str:
 
 def _called(node: ast.AST) -> str:
     return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
-
-
-def _all_known() -> Mapping[str, KnownSource]:
-    return Stages.together([outline.stages for outline in operators.outlines()]).sources
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _same(text: str, known: Mapping[int, str]) -> bool:
-    """Whether a file has the lines that are known of it."""
-    lines = text.splitlines()
-    return all(number <= len(lines) and lines[number - 1].strip() == line.strip() for number, line in known.items())
-
-
-def _installed(file: str) -> str | None:
-    """The text of a file of this package, by its path inside it."""
-    inside = re.search(r"(?:^|[/\\])ssdprof[/\\](kernels[/\\].+\.py)$", file)
-    path = _PACKAGE / inside[1].replace("\\", "/") if inside else None
-    return path.read_text(encoding="utf-8") if path and path.is_file() else None

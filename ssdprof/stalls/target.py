@@ -71,7 +71,7 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What the user is told of an error: whose it is decides the exit code of the command."""
+    """The message of an error for the user; its type decides the exit code of the command."""
     if isinstance(error, SsdprofError):
         return Refusal(message=error.message, hint=error.hint, exit_code=error.exit_code)
     if isinstance(error, torch.OutOfMemoryError):

@@ -13,6 +13,7 @@ import torch
 from ssdprof import runs, schema
 from ssdprof.bench.grid import parse_dtypes
 from ssdprof.capture import store
+from ssdprof.capture.manifest import is_capture
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.drawing import Cell
@@ -55,9 +56,9 @@ def captured(
     seqlens: those wanted; None for all that there are.  Raises BadInputError if there is no such layer.
     """
     folder = Path(where).expanduser()
-    if not store.is_capture(folder):
+    if not is_capture(folder):
         folder = runs.read(where)[0] / runs.CAPTURES
-        if not store.is_capture(folder):
+        if not is_capture(folder):
             raise BadInputError(
                 f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
             )

@@ -1,4 +1,4 @@
-"""One search: a configuration for one kind of call, right first, then faster than the committed one or not at all."""
+"""One search: a configuration for one kind of call, kept only if it is right and faster than the committed one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def difference(config: Config, committed: Config) -> str:
 
 
 def search(problem: Problem, bench: Bench, run: Run | None = None) -> Outcome:
-    """Go over one axis after the other, each from the best so far; then the best against the committed one, at length.
+    """Go over one axis after the other, each from the best so far; then time the best against the committed one.
 
     run: how a configuration is run, if not by the problem.  Allocates, compiles and launches.
     """
@@ -231,7 +231,7 @@ class _Search:
 
 
 def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
-    """The fastest; `best` if that is not faster beyond doubt."""
+    """The fastest; `best` if no other is certainly faster."""
     fastest = min(samples, key=lambda config: median_us(samples[config]))
     if best in samples and _verdict(samples[best], samples[fastest], smallest_difference=0.0) != "faster":
         return best

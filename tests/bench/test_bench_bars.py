@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -10,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import bars
+import check_bars
 import pytest
 from fakes import contender, measured, report
 
@@ -19,8 +20,6 @@ from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump, load
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.operators.ssd.drawing import DRAWING
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "check_bars.py"
-bars = runpy.run_path(str(SCRIPT))
 RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 RULES = tomllib.loads("""
 [[bar]]
@@ -61,7 +60,7 @@ def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.
 
 
 def check(*reports: BenchReport) -> dict[tuple[str, str], Any]:
-    return {(one.name, one.what): one for one in bars["check"](RULES, reports)}
+    return {(one.name, one.what): one for one in bars.check(RULES, reports)}
 
 
 def test_what_holds_and_what_does_not() -> None:
@@ -103,7 +102,7 @@ def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: st
     found = check(good, failed)
     device = found["exact", "as mamba_ssm, device"]
     assert [reading.ratio for reading in device.missed] == [0]
-    assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in bars["remarks"](found.values())
+    assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in check_bars.remarks(found.values())
     assert found["relaxed", "as fused exact, device"].holds  # what it is compared with failed once, and was timed once
 
 
@@ -137,7 +136,7 @@ def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
     for must in ("3", "4"):
         rules = tmp_path / f"{must}.toml"
         rules.write_text((tmp_path / "bars.toml").read_text().replace("MUST", must))
-        command = [sys.executable, str(SCRIPT), str(tmp_path / "result.json"), "--bars", str(rules)]
+        command = [sys.executable, check_bars.__file__, str(tmp_path / "result.json"), "--bars", str(rules)]
         ended[must] = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended["3"].returncode == 0, ended["3"].stderr
     assert "held" in ended["3"].stdout
@@ -158,7 +157,9 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
             dump(done.model_copy(update={"environment": done.environment.model_copy(update={"gpu": gpu})}))
         )
     ended = [
-        subprocess.run([sys.executable, str(SCRIPT), *map(str, given)], capture_output=True, text=True, check=False)
+        subprocess.run(
+            [sys.executable, check_bars.__file__, *map(str, given)], capture_output=True, text=True, check=False
+        )
         for given in (files[:2], files)
     ]
     assert [one.returncode for one in ended] == [1, 2]  # cells that the bars speak of were not measured
@@ -169,7 +170,7 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
 def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
     cells = "4x1,16x1,64x1,256x1,32x1k,8x4k"
     tokens, _ = parse_tokens("1,1k,...,256k", "1", cells, "64x1k-4k", max_tokens=1 << 18)
-    for bar in tomllib.loads((bars["HERE"] / "bars-ssd.toml").read_text())["bar"]:
+    for bar in tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())["bar"]:
         cells = expand(
             parse_shapes(DRAWING, ",".join(bar["shapes"])), (bar.get("dtype", "bf16"),), tokens, "contiguous"
         )
@@ -212,7 +213,7 @@ HELD_TO = [
 
 
 def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
-    rules = tomllib.loads((bars["HERE"] / "bars-ssd.toml").read_text())
+    rules = tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())
     found = [
         (
             bar["of"], bar["over"], bar.get("dtype", "bf16"), tuple(bar["shapes"]), tuple(bar["tokens"]),
@@ -226,12 +227,12 @@ def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
 
 def test_every_bar_holds_in_the_committed_results_but_those_of_first_calls_and_of_decoding() -> None:
     """The committed results have no decode step, and most have their kernels from Triton's cache."""
-    rules = tomllib.loads((bars["HERE"] / "bars-ssd.toml").read_text())
-    files = sorted((SCRIPT.parent / "results").glob("bench-ssd-h200*.json"))
-    *found, first_calls = bars["check"](rules, [load(file.read_text()) for file in files])
+    rules = tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())
+    files = sorted((check_bars.HERE / "results").glob("bench-ssd-h200*.json"))
+    *found, first_calls = bars.check(rules, [load(file.read_text()) for file in files])
     assert first_calls.name == rules["first_call"]["name"]
     decoding = [one for one in found if one.name.startswith("decoding")]
     prompts = [one for one in found if one not in decoding]
     assert prompts
-    assert list(bars["remarks"](prompts)) == []
+    assert list(check_bars.remarks(prompts)) == []
     assert [len(one.unmeasured) for one in decoding] == [len(STEPS)] * 3, "measured by now: hold them to the bars"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
 from typer.testing import CliRunner
 
 from ssdprof.bench.schema import load
@@ -14,8 +15,7 @@ from ssdprof.cli import app
 
 
 def bench(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["bench", "ssd", *words], prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+    return call("bench", "ssd", *words)
 
 
 @pytest.mark.parametrize(

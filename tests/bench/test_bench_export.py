@@ -9,6 +9,7 @@ from pathlib import Path
 
 import junitparser
 import pytest
+from command_line import call
 from fakes import contender, measured, report
 from lxml import etree
 from typer.testing import CliRunner
@@ -17,6 +18,8 @@ from ssdprof.bench.schema import BenchReport, LeftOut, dump
 from ssdprof.cli import app
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.schema import Gates
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).parents[1] / "report" / "exports" / "JUnit.xsd"))
 FUSED = "tiny, bf16, 1 x 40, fused, exact, fp32 states"
@@ -37,15 +40,9 @@ def done() -> BenchReport:
     return report(*cases, baseline="unfused")
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def export(done: BenchReport, *words: str) -> tuple[int, str, str]:
     Path("bench.json").write_text(dump(done))
-    result = CliRunner().invoke(app, ["export", "bench.json", *words], prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+    return call("export", "bench.json", *words)
 
 
 def gated(done: BenchReport, **limits: object) -> BenchReport:

@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import call
 from fakes import RAN
 from test_bench_run import noting
 from test_bench_run import pretended_gpu as pretended_gpu
 from test_bench_run import pytestmark as pytestmark
-from typer.testing import CliRunner
 
 from ssdprof import operators
 from ssdprof.bench.contenders import line_up, ways
 from ssdprof.bench.judge import judge
 from ssdprof.bench.schema import BenchReport, load
-from ssdprof.cli import app
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
@@ -46,8 +45,7 @@ def cell(operator: str, seqlen: int = 40, sequences: int = 2, drawn: tuple[str, 
 
 
 def invoke(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["bench", *words], prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+    return call("bench", *words)
 
 
 def report_of(*words: str) -> BenchReport:

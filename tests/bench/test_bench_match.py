@@ -7,7 +7,7 @@ import torch
 from fakes import CELL, EXACT, contender
 
 from ssdprof.bench import judge as judging
-from ssdprof.bench.contenders import Contender, Entry
+from ssdprof.bench.contenders import Entry
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.schema import PrecisionRecord
@@ -17,16 +17,15 @@ UNFUSED = contender("unfused", lambda _: 1.0, chunk_sizes=CHUNK_SIZES)
 FUSED = contender("fused", lambda _: 1.0)
 CHUNKED = contender("chunked", lambda _: 1.0, chunk_sizes=CHUNK_SIZES)
 HALF_FUSED = contender("fused", lambda _: 1.0, precision=HALF)
-LINE_UP = (FUSED, UNFUSED, CHUNKED, HALF_FUSED)
 
 
-def entries_of(line_up: tuple[Contender, ...] = LINE_UP) -> list[Entry]:
+def entries_of_all() -> list[Entry]:
     inputs = draw(CELL, torch.device("cpu"))
-    return [entry for one in line_up for entry in one.entries(SSD, inputs)]
+    return [entry for one in (FUSED, UNFUSED, CHUNKED, HALF_FUSED) for entry in one.entries(SSD, inputs)]
 
 
 def test_with_unfused_at_the_same_chunk_size_if_there_is_one() -> None:
-    entries = entries_of()
+    entries = entries_of_all()
     named = {
         (one.contender.name, one.contender.precision, one.chunk_size): (found.contender.name, found.chunk_size)
         for one in entries
@@ -43,7 +42,7 @@ def test_with_unfused_at_the_same_chunk_size_if_there_is_one() -> None:
 @pytest.mark.parametrize("capacity", [2, 3, 9])
 def test_however_few_outputs_fit_into_memory(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "outputs_that_fit", lambda _: capacity)
-    entries = entries_of()
+    entries = entries_of_all()
     judged = judging.judge(entries, match_with="unfused")
     assert [one.entry for one in judged] == entries
     matched = [any(one.vs_baseline for one in found.verdict.accuracy) for found in judged]

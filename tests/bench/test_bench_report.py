@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from typing import Any
-
 import pytest
 from fakes import contender, measured, report
 from pydantic import ValidationError
 from rich.console import Console
 
 from ssdprof.bench import gate, render, tables
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
+from ssdprof.bench.schema import BenchCase, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 from ssdprof.report import format as fmt
-from ssdprof.schema import Gates, Gpu, Launch, PrecisionRecord
-
-ROOT = Path(__file__).parents[2]
-
-
-def cases(fused_us: float = 100.0) -> tuple[BenchCase, ...]:
-    return measured(
-        contender("mamba_ssm", lambda chunk: {128: 330.0, 256: 300.0}[chunk or 0], chunk_sizes=CHUNK_SIZES, ours=False),
-        contender("unfused", lambda _: 310.0),
-        contender("fused", lambda _: fused_us),
-    )
-
-
-@pytest.fixture(scope="module")
-def done() -> BenchReport:
-    return report(*cases())
+from ssdprof.schema import Gates, Launch, PrecisionRecord
 
 
 def test_json_comes_back_as_it_was(done: BenchReport) -> None:
@@ -153,7 +133,7 @@ def test_details_are_cut_into_tables_that_are_drawn_whole(done: BenchReport) -> 
     assert max(len(table.rows) for table in details) <= 50
 
 
-def test_what_went_wrong_is_said() -> None:
+def test_what_went_wrong_is_said(done: BenchReport) -> None:
     wrong = measured(
         contender("fused", lambda _: 1.0, spoil=lambda output: SSDOutput(output.out * 2, output.final_states))
     )
@@ -163,7 +143,7 @@ def test_what_went_wrong_is_said() -> None:
     assert "out of memory" in text
     assert "its budget" in text
     assert gate.wrong(shown)
-    assert not gate.wrong(report(*cases()))
+    assert not gate.wrong(done)
 
 
 def test_a_refused_kernel_of_ours_fails_the_bench_and_another_library_s_does_not(done: BenchReport) -> None:
@@ -278,173 +258,3 @@ def test_the_gates_do_not_hold_for_what_was_not_measured(done: BenchReport) -> N
     assert gate.failed(late) == ()
     (line,) = gate.failed(gated(report(), min_speedup=1.0))
     assert line.endswith("no case passed that it could judge")
-
-
-TABLES = runpy.run_path(str(ROOT / "benchmarks" / "readme_table.py"))
-
-
-def as_cell(done: BenchReport, shape: str, tokens: str, *, without: str = "") -> BenchCell:
-    (cell,) = done.cells
-    kept = tuple(
-        case.model_copy(update={"speedups": tuple(over for over in case.speedups if over.baseline != without)})
-        for case in cell.cases
-        if case.implementation != without
-    )
-    packed = "packed" in tokens
-    return cell.model_copy(update={"shape": shape, "tokens": tokens, "packed": packed, "cases": kept})
-
-
-def selection(reports: dict[str, BenchReport]) -> str:
-    """The page's first tables."""
-    made: str = TABLES["page"](reports).partition("\n## ")[0].replace("\u00a0", " ")
-    return made
-
-
-def rows_of(made: str) -> list[list[str]]:
-    lines = made.replace("\u00a0", " ").splitlines()
-    return [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-
-
-def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchReport) -> None:
-    relaxed = (
-        done.cells[0]
-        .cases[2]
-        .model_copy(update={"precision": PrecisionRecord(intermediates="relaxed", state_dtype="bf16"), "speedups": ()})
-    )
-    cells = (
-        as_cell(done, "mamba2-2.7b", "1 x 1,024"),
-        as_cell(done, "nemotron-3-nano", "1 x 1,024", without="mamba_ssm"),
-        as_cell(done, "mamba2-2.7b", "1 x 1,025"),
-        as_cell(done, "zamba2-7b", "1 x 4,096"),
-        as_cell(done, "zamba2-7b", "2 packed x 1k-4k", without="mamba_ssm"),
-    )
-    reports = {
-        "a.json": report(cells=cells),
-        "b.json": report(cells=(cells[0].model_copy(update={"cases": (*cells[0].cases[:2], relaxed)}),)),
-    }
-    models = [
-        ["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"],
-        ["1 x 1,024", "3.00x / 2.82x", "-"],
-    ]
-    assert rows_of(TABLES["section"](reports)) == models
-    page = TABLES["page"](reports)
-    assert rows_of(selection(reports)) == [
-        *models,
-        ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
-        ["zamba2-7b", "2 x 16, 16, 1", "3.00x / 2.82x", "3.10x / 2.91x"],
-    ]
-    assert "## [a.json](a.json)" in page
-    assert "1 x 1,025" in page
-    assert "Kernels of mamba_ssm" in page
-
-
-def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
-    peer = done.cells[0].cases[2].speedups[0].model_copy(update={"baseline": "published"})
-    fused = done.cells[0].cases[2].model_copy(update={"speedups": (peer,)})
-    published = done.cells[0].cases[0].model_copy(update={"implementation": "published"})
-    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024").model_copy(update={"cases": (published, fused)})
-    made = selection({"c.json": report(cells=(cell,), baseline="published")})
-    assert made.count("**") == 2
-    assert "over the published kernel" in made
-    assert "| 3.00x / 2.82x |" in made
-    assert "wrong results" not in made
-
-    wrong = published.model_copy(update={"status": "inaccurate", "reason": "715 off", "timing": None})
-    cell = cell.model_copy(update={"cases": (wrong, *cell.cases)})
-    made = selection({"c.json": report(cells=(cell,), baseline="published")})
-    assert "| 3.00x / 2.82x \u2020 |" in made
-    assert "<sub>\u2020 Another setting of that kernel gave wrong results" in made
-
-
-def on(name: str, created: str, *cells: BenchCell, kernels: str = "") -> BenchReport:
-    gpu = Gpu(name=name, compute_capability="9.0", sm_count=132, memory_bytes=1, l2_bytes=1, driver="1", cuda="1")
-    made = report(created=created, cells=cells, kernels=kernels)
-    return made.model_copy(update={"environment": made.environment.model_copy(update={"gpu": gpu})})
-
-
-def twice_as_fast(cell: BenchCell) -> BenchCell:
-    """As `done` has it, 6x instead of 3x."""
-    *others, fused = cell.cases
-    over = tuple(one.model_copy(update={"device_ratio": 6.0}) for one in fused.speedups)
-    return cell.model_copy(update={"cases": (*others, fused.model_copy(update={"speedups": over}))})
-
-
-@pytest.mark.parametrize(("days", "kernels", "older"), [
-    (("01", "02"), ("", ""), True), (("02", "02"), ("", ""), False), (("01", "02"), ("x", "x"), False),
-    (("02", "02"), ("x", "y"), True), (("01", "02"), ("", "y"), True),
-])  # fmt: skip
-def test_results_of_an_older_kernel_say_so(
-    done: BenchReport, days: tuple[str, str], kernels: tuple[str, str], *, older: bool
-) -> None:
-    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
-    reports = {
-        f"{name}.json": on(name, f"2026-01-{day}T0{hour}:00:00+00:00", cell, kernels=kernel)
-        for hour, (name, day, kernel) in enumerate(zip(("A", "B"), days, kernels, strict=True))
-    }
-    a, b = [line for line in selection(reports).splitlines() if line.startswith("**")]
-    assert b == "**B: over mamba_ssm, bf16 inputs**"
-    assert a == f"**A{f', an older kernel (2026-01-{days[0]})' if older else ''}: over mamba_ssm, bf16 inputs**"
-    of_a, of_b = TABLES["page"](reports).split("## [B.json]")
-    assert ("with an older kernel than the newest" in of_a) is older
-    assert "older kernel" not in of_b
-
-
-def test_of_results_that_have_the_same_cell_that_with_most_cells_counts(done: BenchReport) -> None:
-    cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")]
-    reports = {
-        "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells),
-        "b.json": on("A", "2026-01-01T01:00:00+00:00", *map(twice_as_fast, cells[:2])),
-    }
-    for made in (TABLES["section"](reports), selection(reports)):
-        assert "6.00x" not in made
-    assert made.count("3.00x") == 3
-
-
-def test_the_readme_has_no_number_of_an_older_kernel(done: BenchReport) -> None:
-    cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 4,096")]
-    reports = {
-        "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells, kernels="old"),
-        "b.json": on("A", "2026-01-02T00:00:00+00:00", twice_as_fast(cells[0]), kernels="new"),
-    }
-    made = TABLES["section"](reports).replace("\u00a0", " ")
-    assert "Measured on 2026-01-02 with kernels new:" in made
-    assert made.count("6.00x") == 1
-    assert "3.00x" not in made
-
-
-def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
-    """A newer result of one does not stand in for the other's."""
-    both = as_cell(done, "mamba2-2.7b", "1 x 1,024"), as_cell(done, "mamba2-2.7b", "1 x 4,096")
-    reports = {
-        "a.json": on(
-            "A few", "2026-01-01T02:00:00+00:00", twice_as_fast(both[0]), as_cell(done, "nemotron-3-nano", "1 x 1,024")
-        ),
-        "b.json": on("B more", "2026-01-01T01:00:00+00:00", *both, as_cell(done, "mamba2-2.7b", "1 x 16,384")),
-    }
-    made = selection(reports)
-    assert "on one B more and one A few:" in made
-    of_b, of_a = made.split("**B more: over mamba_ssm")[1].split("**A few: over mamba_ssm")
-    assert of_b.count("3.00x") == 3
-    assert "6.00x" not in of_b
-    assert "nemotron-3-nano" not in of_b
-    assert of_a.count("6.00x") == of_a.count("3.00x") == 1
-    readme = TABLES["section"](reports)
-    assert all(words in readme for words in ("on one B more with bf16", "Measured on 2026-01-01:"))
-    assert "6.00x" not in readme
-
-
-def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    of_ssd, of_gdn = (f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn"))
-    readme.write_text(f"before\n{of_ssd}between\n{of_gdn}after\n")
-    for _ in range(2):
-        TABLES["write_section"](readme, TABLES["GDN"], "new\n")
-        assert readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
-
-
-@pytest.mark.parametrize("operator", [TABLES["SSD"], TABLES["GDN"]], ids=lambda one: one.name)
-def test_the_readme_and_the_page_say_what_the_committed_results_say(operator: Any) -> None:
-    reports = TABLES["committed"](operator)
-    assert reports
-    assert TABLES["section"](reports, operator) == TABLES["current"](ROOT / "README.md", operator)
-    assert TABLES["page"](reports, operator) == operator.page.read_text(encoding="utf-8")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import check_bars
 import pytest
+from bars import check
+from check_bars import against, summary
 from fakes import contender, measured, report
+from rivals import Rivals
 
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.operators.gdn.drawing import DRAWING
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RECORDS = """
 yardstick = "fla"
 rivals = ["flash_qla", "flashinfer"]
@@ -42,20 +43,9 @@ drawn = [""]
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mapping[str, Any]]:
-    """The names of both scripts; `check_bars.py` imports the other one as it does when it is run."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    bars = runpy.run_path(str(BENCHMARKS / "check_bars.py"))
-    yield bars
-    for name in {"rivals"} - before:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def rivals(modules: Mapping[str, Any], tmp_path: Path) -> Any:
+def rivals(tmp_path: Path) -> Rivals:
     (tmp_path / "rivals.toml").write_text(RECORDS)
-    return modules["Rivals"].load(tmp_path / "rivals.toml")
+    return Rivals.load(tmp_path / "rivals.toml")
 
 
 def timed(*, drawn: tuple[str, ...] = (), checked: int | None = None, **costs: float) -> BenchReport:
@@ -74,49 +64,47 @@ def rule(**fields: Any) -> dict[str, Any]:
 # --- the best rival
 
 
-def test_a_rival_that_no_run_has_is_reckoned_by_the_yardstick(modules: Mapping[str, Any], rivals: Any) -> None:
-    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=400.0)], rivals)
+def test_a_rival_that_no_run_has_is_reckoned_by_the_yardstick(rivals: Rivals) -> None:
+    (found,) = check(rule(), [timed(fused=50.0, fla=400.0)], rivals)
     (reading,) = found.readings
     assert reading.ratio == pytest.approx(400 * 100 / 400 / 50)
     assert reading.rival == "flashinfer 0.7.2, recorded"
     assert found.holds
-    assert list(modules["against"]([found])) == ["best rival is flashinfer 0.7.2, recorded: tiny, 1 x 40"]
+    assert list(against([found])) == ["best rival is flashinfer 0.7.2, recorded: tiny, 1 x 40"]
 
 
-def test_a_measured_rival_stands_for_its_record(modules: Mapping[str, Any], rivals: Any) -> None:
+def test_a_measured_rival_stands_for_its_record(rivals: Rivals) -> None:
     """FlashInfer at 110 us is slower than its record says, FlashQLA's record is 100 us, and ours takes 50."""
-    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=200.0, flashinfer=110.0)], rivals)
+    (found,) = check(rule(), [timed(fused=50.0, fla=200.0, flashinfer=110.0)], rivals)
     assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(2.0), "flash_qla 0.1.3, recorded")
-    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=200.0, flashinfer=80.0)], rivals)
+    (found,) = check(rule(), [timed(fused=50.0, fla=200.0, flashinfer=80.0)], rivals)
     assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(1.6), "flashinfer, in the run")
     assert not found.holds
 
 
-def test_the_yardstick_may_be_the_fastest_but_not_the_only_one(modules: Mapping[str, Any], rivals: Any) -> None:
-    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=90.0, flashinfer=120.0, flash_qla=95.0)], rivals)
+def test_the_yardstick_may_be_the_fastest_but_not_the_only_one(rivals: Rivals) -> None:
+    (found,) = check(rule(), [timed(fused=50.0, fla=90.0, flashinfer=120.0, flash_qla=95.0)], rivals)
     assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(1.8), "fla, in the run")
-    (found,) = modules["check"](rule(), [timed(fused=50.0, fla=90.0)], modules["Rivals"](yardstick="fla"))
+    (found,) = check(rule(), [timed(fused=50.0, fla=90.0)], Rivals(yardstick="fla"))
     assert len(found.unmeasured) == 1
 
 
 @pytest.mark.parametrize(("drawn", "ratio"), [(("normalised",), 2.0), (("quarter-ungated",), None)])
-def test_a_record_serves_its_draws_alone(
-    modules: Mapping[str, Any], rivals: Any, drawn: tuple[str, ...], ratio: float | None
-) -> None:
+def test_a_record_serves_its_draws_alone(rivals: Rivals, drawn: tuple[str, ...], ratio: float | None) -> None:
     bars, result = rule(drawn=list(drawn)), timed(fused=50.0, fla=400.0, drawn=drawn)
-    (found,) = modules["check"](bars, [result], rivals)
+    (found,) = check(bars, [result], rivals)
     assert found.readings[0].ratio == ratio
-    (other,) = modules["check"](rule(), [result], rivals)
+    (other,) = check(rule(), [result], rivals)
     assert len(other.unmeasured) == 1, "inputs that are drawn otherwise are other cells"
 
 
-def test_without_the_yardstick_nothing_is_reckoned(modules: Mapping[str, Any], rivals: Any) -> None:
-    (found,) = modules["check"](rule(), [timed(fused=50.0)], rivals)
+def test_without_the_yardstick_nothing_is_reckoned(rivals: Rivals) -> None:
+    (found,) = check(rule(), [timed(fused=50.0)], rivals)
     assert len(found.unmeasured) == 1
 
 
-def test_the_committed_records_are_of_cells_that_a_bar_speaks_of(modules: Mapping[str, Any]) -> None:
-    rivals = modules["Rivals"].load()
+def test_the_committed_records_are_of_cells_that_a_bar_speaks_of() -> None:
+    rivals = Rivals.load()
     assert rivals.yardstick == "fla"
     spoken = {
         (shape, tokens)
@@ -135,44 +123,44 @@ def test_the_committed_records_are_of_cells_that_a_bar_speaks_of(modules: Mappin
 # --- other yardsticks
 
 
-def test_over_microseconds_and_over_the_floor(modules: Mapping[str, Any]) -> None:
+def test_over_microseconds_and_over_the_floor() -> None:
     result = timed(fused=50.0)
-    (found,) = modules["check"](rule(over=100), [result])
+    (found,) = check(rule(over=100), [result])
     assert (found.readings[0].ratio, found.what) == (2.0, "as 100 us, device")
     (case,) = result.cells[0].cases
     assert case.roofline is not None
-    (found,) = modules["check"](rule(over="floor", device={"goal": 0.77}), [result])
+    (found,) = check(rule(over="floor", device={"goal": 0.77}), [result])
     assert found.readings[0].ratio == pytest.approx(case.roofline.floor_us / 50)
     assert (found.must, found.holds, found.at_goal) == (0.0, True, 0)
 
 
-def test_errors_count_where_all_tokens_were_compared(modules: Mapping[str, Any]) -> None:
+def test_errors_count_where_all_tokens_were_compared() -> None:
     bars = rule(over="unfused exact", device={}, error={"must": 0.99}, checked_in_full=True)
     del bars["bar"][0]["device"]
     full, short = timed(fused=50.0, unfused=90.0), timed(fused=50.0, unfused=90.0, checked=16)
-    (found,) = modules["check"](bars, [full])
+    (found,) = check(bars, [full])
     assert found.what == "as unfused exact, error"
     assert found.readings[0].ratio == pytest.approx(1.0)
-    (found,) = modules["check"](bars, [short])
+    (found,) = check(bars, [short])
     assert len(found.unmeasured) == 1
 
 
 # --- a part of the cells
 
 
-def test_partial_judges_what_was_measured(modules: Mapping[str, Any]) -> None:
+def test_partial_judges_what_was_measured() -> None:
     bars = rule(over="fla", tokens=["1 x 40", "1 x 80"])
-    (strict,) = modules["check"](bars, [timed(fused=50.0, fla=200.0)])
-    (partial,) = modules["check"](bars, [timed(fused=50.0, fla=200.0)], partial=True)
+    (strict,) = check(bars, [timed(fused=50.0, fla=200.0)])
+    (partial,) = check(bars, [timed(fused=50.0, fla=200.0)], partial=True)
     assert (strict.holds, len(strict.unmeasured)) == (False, 1)
     assert (partial.holds, partial.left_out, len(partial.readings)) == (True, 1, 1)
-    assert modules["_row"](partial)[5] == "held; 1 cells left out"
-    (missed,) = modules["check"](bars, [timed(fused=150.0, fla=200.0)], partial=True)
+    assert summary([partial], "gdn").rows[0][5] == "held; 1 cells left out"
+    (missed,) = check(bars, [timed(fused=150.0, fla=200.0)], partial=True)
     assert not missed.holds
 
 
-def test_partial_does_not_pass_a_bar_of_which_nothing_was_measured(modules: Mapping[str, Any]) -> None:
-    (found,) = modules["check"](rule(over="fla", tokens=["1 x 80"]), [timed(fused=50.0, fla=200.0)], partial=True)
+def test_partial_does_not_pass_a_bar_of_which_nothing_was_measured() -> None:
+    (found,) = check(rule(over="fla", tokens=["1 x 80"]), [timed(fused=50.0, fla=200.0)], partial=True)
     assert (found.holds, found.left_out) == (False, 0)
 
 
@@ -183,7 +171,7 @@ def test_the_script_takes_partial(tmp_path: Path) -> None:
         '[[bar]]\nname="a bar"\nshapes=["tiny"]\ntokens=["1 x 40", "1 x 80"]\nof="fused"\nover="mamba_ssm"\n'
         "device={must=3}\n"
     )
-    command = [sys.executable, str(BENCHMARKS / "check_bars.py"), str(tmp_path / "result.json")]
+    command = [sys.executable, check_bars.__file__, str(tmp_path / "result.json")]
     command += ["--bars", str(tmp_path / "bars.toml")]
     strict, partial = (
         subprocess.run([*command, *words], capture_output=True, text=True, check=False) for words in ([], ["--partial"])
@@ -197,7 +185,7 @@ def test_the_script_takes_partial(tmp_path: Path) -> None:
 
 
 def bars_of(operator: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads((BENCHMARKS / f"bars-{operator}.toml").read_text())["bar"]
+    found: list[dict[str, Any]] = tomllib.loads((check_bars.HERE / f"bars-{operator}.toml").read_text())["bar"]
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import call
 from fakes import CEILINGS, HOPPER, RAN, FakeBench
 from typer.testing import CliRunner
 
@@ -77,9 +78,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def bench(*words: str) -> tuple[int, str, str]:
-    arguments = ["bench", "ssd", "--shape", "1x16x16x1", "--chunk-size", "128", *words]
-    result = CliRunner().invoke(app, arguments, prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+    return call("bench", "ssd", "--shape", "1x16x16x1", "--chunk-size", "128", *words)
 
 
 def test_from_words_to_a_file() -> None:

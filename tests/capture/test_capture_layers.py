@@ -11,9 +11,10 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture import CapturedLayer, CaptureSummary, capture_layers
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.layout import PromptBuffer, tensors, token_major
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError

@@ -9,10 +9,10 @@ import tiny_models
 import torch
 import transformers as tf
 
-from ssdprof.capture import choose_segment_length
 from ssdprof.capture.footprint import Footprint, capture_bytes_per_token, decoder_layer_bytes, footprint
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.layout import tensors
+from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import find_sites
 from ssdprof.environment.memory import host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError

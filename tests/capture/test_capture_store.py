@@ -16,9 +16,11 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.layout import tensors
-from ssdprof.capture.store import MANIFEST, CaptureWriter, check_folder, default_folder, is_capture, load
+from ssdprof.capture.manifest import MANIFEST, is_capture
+from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt

@@ -8,9 +8,10 @@ import tiny_models
 import torch
 
 from ssdprof import operators
-from ssdprof.capture import CapturedLayer, capture_layers
 from ssdprof.capture.cache import cache_name
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.intercept import intercept
+from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.layout import token_major
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError

@@ -7,7 +7,8 @@ import tiny_models
 import torch
 
 from ssdprof import kernels
-from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.sites import find_sites
 
 

@@ -8,8 +8,9 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.sites import find_sites
 from ssdprof.schema import Serving
 

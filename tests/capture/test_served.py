@@ -10,7 +10,9 @@ import torch
 from operators import toy
 
 from ssdprof import operators
-from ssdprof.capture import CapturedLayer, CaptureSummary, capture_layers, store
+from ssdprof.capture import store
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.layout import packed, tensors
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs

@@ -7,9 +7,9 @@ import tiny_models
 import torch
 
 from ssdprof import operators
-from ssdprof.capture import capture_layers
 from ssdprof.capture.cache import cache_name
 from ssdprof.capture.intercept import intercept
+from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
 

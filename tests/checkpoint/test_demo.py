@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import bits_per_byte
 import pytest
 import torch
 import train_demo
@@ -130,15 +131,15 @@ def test_its_logits_are_finite_over_4096_tokens(
 @pytest.mark.slow
 def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(demo: str, loaded: tuple[Any, dict[str, Any]]) -> None:
     held_out = text.held_out()[:SLICE]
-    ours = train_demo.model_bits_per_byte(loaded[0], held_out)
-    bigram = train_demo.best_bigram_bits_per_byte(text.training(), held_out)
+    ours = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
+    bigram = bits_per_byte.best_bigram_bits_per_byte(text.training(), held_out)
     assert ours < bigram - 1
     for document, row in documents(demo):
         assert stated(document, f"{row}first 16,384 bytes") == pytest.approx([ours, bigram], abs=0.002)
 
 
 def test_the_bigram_model_of_the_card_is_the_one_measured(demo: str) -> None:
-    bigram = train_demo.best_bigram_bits_per_byte(text.training(), text.held_out())
+    bigram = bits_per_byte.best_bigram_bits_per_byte(text.training(), text.held_out())
     for document, row in documents(demo):
         assert stated(document, f"{row}all 100,000 bytes")[1] == pytest.approx(bigram, abs=0.001)
 
@@ -148,7 +149,7 @@ def test_the_bigram_model_is_right_on_a_text_worked_by_hand() -> None:
     b_after_a = (1 + 2 * 2 / 260) / (2 + 2)
     a_after_b = (1 + 2 * 4 / 260) / (1 + 2)
     expected = -(math.log2(b_after_a) + math.log2(a_after_b)) / 2
-    assert train_demo.bigram_bits_per_byte(b"aaba", b"aba", prior=2) == pytest.approx(expected)
+    assert bits_per_byte.bigram_bits_per_byte(b"aaba", b"aba", prior=2) == pytest.approx(expected)
 
 
 def test_the_operator_used_in_training_is_that_of_transformers() -> None:

@@ -12,8 +12,9 @@ import torch
 from accelerate import dispatch_model
 
 from ssdprof import checkpoint
-from ssdprof.capture import CapturedLayer, capture_layers
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.head import logits
+from ssdprof.capture.layers import capture_layers
 from ssdprof.checkpoint.placing import DeviceMap, infer, largest_streamed, weights_by_place
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import Serving

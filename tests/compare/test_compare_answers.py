@@ -18,6 +18,8 @@ from ssdprof.schema import RunReport
 from ssdprof.schema.answers import AnswerBand, AnswerCase, AnswerGate, Answers
 from ssdprof.schema.comparison import Comparison
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 ROW = "answers, 131,072 tokens, fused, exact, fp32 states"
 
 
@@ -57,11 +59,6 @@ def compared(base: RunReport, new: RunReport, *fail_if: str) -> Comparison:
     return compare(
         read("base.json"), read("new.json"), smallest_difference=0.01, fail_if=[parse(one) for one in fail_if]
     )
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from command_line import Answer
 from compare.changed import FUSED, fused, other_machine, run, slowed
-from typer.testing import CliRunner
 
-from ssdprof.cli import app
 from ssdprof.compare.compare import SCHEMA_FILE
 from ssdprof.runs import document
 from ssdprof.schema.comparison import Comparison
 
 
-class Answer:
-    def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, ["compare", *words], prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+def compare(*words: str) -> Answer:
+    return Answer("compare", *words)
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +31,11 @@ def runs_in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_code_and_rows() -> None:
-    assert Answer("base", "slow").code == 0  # nothing was asked of it
-    held = Answer("base", "same", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
+    assert compare("base", "slow").code == 0  # nothing was asked of it
+    held = compare("base", "same", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
     assert (held.code, held.err) == (0, "")
     assert "PASSED: no case violates slower:3% or match:-0.1." in held.out
-    broken = Answer("base", "slow", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
+    broken = compare("base", "slow", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
     assert broken.code == 1
     assert f"FAILED: slower:3%: {FUSED}: 1.05 times BASE's time [1.043, 1.057]" in broken.err
     assert "match" not in broken.err
@@ -49,11 +46,11 @@ def test_exit_code_and_rows() -> None:
 def test_every_way_to_name_a_run(tmp_path: Path) -> None:
     base = tmp_path / "runs" / "base"
     for name in ("base", str(base), "runs/base", str(base / "report.json")):
-        assert Answer(name, "slow", "--fail-if", "slower:3%").code == 1
+        assert compare(name, "slow", "--fail-if", "slower:3%").code == 1
 
 
 def test_another_machine_is_said_to_be_one() -> None:
-    answer = Answer("base", "elsewhere", "--fail-if", "slower:3%")
+    answer = compare("base", "elsewhere", "--fail-if", "slower:3%")
     assert answer.code == 0
     said = " ".join(answer.out.split())
     assert "The machines differ (other GPU: NVIDIA H200, now NVIDIA H100), so absolute times are not compared." in said
@@ -61,27 +58,27 @@ def test_another_machine_is_said_to_be_one() -> None:
 
 
 def test_json_and_markdown() -> None:
-    told = json.loads(Answer("base", "slow", "--json").out)
+    told = json.loads(compare("base", "slow", "--json").out)
     jsonschema.validate(told, json.loads(SCHEMA_FILE.read_text()))
     assert len(Comparison.model_validate(told).pairs) == 8
-    failed = Answer("base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "slower:3%")
+    failed = compare("base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "slower:3%")
     assert (failed.code, failed.out) == (1, "")
     text = Path("compare.md").read_text()
     assert text.startswith("## ssdprof compare: BASE base, NEW slow\n\n**FAILED: slower:3%: layer 0")
     assert "| layer 9, 131,072 tokens | fused" in text
-    again = Answer("base", "slow", "--format", "markdown", "-o", "compare.md")
+    again = compare("base", "slow", "--format", "markdown", "-o", "compare.md")
     assert (again.code, "--force" in again.err) == (2, True)
-    assert Answer("base", "slow", "--format", "markdown", "-o", "compare.md", "--force").code == 0
-    assert Answer("base", "slow", "--format", "json", "-o", "compare.json").code == 0
-    assert Answer("base", "slow", "--json", "--format", "markdown").code == 2
+    assert compare("base", "slow", "--format", "markdown", "-o", "compare.md", "--force").code == 0
+    assert compare("base", "slow", "--format", "json", "-o", "compare.json").code == 0
+    assert compare("base", "slow", "--json", "--format", "markdown").code == 2
 
 
 def test_settings_hold_the_conditions() -> None:
     Path("ssdprof.toml").write_text('[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n')
-    answer = Answer("base", "slow")
+    answer = compare("base", "slow")
     assert answer.code == 1
     assert "8 no difference within 10.0%" in " ".join(answer.out.split())
-    assert Answer("base", "slow", "--fail-if", "slower:20%").code == 0
+    assert compare("base", "slow", "--fail-if", "slower:20%").code == 0
 
 
 @pytest.mark.parametrize(
@@ -98,6 +95,6 @@ def test_settings_hold_the_conditions() -> None:
 def test_what_is_refused(words: tuple[str, ...], complaint: str) -> None:
     Path("ssdprof.txt").write_text("no report")
     Path("cells.json").write_text('{"cells": []}')
-    answer = Answer(*words)
+    answer = compare(*words)
     assert (answer.code, answer.out) == (2, "")
     assert complaint in answer.err

@@ -25,13 +25,10 @@ from ssdprof.schema import Environment, Interval, RunReport
 from ssdprof.schema.comparison import Comparison, Pair
 from ssdprof.schema.prefill import LeftOutLength, PrefillCase, PrefillReport
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 ROW = "prefill, bundled surroundings, 1,024 tokens, fused, exact, fp32 states"
 WIDTH = math.log(1.01 / 0.99) / 2  # half an interval of the made calls, in the logarithm
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def slowed(case: PrefillCase, factor: float) -> PrefillCase:

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 
 from ssdprof import checkpoint
-from ssdprof.capture import capture_layers
+from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError, MissingCapabilityError

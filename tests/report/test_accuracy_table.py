@@ -3,12 +3,14 @@
 import io
 
 import pytest
-from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_report
+from report.make import ALL_PRECISIONS, EXACT_FP16, RELAXED_FP16, failed, make_report
 from report.make_answers import answers
 from rich.console import Console
 
 from ssdprof.errors import BadInputError
 from ssdprof.report import accuracy_table
+from ssdprof.report.accuracy_table import advice
+from ssdprof.report.groups import groups
 from ssdprof.schema.answers import AnswerGate
 
 
@@ -97,3 +99,24 @@ def test_what_was_not_compared_is_an_error_that_names_what_was():
     with pytest.raises(BadInputError) as caught:
         accuracy_table(make_report(cases=tuple(alone)))
     assert caught.value.hint == "It holds unfused alone."
+
+
+def test_advice_names_what_may_be_used_and_what_not():
+    report = make_report(
+        change=lambda case: (
+            failed(case, "inaccurate")
+            if (case.implementation, case.precision, case.layer.index) == ("fused", RELAXED_FP16, 18)
+            else case
+        )
+    )
+    group = groups(report)[0]
+    assert advice(group.series("fused")) == (
+        "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: it is within "
+        "the error budget in every layer replayed.  It may not be used relaxed with fp16 states: inaccurate in layer "
+        "18."
+    )
+    assert advice(group.series("fused")[-1:]) == (
+        "fused may not be used relaxed with fp16 states: inaccurate in layer 18."
+    )
+    one = groups(make_report(layers=(3,), precisions=(EXACT_FP16,)))[0]
+    assert advice(one.series("fused")).endswith("within the error budget in the layer replayed.")

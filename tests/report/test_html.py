@@ -17,7 +17,7 @@ from report.pages import Page
 
 from ssdprof import runs
 from ssdprof.pipeline import stall_files
-from ssdprof.report import html, summary
+from ssdprof.report import html
 from ssdprof.report.groups import groups
 from ssdprof.report.html.cells import sort_key, view
 from ssdprof.report.html.heat import heat_map
@@ -25,6 +25,7 @@ from ssdprof.report.html.svg import inline
 from ssdprof.report.origin import origin
 from ssdprof.report.plots import run as plots
 from ssdprof.report.tables import run, speed
+from ssdprof.report.verdict import verdict_lines
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TWO = (EXACT_FP32, RELAXED_FP16)
@@ -232,5 +233,5 @@ def test_the_pages_of_recorded_runs_are_there_and_are_of_their_runs():
     for file in files:
         page, (_, report) = Page(file.read_text(encoding="utf-8")), runs.read(file.parent)
         assert page.asked == ["data:,"]
-        for words in (*summary.verdict(report), *(value for _, value in origin(report)), *report.notes):
+        for words in (*verdict_lines(report), *(value for _, value in origin(report)), *report.notes):
             assert " ".join(words.split()) in page.words

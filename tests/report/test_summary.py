@@ -2,26 +2,26 @@
 
 import pytest
 from report.make import (
-    EXACT_FP16,
     EXACT_FP32,
     RELAXED_FP16,
     RELAXED_FP32,
     around,
     failed,
     layer,
-    make_checkpoint,
-    make_clocks,
     make_report,
 )
 
 from ssdprof.report import format as fmt
-from ssdprof.report import summary
-from ssdprof.report.groups import groups, tokens, total_speed
+from ssdprof.report.caveats import caveats
+from ssdprof.report.groups import groups, tokens
+from ssdprof.report.statements import statements
+from ssdprof.report.total_speed import total_speed
+from ssdprof.report.verdict import verdict_lines
 from ssdprof.schema import Asked
 
 
 def said(report):
-    return {statement.subject: statement.text for statement in summary.statements(report)}
+    return {statement.subject: statement.text for statement in statements(report)}
 
 
 def only(report, implementation, precision):
@@ -85,7 +85,7 @@ def test_a_call_time_without_a_difference_is_said_beside_a_faster_device_time():
 
 
 def test_a_passed_run_says_so():
-    assert summary.verdict(make_report()) == (
+    assert verdict_lines(make_report()) == (
         "PASSED: all 32 cases are within the error budget against the fp64 oracle.",
     )
 
@@ -97,7 +97,7 @@ def test_a_failure_is_named_first_and_has_no_speed():
             failed(case, "nonfinite") if case.implementation == "fused" and case.precision == RELAXED_FP16 else case
         ),
     )
-    assert summary.verdict(report) == (
+    assert verdict_lines(report) == (
         "FAILED: 4 of 20 cases: fused (relaxed, fp16 states) not finite in layers 0, 9, 18, 27.",
     )
     text = said(report)["fused, relaxed with fp16 states:"]
@@ -106,10 +106,10 @@ def test_a_failure_is_named_first_and_has_no_speed():
 
 
 def test_a_partial_run_never_passes():
-    lines = summary.verdict(make_report(state="partial"))
+    lines = verdict_lines(make_report(state="partial"))
     assert lines[0].startswith("PARTIAL")
     assert not any("PASSED" in line for line in lines)
-    assert summary.verdict(make_report(state="partial", cases=()))[1] == "Nothing was compared."
+    assert verdict_lines(make_report(state="partial", cases=()))[1] == "Nothing was compared."
 
 
 def test_a_refusal_is_named_with_its_reason_and_is_no_pass():
@@ -118,7 +118,7 @@ def test_a_refusal_is_named_with_its_reason_and_is_no_pass():
         return failed(case, "refused", "fused: no such states") if wanted else case
 
     report = make_report(change=change)
-    assert summary.verdict(report) == (
+    assert verdict_lines(report) == (
         "REFUSED: fused (relaxed, fp32 states) in layers 0, 9, 18, 27: fused: no such states.",
         "The other 28 cases are within the error budget against the fp64 oracle.",
     )
@@ -127,14 +127,14 @@ def test_a_refusal_is_named_with_its_reason_and_is_no_pass():
 
 def test_a_run_in_which_everything_was_refused_compared_nothing():
     report = make_report(change=lambda case: failed(case, "refused", "no GPU"), layers=(0,), precisions=(EXACT_FP32,))
-    assert summary.verdict(report) == (
+    assert verdict_lines(report) == (
         "REFUSED: unfused (exact, fp32 states) in layer 0; fused (exact, fp32 states) in layer 0: no GPU.",
         "Nothing was compared.",
     )
 
 
 def test_a_capture_that_was_broken_off_is_partial():
-    lines = summary.verdict(make_report(capture_complete=False))
+    lines = verdict_lines(make_report(capture_complete=False))
     assert lines[0].startswith("PARTIAL: the replayed capture was interrupted")
     assert lines[1].startswith("So far all 32 cases are")
 
@@ -142,7 +142,7 @@ def test_a_capture_that_was_broken_off_is_partial():
 def test_what_was_asked_for_and_is_not_there_is_missing():
     report = make_report(layers=(0,), precisions=(EXACT_FP32,), seqlens=(1024,))
     asked = Asked(implementations=("fused",), precisions=(EXACT_FP32,), layers=(layer(0), layer(9)))
-    assert summary.verdict(report.model_copy(update={"asked": asked}))[0] == ("MISSING: 1 requested case.")
+    assert verdict_lines(report.model_copy(update={"asked": asked}))[0] == ("MISSING: 1 requested case.")
 
 
 def without_exact_answer(case):
@@ -165,7 +165,7 @@ def test_an_exact_answer_that_is_not_finite_is_the_inputs_fault():
     report = make_report(
         change=lambda case: without_exact_answer(case) if case.layer.index == 9 else case, precisions=(EXACT_FP32,)
     )
-    (line,) = summary.verdict(report)
+    (line,) = verdict_lines(report)
     assert line.startswith(
         "FAILED: the model's inputs, not the kernels.  In layer 9 the exact answer itself is not finite"
     )
@@ -179,7 +179,7 @@ def test_a_kernel_that_failed_elsewhere_is_named_beside_it():
             return without_exact_answer(case)
         return failed(case, "nonfinite") if case.implementation == "fused" and case.layer.index == 18 else case
 
-    inputs, kernels = summary.verdict(make_report(change=change, precisions=(EXACT_FP32,)))
+    inputs, kernels = verdict_lines(make_report(change=change, precisions=(EXACT_FP32,)))
     assert "the model's inputs" in inputs
     assert kernels == "FAILED: 1 of 8 cases: fused (exact, fp32 states) not finite in layer 18."
 
@@ -187,13 +187,13 @@ def test_a_kernel_that_failed_elsewhere_is_named_beside_it():
 def test_one_token_is_singular():
     report = make_report(seqlens=(1,), layers=(9,), precisions=(EXACT_FP32,))
     assert "at 1 token, in layer 9." in said(report)["fused, exact with fp32 states:"]
-    assert summary.caveats(report)[0].startswith("1 token is no more than one chunk")
+    assert caveats(report)[0].startswith("1 token is no more than one chunk")
     assert tokens(groups(make_report(seqlens=(1, 1024)))) == "1,024 and 1 tokens"
     assert tokens(groups(report)) == "1 token"
 
 
 def test_without_a_gpu_nothing_was_timed_and_the_interpreter_is_named():
-    first = summary.statements(make_report(gpu=False))[0]
+    first = statements(make_report(gpu=False))[0]
     assert (first.subject, first.text) == (
         "No speed:",
         "nothing was timed, because this machine has no GPU; kernels ran in Triton's interpreter.",
@@ -204,72 +204,13 @@ def test_without_a_gpu_nothing_was_timed_and_the_interpreter_is_named():
     assert "No speed:" not in said(make_report())
 
 
-def test_caveats_are_throttling_and_the_notes_of_the_run():
-    report = make_report(clocks=make_clocks(throttle_reasons=("SwPowerCap",)), notes=("The weights are random.",))
-    throttled, note = summary.caveats(report)
-    assert "SwPowerCap" in throttled
-    assert note == "The weights are random."
-    assert summary.caveats(make_report()) == ()
-
-
-def test_a_prompt_of_one_chunk_does_not_test_the_states():
-    (caveat,) = summary.caveats(make_report(gpu=False, seqlens=(256, 257)))
-    assert caveat.startswith("256 tokens are no more than one chunk of 256: no state is passed on")
-
-
-def test_the_demo_is_no_measure_of_speed():
-    demo = make_checkpoint(source="demo")
-    (caveat,) = summary.caveats(make_report(checkpoint=demo))
-    assert "demo model is too small to fill a GPU" in caveat
-    assert summary.caveats(make_report(checkpoint=demo, gpu=False)) == ()
-
-
-def test_advice_names_what_may_be_used_and_what_not():
-    report = make_report(
-        change=lambda case: (
-            failed(case, "inaccurate")
-            if (case.implementation, case.precision, case.layer.index) == ("fused", RELAXED_FP16, 18)
-            else case
-        )
-    )
-    group = groups(report)[0]
-    assert summary.advice(group.series("fused")) == (
-        "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: it is within "
-        "the error budget in every layer replayed.  It may not be used relaxed with fp16 states: inaccurate in layer "
-        "18."
-    )
-    assert summary.advice(group.series("fused")[-1:]) == (
-        "fused may not be used relaxed with fp16 states: inaccurate in layer 18."
-    )
-    one = groups(make_report(layers=(3,), precisions=(EXACT_FP16,)))[0]
-    assert summary.advice(one.series("fused")).endswith("within the error budget in the layer replayed.")
-
-
-def test_precisions_that_are_another_one_are_named():
-    def of_gdn(case):
-        reason = "" if case.precision == EXACT_FP32 else "; the same as exact with fp32 states"
-        return case.model_copy(update={"plan": f"two launches{reason}"}) if case.implementation == "fused" else case
-
-    (caveat,) = [one for one in summary.caveats(make_report(change=of_gdn)) if "the same" in one]
-    assert caveat.startswith("fused computes every precision as exact with fp32 states")
-    assert "and so is the time" in caveat
-    (untimed,) = [one for one in summary.caveats(make_report(gpu=False, change=of_gdn)) if "the same" in one]
-    assert untimed == "fused computes every precision as exact with fp32 states: results are bitwise the same."
-
-    def partly(case):
-        return of_gdn(case) if case.precision == EXACT_FP16 else case
-
-    (caveat,) = [one for one in summary.caveats(make_report(change=partly)) if "the same" in one]
-    assert caveat.startswith("fused computes exact with fp16 states as exact with fp32 states")
-
-
 def test_more_than_two_precisions_have_one_statement_from_the_least_to_the_greatest():
     report = make_report(seqlens=(131_072, 1024))
     (subject, text), *others = said(report).items()
     assert not others
     assert subject == "fused, 4 precisions:"
     least, *_, greatest = sorted(
-        total_speed(series).device_ratio for group in groups(report)[:1] for series in group.series("fused")
+        total_speed(series).device.ratio for group in groups(report)[:1] for series in group.series("fused")
     )
     assert text.startswith(f"{fmt.ratio(least)} to {fmt.ratio(greatest)} faster than unfused by device time (call ")
     assert "at 131,072 tokens, summed over 4 layers; " in text

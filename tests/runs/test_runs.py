@@ -16,6 +16,8 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.runs.record import Recorder, recorded
 from ssdprof.schema import CaseResult, CheckpointRef, Environment, LayerRef, RunReport
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 
 def make_report(run_id: str = "a-run", **changes: object) -> RunReport:
     """The smallest valid report."""
@@ -41,11 +43,6 @@ def make_report(run_id: str = "a-run", **changes: object) -> RunReport:
         "cases": (),
     }
     return RunReport.model_validate(fields | changes)
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def store(name: str) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ssdprof import runs
 from ssdprof.cli import app
-from ssdprof.report import summary
+from ssdprof.report.verdict import verdict_lines
 from ssdprof.runs import document
 from ssdprof.schema import Gates
 from ssdprof.schema.gating import broken
@@ -73,7 +73,7 @@ def test_a_gate_that_can_judge_nothing_is_broken() -> None:
 def test_a_run_with_a_broken_gate_has_not_passed() -> None:
     report = make_report(layers=(0,), precisions=(EXACT_FP32,), gates=Gates(min_speedup=2.5))
     assert not outcome(report).passed
-    verdict = summary.verdict(report)
+    verdict = verdict_lines(report)
     assert verdict == (
         "GATE FAILED: min-speedup 2.5: layer 0, 131,072 tokens, fused, exact, fp32 states: 2.4x over unfused exact, "
         "fp32 states.",
@@ -84,7 +84,7 @@ def test_a_run_with_a_broken_gate_has_not_passed() -> None:
 
 
 def test_the_first_rows_are_named_and_the_others_counted() -> None:
-    (line, _) = summary.verdict(make_report(layers=range(9), precisions=(EXACT_FP32,), gates=Gates(min_speedup=9)))
+    (line, _) = verdict_lines(make_report(layers=range(9), precisions=(EXACT_FP32,), gates=Gates(min_speedup=9)))
     assert line.count("2.") >= 6
     assert line.endswith("; and 3 cases more.")
 

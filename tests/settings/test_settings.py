@@ -13,6 +13,8 @@ from ssdprof.errors import BadInputError
 from ssdprof.schema import Gates
 from ssdprof.settings import document, find, gates
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 WHOLE = """
 [gates]
 min-speedup = 1.5
@@ -26,11 +28,6 @@ min-speedup = 1.05
 fail-if = ["slower:3%", "match:-0.1"]
 smallest-difference = "2%"
 """
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_everything_that_a_file_may_hold() -> None:

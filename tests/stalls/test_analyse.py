@@ -32,7 +32,7 @@ def test_metrics_become_facts_in_our_units() -> None:
     assert found.resources.grid == (40, 1, 1)
     assert found.resources.limited_by == ("registers", "shared memory")
     assert found.sample_count == 200
-    assert found.idle_samples == 22 + 50
+    assert found.busy_samples == 200 - 22 - 50
 
 
 def test_what_was_not_collected_is_none_and_named() -> None:

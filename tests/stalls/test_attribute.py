@@ -7,7 +7,8 @@ from stalls import synthetic
 from ssdprof.operators.ssd.stages import STAGES
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Sources
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN
 
 
 def stages(kernel: RawKernel) -> dict[str, int]:

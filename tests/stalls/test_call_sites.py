@@ -4,7 +4,7 @@ import pytest
 import triton
 
 from ssdprof.stalls import call_sites
-from ssdprof.stalls.stages import Sources
+from ssdprof.stalls.sources import Sources
 
 KERNEL = """STAGES = {"helper": "caller", "scan": "chunk_scan", "_kernel": "setup"}
 @jit

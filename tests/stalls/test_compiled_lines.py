@@ -18,7 +18,8 @@ import pytest
 
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.stages import UNKNOWN, Place, Sources
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import UNKNOWN, Place
 
 pytestmark = pytest.mark.compiler
 

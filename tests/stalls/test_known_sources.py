@@ -12,10 +12,11 @@ from stalls import synthetic
 from ssdprof.operators import outlines
 from ssdprof.operators.known_sources import KnownSource, known_sources
 from ssdprof.report.stall_document import compose
-from ssdprof.stalls import stages
+from ssdprof.stalls import sources
 from ssdprof.stalls.analyse import analyse, stalls_of
 from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.stages import CALLER, Place, Sources, parse
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import CALLER, Place, parse
 
 FILE = "/site/them/kernel.py"
 TEXT = """@triton.jit
@@ -49,7 +50,7 @@ def launched(text: str = TEXT) -> RawKernel:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_all_known", lambda: {KNOWN.sha256: KNOWN})
+    monkeypatch.setattr(sources, "_all_known", lambda: {KNOWN.sha256: KNOWN})
 
 
 @pytest.mark.usefixtures("known")

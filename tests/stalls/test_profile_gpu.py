@@ -9,7 +9,8 @@ from stalls.captures import store_layers
 
 import ssdprof
 from ssdprof.environment.checks import find_ncu
-from ssdprof.pipeline.stalls import StallRequest, profile
+from ssdprof.pipeline.stall_request import StallRequest
+from ssdprof.pipeline.stalls import profile
 from ssdprof.progress import Unwatched
 from ssdprof.schema import PrecisionRecord
 

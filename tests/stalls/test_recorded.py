@@ -89,7 +89,7 @@ def test_the_hopper_kernels_idle_warps_are_no_cost(unpacked: Path) -> None:
     idle = {stage.name for stage in kernel.stages if stage.idle}
     assert idle == {"idle warps", "ahead"}
     # one of 16 warps has no role at all
-    assert kernel.idle_samples > sum(kernel.samples.values()) / 16
+    assert kernel.busy_samples < sum(kernel.samples.values()) * 15 / 16
     (design,) = designs(analyse([raw(unpacked / "fused.ncu-rep")]))
     assert design.all().pct == pytest.approx(100)
     assert not idle & set(design.stages)
@@ -97,7 +97,7 @@ def test_the_hopper_kernels_idle_warps_are_no_cost(unpacked: Path) -> None:
 
 def test_the_portable_kernel_has_no_idle_warps(unpacked: Path) -> None:
     (kernel,) = kernels(unpacked, "fused_portable")
-    assert kernel.idle_samples == 0
+    assert kernel.busy_samples == sum(kernel.samples.values())
 
 
 @pytest.mark.parametrize("name", ["unfused", "small/unfused"])

@@ -8,7 +8,8 @@ import pytest
 import ssdprof
 from ssdprof.operators import outlines
 from ssdprof.operators.outline import Stages
-from ssdprof.stalls.stages import UNKNOWN, Place, Sources, parse
+from ssdprof.stalls.sources import Sources
+from ssdprof.stalls.stages import UNKNOWN, Place, parse
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 STAGES = Stages.together([one.stages for one in outlines()])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import call
 from test_schemas import keeps_to
 from tuning_fakes import GPU, Fake, environment, inputs_of, outcome
 from typer.testing import CliRunner
@@ -21,8 +22,7 @@ from ssdprof.tuning.records import Finds, TuneReport
 
 
 def tune(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["tune", *words], prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+    return call("tune", *words)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,8 @@ import torch
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.operator import Span
-from ssdprof.operators.rounding import gpu_exp, ieee_matmul, rounded_operand, split_chunks, two_tf32
+from ssdprof.operators.rounded_form import RoundedForm
+from ssdprof.operators.rounding import gpu_exp, split_chunks, two_tf32
 
 CHUNK = 64
 _LEAF = 16  # rows of the blocks that are inverted in fp32
@@ -55,32 +56,12 @@ class GDNGate:
         return self.g_cumsum.abs().amax((0, 2))
 
 
-class RoundedGDN:
-    """Evaluates the operator in one precision, span after span; the state is carried within a sequence."""
+class RoundedGDN(RoundedForm[GDNGate]):
+    """The operator in one precision: see the module."""
 
     def __init__(self, inputs: GDNInputs, precision: Precision) -> None:
+        super().__init__(inputs.v, inputs.initial_state, inputs.states_shape, precision)
         self._inputs = inputs
-        self._state_dtype = precision.state_dtype
-        self._intermediate_dtype = precision.intermediate_dtype(inputs.q.dtype)
-        self._operand_dtype = inputs.q.dtype if precision.exact else self._intermediate_dtype
-        self._sequence: int | None = None
-        self._state = torch.empty(0)
-
-    def advance(self, span: Span, gate: GDNGate) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (l, h, V) of the span in v's dtype, and the state (h, K, V) after it in fp32."""
-        if span.sequence != self._sequence:
-            self._sequence, self._state = span.sequence, self._initial_state(span.sequence)
-        if span.start == span.stop:
-            return self._inputs.v[span.batch, span.start : span.stop], self._state
-        with ieee_matmul():
-            out = self._chunks(span, gate)
-        return out, self._state
-
-    def _initial_state(self, sequence: int) -> torch.Tensor:
-        inputs = self._inputs
-        if inputs.initial_state is not None:
-            return self._state_rounded(inputs.initial_state[sequence].float())
-        return inputs.v.new_zeros(inputs.states_shape[1:], dtype=torch.float32)
 
     def _chunks(self, span: Span, gate: GDNGate) -> torch.Tensor:
         inputs, operand, intermediate = self._inputs, self._operand_rounded, self._intermediate_rounded
@@ -134,15 +115,6 @@ class RoundedGDN:
             inverse = torch.cat([upper, lower], -2)
             half *= 2
         return inverse.squeeze(-3)
-
-    def _operand_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return rounded_operand(tensor, self._operand_dtype)
-
-    def _intermediate_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._intermediate_dtype).float()
-
-    def _state_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._state_dtype).float()
 
 
 def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ _IN_PLACE = "recurrent_in_place"
 
 
 def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-    """The new state over a copy of the old one: the work of `selective_state_update`, which cannot do without it."""
+    """The new state over a copy of the old one, as `selective_state_update` needs it."""
     if inputs.initial_states is None:
         raise UnsupportedError(f"{_IN_PLACE}: sequences begin with a state")
     states = inputs.initial_states.to(torch.float32, copy=True)

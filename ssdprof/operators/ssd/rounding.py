@@ -23,7 +23,8 @@ import torch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.operator import Span
-from ssdprof.operators.rounding import gpu_exp, ieee_matmul, rounded_operand, split_chunks
+from ssdprof.operators.rounded_form import RoundedForm
+from ssdprof.operators.rounding import gpu_exp, split_chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +63,14 @@ class SSDGate:
         return self.dA_cumsum.abs().amax((0, 3)).flatten()
 
 
-class RoundedSSD:
-    """Evaluates the operator in one precision, span after span; the state is carried within a sequence."""
+class RoundedSSD(RoundedForm[SSDGate]):
+    """The operator in one precision: see the module."""
 
     def __init__(self, inputs: SSDInputs, precision: Precision) -> None:
+        super().__init__(inputs.x, inputs.initial_states, inputs.states_shape, precision)
         self._inputs = inputs
-        self._state_dtype = precision.state_dtype
-        self._intermediate_dtype = precision.intermediate_dtype(inputs.x.dtype)
-        self._operand_dtype = inputs.x.dtype if precision.exact else self._intermediate_dtype
-        self._sequence: int | None = None
-        self._state = torch.empty(0)
 
-    def advance(self, span: Span, gate: SSDGate) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (l, h, p) of the span in x's dtype, and the state (h, p, n) after it in fp32."""
-        if span.sequence != self._sequence:
-            self._sequence, self._state = span.sequence, self._initial_state(span.sequence)
-        if span.start == span.stop:
-            return self._inputs.x[span.batch, span.start : span.stop], self._state
-        with ieee_matmul():
-            out = self._scan(span, gate)
-        return out, self._state
-
-    def _initial_state(self, sequence: int) -> torch.Tensor:
-        inputs = self._inputs
-        if inputs.initial_states is not None:
-            return self._state_rounded(inputs.initial_states[sequence].float())
-        (h, p), n = inputs.x.shape[2:], inputs.B.shape[3]
-        return inputs.x.new_zeros(h, p, n, dtype=torch.float32)
-
-    def _scan(self, span: Span, gate: SSDGate) -> torch.Tensor:
+    def _chunks(self, span: Span, gate: SSDGate) -> torch.Tensor:
         inputs, q = self._inputs, self._inputs.power_of_two_chunk
         operand, intermediate = self._operand_rounded, self._intermediate_rounded
         (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
@@ -127,12 +107,3 @@ class RoundedSSD:
         if inputs.z is not None:
             out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].float())
         return out.to(inputs.x.dtype)
-
-    def _operand_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return rounded_operand(tensor, self._operand_dtype)
-
-    def _intermediate_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._intermediate_dtype).float()
-
-    def _state_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._state_dtype).float()

@@ -40,7 +40,7 @@ STAGES = Stages(
         "waiting.chunk": "for a chunk and its gates",
         "waiting.scores": "for the scores",
         "waiting.half": "for the other half of N",
-        "waiting.gates": "for the gates' word",
+        "waiting.gates": "for the gates",
         "chunk_state.first_pass": "first pass",
         "state_passing.wait": "waiting for the segment before",
         "state_passing.load": "loading the state",

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ssdprof.report import markdown, summary
+from ssdprof.report import markdown
+from ssdprof.report.caveats import caveats
 from ssdprof.report.tables import answers
+from ssdprof.report.verdict import shortcomings, verdict_lines
 from ssdprof.schema import Environment, Gates, RunReport
 from ssdprof.schema.gating import Broken, gate_names
 from ssdprof.schema.outcome import RunOutcome, outcome
@@ -57,7 +59,7 @@ class Exported:
 
 def from_run(report: RunReport) -> Exported:
     found, gpu = outcome(report), report.environment.gpu
-    errors = list(summary.shortcomings(found))
+    errors = list(shortcomings(found))
     if found.answers_failed:
         errors += answers.verdict(report.answers, found.answers_failed)
     if not (found.judged or found.answers):
@@ -87,9 +89,9 @@ def from_run(report: RunReport) -> Exported:
         passed=found.passed,
         broken=(*found.broken, *_broken_answers(report)),
         incomplete=_incomplete(report, found),
-        verdict=summary.verdict(report),
+        verdict=verdict_lines(report),
         errors=tuple(errors),
-        caveats=summary.caveats(report),
+        caveats=caveats(report),
         markdown=lambda limit: markdown.render(report, limit_bytes=limit),
     )
 

@@ -1,4 +1,4 @@
-"""The report as one HTML file that opens from a disk and asks no network for anything."""
+"""The report as one HTML file that opens from a disk and needs no network."""
 
 from ssdprof.report.html.page import render, render_document
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, pool
+from ssdprof.report.groups import Group
+from ssdprof.report.pooled import pool
 from ssdprof.report.tables.accuracy import floor
 from ssdprof.schema import CaseResult, LayerRef, TensorAccuracy
 
@@ -48,7 +49,7 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
     high = max(*errors, 2 * low)  # nearly equal errors have nearly equal colours
     return HeatMap(
         title=f"Rms error of {implementation}'s output against fp64 {group.where}",
-        columns=tuple(f"{one.precision.intermediates}, {one.precision.state_dtype} states" for one in series),
+        columns=tuple(str(one.precision) for one in series),
         rows=tuple(
             HeatRow(
                 layer=str(layer.index),

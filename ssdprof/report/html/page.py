@@ -18,8 +18,8 @@ from ssdprof.report.html.svg import inline
 from ssdprof.report.origin import when
 from ssdprof.report.plots import run as run_plots
 from ssdprof.report.plots import stalls as stall_plots
-from ssdprof.report.summary import GOOD
 from ssdprof.report.tables import Figure, Note, Table
+from ssdprof.report.verdict import GOOD
 from ssdprof.schema import RunReport
 from ssdprof.schema.stalls import StallReport
 

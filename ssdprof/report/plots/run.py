@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Series, TotalSpeed, total_speed
+from ssdprof.report.groups import Group, Series
 from ssdprof.report.plots.canvas import COLORS, GREY, NARROW, draw, legend_below, plain
 from ssdprof.report.tables.accuracy import floor, vs_oracle
+from ssdprof.report.total_speed import TotalSpeed, total_speed
 from ssdprof.schema import CaseResult, Ceilings, Deviation, TensorAccuracy
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 def speedups(found: Sequence[Group]) -> str | None:
     """Speedup by device time, with its interval: over the length, or as bars if there is one.  None if untimed."""
     points = {
-        label: [(group, speed) for group, speed in own if speed.device_ratio is not None]
+        label: [(group, speed) for group, speed in own if speed.device.ratio is not None]
         for label, own in _timed(found, baseline=False).items()
     }
     points = {label: own for label, own in points.items() if own}
@@ -35,7 +36,7 @@ def speedups(found: Sequence[Group]) -> str | None:
         for number, (label, own) in enumerate(points.items()):
             axes.errorbar(
                 [group.seqlen for group, _ in own],
-                [speed.device_ratio or 0.0 for _, speed in own],
+                [speed.device.ratio or 0.0 for _, speed in own],
                 yerr=_errors([speed for _, speed in own]),
                 **_style(number, label),
             )
@@ -49,7 +50,7 @@ def speedups(found: Sequence[Group]) -> str | None:
         axes = plain(figure)
         names = list(points)[::-1]
         speeds = [points[name][0][1] for name in names]
-        ratios = [speed.device_ratio or 0.0 for speed in speeds]
+        ratios = [speed.device.ratio or 0.0 for speed in speeds]
         axes.barh(names, ratios, xerr=_errors(speeds), color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
             axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
@@ -70,7 +71,7 @@ def device_times(found: Sequence[Group]) -> str | None:
     def paint(figure: Figure) -> None:
         axes = plain(figure)
         for number, (label, own) in enumerate(points.items()):
-            lengths, times = [group.seqlen for group, _ in own], [speed.device_us / 1e3 for _, speed in own]
+            lengths, times = [group.seqlen for group, _ in own], [speed.device.us / 1e3 for _, speed in own]
             axes.errorbar(lengths, times, **_style(number, label))
         _lengths(axes, found)
         axes.set_yscale("log")
@@ -209,7 +210,7 @@ def _timed(found: Sequence[Group], *, baseline: bool) -> dict[str, list[tuple[Gr
 
 
 def _label(series: Series) -> str:
-    return f"{series.implementation}, {series.precision.intermediates}, {series.precision.state_dtype}"
+    return f"{series.implementation}, {series.precision.short}"
 
 
 def _worst(cases: Sequence[CaseResult], which: Callable[[TensorAccuracy], Deviation | None]) -> list[float]:
@@ -238,7 +239,7 @@ def _roofline_point(series: Series) -> tuple[float, float] | None:
 
 def _errors(speeds: Sequence[TotalSpeed]) -> list[list[float]]:
     """How far the intervals reach below and above the ratios."""
-    pairs = [(speed.device_ratio, speed.device_interval) for speed in speeds]
+    pairs = [(speed.device.ratio, speed.device.interval) for speed in speeds]
     return [
         [ratio - interval.low if ratio and interval else 0.0 for ratio, interval in pairs],
         [interval.high - ratio if ratio and interval else 0.0 for ratio, interval in pairs],

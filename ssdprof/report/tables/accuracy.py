@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Pooled, Series, TensorName, baselines, pool
+from ssdprof.report.groups import Group, Series, baselines
+from ssdprof.report.pooled import Pooled, TensorName, pool
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import TOLERANCES, Deviation, PrecisionRecord, TensorAccuracy
 
@@ -32,7 +33,7 @@ def floor(accuracy: TensorAccuracy) -> Deviation | None:
 def match(group: Group, implementation: str, tensor: TensorName) -> Table | None:
     """Match percentages and errors of one tensor, all layers of the group pooled; None if nothing was compared.
 
-    Of the baseline itself: its precisions that are compared with its exact one.
+    For the baseline itself, the columns are its precisions that are compared with its exact one.
     """
     against = vs_baseline if implementation == group.baseline else vs_oracle
     series = tuple(s for s in group.series(implementation) if pool(s.cases, tensor, against))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Note, Table, columns
-from ssdprof.schema import AnswerCase, Answers, Interval, PrecisionRecord
+from ssdprof.schema import AnswerCase, Answers, Interval
 from ssdprof.schema.answers import AnswerBand
 
 _PRECISION = "intermediates,\nstates"
@@ -79,7 +79,7 @@ def by_layer(answers: Answers) -> Table | None:
     )
     return Table(
         title=f"Mean KL with one layer at a time, {fmt.tokens(answers.seqlen)}",
-        headers=("layer", *(f"{name}\n{_short(precision)}" for name, precision in kinds)),
+        headers=("layer", *(f"{name}\n{precision.short}" for name, precision in kinds)),
         rows=tuple((str(layer), *(_kl(cells.get((layer, *kind))) for kind in kinds)) for layer in layers),
         align=("left", *columns(0, len(kinds))),
         note="In every other layer the reference computes.  The layer with the largest divergence comes first.",
@@ -109,8 +109,8 @@ def verdict(answers: tuple[Answers, ...], failures: tuple[str, ...]) -> Iterator
 
 def _names(case: AnswerCase) -> tuple[str, str]:
     if case.change:
-        return f"noise: {case.implementation}, {case.change}", _short(case.precision)
-    return case.implementation, _short(case.precision)
+        return f"noise: {case.implementation}, {case.change}", case.precision.short
+    return case.implementation, case.precision.short
 
 
 def _cells(case: AnswerCase, number: int) -> tuple[str, ...]:
@@ -169,7 +169,3 @@ def _kl(case: AnswerCase | None) -> str:
     if case is None:
         return fmt.MISSING
     return fmt.small(case.bands[0].kl_mean) if case.bands else case.status
-
-
-def _short(precision: PrecisionRecord) -> str:
-    return f"{precision.intermediates}, {precision.state_dtype}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Pooled, Series, pool, total_speed
+from ssdprof.report.groups import Group, Series
+from ssdprof.report.pooled import Pooled, pool
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
 from ssdprof.report.tables.table import Table, columns
+from ssdprof.report.total_speed import total_speed
 
 _MOST_ROWS = 6
 
@@ -70,8 +72,7 @@ def _rows(found: Sequence[Group], cells: Callable[[Group, Series], Cells | None]
         for name in group.compared:
             for series in group.series(name):
                 if shown := cells(group, series):
-                    precision = f"{series.precision.intermediates}, {series.precision.state_dtype}"
-                    yield (where, series.name, precision), shown
+                    yield (where, series.name, series.precision.short), shown
 
 
 def _speed(group: Group, series: Series) -> Cells | None:
@@ -81,11 +82,11 @@ def _speed(group: Group, series: Series) -> Cells | None:
     original = group.baseline_of(series)
     theirs = total_speed(original) if original else None
     return (
-        fmt.speedup(found.device_ratio, found.device_interval),
-        found.device_verdict or fmt.MISSING,
-        fmt.ratio(found.call_ratio),
-        fmt.duration(found.device_us),
-        fmt.duration(theirs.device_us if theirs and theirs.layers == found.layers else None),
+        fmt.speedup(found.device.ratio, found.device.interval),
+        found.device.verdict or fmt.MISSING,
+        fmt.ratio(found.call.ratio),
+        fmt.duration(found.device.us),
+        fmt.duration(theirs.device.us if theirs and theirs.layers == found.layers else None),
         fmt.percent(found.floor_pct, 1),
     )
 

@@ -213,7 +213,7 @@ def _table(
 
 
 def _names(row: Row) -> tuple[str, str, str]:
-    return row.place, row.implementation, f"{row.precision.intermediates}, {row.precision.state_dtype}"
+    return row.place, row.implementation, row.precision.short
 
 
 def _both(pair: Pair, cell: Callable[[Row], str]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from ssdprof.report.tables import answers
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import CaseResult, Clocks, Environment, Launch, PrecisionRecord, Prompt, RunReport
 
-_MOST_ROWS = 40  # a run that fails everywhere fails alike
+_MOST_ROWS = 40  # a run that fails everywhere fails for the same reason
 _LONGEST_REASON = 300  # characters
 _PRECISION = "intermediates,\nstates"
 _RESOURCES = ("registers", "spills", "shared")
@@ -87,7 +87,7 @@ def versions(environment: Environment, **others: str) -> tuple[str, str]:
 
 
 def tuned(plans: Sequence[tuple[str, str]]) -> str:
-    """Which of these cases, (implementation, why it ran as it did), did not take the committed configuration."""
+    """The cases, (implementation, why it ran as it did), that did not take the committed configuration."""
     found = Counter(
         f"{implementation}: {part}"
         for implementation, plan in plans
@@ -245,7 +245,7 @@ def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) 
 def _case(case: CaseResult) -> tuple[str, ...]:
     return (
         case.implementation,
-        f"{case.precision.intermediates}, {case.precision.state_dtype}",
+        case.precision.short,
         case.status,
         _shortened(case.reason),
         _first_nonfinite(case),

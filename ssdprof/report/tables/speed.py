@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Series, TotalSpeed, baselines, total_speed
+from ssdprof.report.groups import Group, Series, baselines
 from ssdprof.report.tables.table import Note, Table, columns
+from ssdprof.report.total_speed import TotalSpeed, total_speed
 
 _HEADERS = (
     "speedup,\ndevice",
@@ -37,7 +38,7 @@ def total(group: Group) -> Table | None:
     rows = []
     for series, speed in found:
         layers = f"{len(speed.layers) if speed else 0} of {every}"
-        names = (series.name, _short(series), *((layers,) if incomplete else ()))
+        names = (series.name, series.precision.short, *((layers,) if incomplete else ()))
         rows.append((*names, *_cells(series, speed)))
     note = [_baselines(group, found)]
     if every > 1:
@@ -67,7 +68,7 @@ def per_layer(group: Group) -> Table | None:
         for series in group.at_layer(layer).series():
             speed = total_speed(series)
             found.append((series, speed))
-            names = (str(layer.index), series.name, _short(series))
+            names = (str(layer.index), series.name, series.precision.short)
             rows.append((*names, *_cells(series, speed)))
     return Table(
         title=f"Speed of each layer {group.where}",
@@ -84,12 +85,12 @@ def _cells(series: Series, speed: TotalSpeed | None) -> tuple[str, ...]:
         statuses = dict.fromkeys(case.status for case in series.cases)
         return (fmt.MISSING, fmt.MISSING, fmt.words(statuses), *(fmt.MISSING,) * 5)
     return (
-        fmt.speedup(speed.device_ratio, speed.device_interval),
-        fmt.speedup(speed.call_ratio, speed.call_interval),
-        speed.device_verdict or fmt.MISSING,
-        speed.call_verdict or fmt.MISSING,
-        fmt.duration(speed.device_us),
-        fmt.duration(speed.call_us),
+        fmt.speedup(speed.device.ratio, speed.device.interval),
+        fmt.speedup(speed.call.ratio, speed.call.interval),
+        speed.device.verdict or fmt.MISSING,
+        speed.call.verdict or fmt.MISSING,
+        fmt.duration(speed.device.us),
+        fmt.duration(speed.call.us),
         fmt.percent(speed.floor_pct, 1),
         fmt.size(speed.workspace_bytes),
     )
@@ -100,7 +101,3 @@ def _baselines(group: Group, found: Iterable[tuple[Series, TotalSpeed | None]]) 
     pairs = [(series.precision, name) for series, speed in timed for name in speed.baselines]
     smallest = max((speed.smallest_difference for _, speed in timed), default=0.0)
     return f"Baseline: {baselines(group.baseline, pairs)}.  {fmt.counts(smallest)}"
-
-
-def _short(series: Series) -> str:
-    return f"{series.precision.intermediates}, {series.precision.state_dtype}"

@@ -25,7 +25,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Strings in rows; how it is drawn is the renderer's affair.
+    """Strings in rows; a renderer draws them.
 
     keys: leading columns that say what a row is about; they are repeated where a wide table is split.
     headings: indices of rows that are the title of those below them: all cells but the first are empty.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import junitparser
 import pytest
+from command_line import call
 from lxml import etree
 from report.make_prefill import FUSED, UNFUSED, found, report
 from typer.testing import CliRunner
@@ -17,6 +18,8 @@ from ssdprof.cli import app
 from ssdprof.runs import prefill_file
 from ssdprof.schema import Gates
 from ssdprof.schema.prefill import PrefillReport
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
 ROW = "prefill, bundled surroundings, 1,024 tokens, fused, exact, fp32 states"
@@ -29,15 +32,9 @@ SLOW = DONE.model_copy(update={"gates": Gates(min_speedup=2.5)})
 BROKEN = f"min-speedup 2.5: {ROW}: 2x over unfused"
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def export(done: PrefillReport, *words: str) -> tuple[int, str, str]:
     Path("prefill.json").write_text(prefill_file.dump(done))
-    result = CliRunner().invoke(app, ["export", "prefill.json", *words], prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+    return call("export", "prefill.json", *words)
 
 
 def test_csv_has_a_row_for_each_implementation_and_the_parts_of_its_time() -> None:

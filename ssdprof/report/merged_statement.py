@@ -6,18 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ssdprof.report import format as fmt
-from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, nan_is_worst, pool, total_speed
+from ssdprof.report.groups import Group, Series
+from ssdprof.report.pooled import Pooled, nan_is_worst, pool
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle
+from ssdprof.report.total_speed import TotalSpeed, total_speed
 
 
 def speed(found: Sequence[Group], name: str) -> str:
     """ "3.30x to 3.80x faster than unfused by device time (call 3.13x to 3.51x) at 131,072 tokens, ..."; or empty."""
     parts: list[str] = []
     for group in found:
-        timed = [total for series in group.series(name) if (total := total_speed(series)) and total.device_ratio]
+        timed = [total for series in group.series(name) if (total := total_speed(series)) and total.device.ratio]
         if not timed:
             continue
-        device, call = (_range((pick(one) for one in timed), fmt.ratio) for pick in (_device, _call))
+        device = _range((one.device.ratio for one in timed), fmt.ratio)
+        call = _range((one.call.ratio for one in timed), fmt.ratio)
         if parts:
             parts.append(f"{device} (call {call}) {group.where}")
             continue
@@ -62,7 +65,7 @@ def _range(values: Iterable[float | None], show: Callable[[float | None], str]) 
 
 
 def _verdict(timed: Sequence[TotalSpeed], baseline: str) -> str:
-    verdicts = Counter(one.device_verdict or "compared" for one in timed)
+    verdicts = Counter(one.device.verdict or "compared" for one in timed)
     if len(verdicts) == 1:
         (verdict,) = verdicts
         return {"faster": f"faster than {baseline}", "slower": f"as fast as {baseline}: slower"}.get(
@@ -70,11 +73,3 @@ def _verdict(timed: Sequence[TotalSpeed], baseline: str) -> str:
         )
     counts = (f"{verdict} at {count}" for verdict, count in verdicts.items())
     return f"as fast as {baseline} ({fmt.words(counts)} of {len(timed)} precisions)"
-
-
-def _device(speed: TotalSpeed) -> float | None:
-    return speed.device_ratio
-
-
-def _call(speed: TotalSpeed) -> float | None:
-    return speed.call_ratio

@@ -1,0 +1,126 @@
+"""Comparisons on the GPU here whose true verdict is known: a kernel with itself, and with itself made slower."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssdprof import kernels, operators
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.kernels.precision import Precision
+from ssdprof.measure.call import Run
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaBench, time_in_turns
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.operator import Output
+from ssdprof.schema import Speedup
+
+OPERATOR = "ssd"
+CHUNK_SIZE = 256  # of unfused
+DIFFERENCE = 0.03
+SHORT_WAIT = 1000  # cycles
+SHORT_WAIT_US = 1.0
+Row = dict[str, Any]
+Place = tuple[str, int, str]  # shape, tokens, implementation
+
+
+@cache
+def inputs_of(shape: str, seqlen: int) -> Any:
+    drawing = operators.get(OPERATOR).drawing
+    cell = Cell(
+        shape=parse_shapes(drawing, shape)[0],
+        dtype="bf16",
+        layout="contiguous",
+        tokens=Tokens(sequences=1, seqlen=seqlen),
+    )
+    return drawing.with_chunk_size(drawing.draw(cell, torch.device("cuda")), CHUNK_SIZE)
+
+
+@cache
+def run_of(place: Place) -> Run:
+    """A call, compiled."""
+    shape, seqlen, implementation = place
+    call: Run = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
+    call()
+    return call
+
+
+def same(bench: CudaBench, place: Place, seed: int) -> Row:
+    return compare(bench, place, (run_of(place), run_of(place)), seed)
+
+
+def different(bench: CudaBench, place: Place, seed: int) -> Row:
+    call, (cycles, host_us) = run_of(place), longer_waits(bench, place)
+    short = waiting(call, cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
+    return compare(bench, place, (short, waiting(call, cycles=cycles, host_us=host_us)), seed)
+
+
+def compare(bench: CudaBench, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
+    """How many times as fast as the second the first is, and what it took to know."""
+    plan = SamplingPlan(seed=seed)
+    began = time.monotonic()
+    session = time_in_turns(dict(zip("ab", runs, strict=True)), bench, plan, check=lambda _key, _output: "")
+    seconds = time.monotonic() - began
+    first, second = (session.sampled[key] for key in "ab")
+    speedup = first.speedup(second, "b", plan.smallest_difference)
+    return {
+        **named(place),
+        **{kind: told(speedup, kind) for kind in ("device", "call")},
+        "seconds": round(seconds, 3),
+        "recordings": len(first.device),
+        "replays": sum(map(len, first.device)),
+        "calls": sum(map(len, first.call)),
+    }
+
+
+def named(place: Place) -> Row:
+    shape, seqlen, implementation = place
+    return {"shape": shape, "tokens": seqlen, "implementation": implementation}
+
+
+def told(speedup: Speedup, kind: str) -> Row:
+    """A ratio, its interval and its verdict; kind: "device" or "call"."""
+    ratio, interval, verdict = {
+        "device": (speedup.device_ratio, speedup.device_interval, speedup.verdict),
+        "call": (speedup.call_ratio, speedup.call_interval, speedup.call_verdict),
+    }[kind]
+    return {"ratio": round(ratio, 5), "interval": [round(interval.low, 5), round(interval.high, 5)], "verdict": verdict}
+
+
+def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
+    """The call with a wait: on the GPU after it, when it is recorded and replayed; on the host before it, when it is
+    called.  The GPU is idle when a call is timed, so that a wait before the first launch delays all that follows,
+    whether the host or the GPU decides how long the call takes."""
+
+    def run() -> Output:
+        if torch.cuda.is_current_stream_capturing():
+            output = call()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+            return output
+        end = time.perf_counter_ns() + int(1000 * host_us)
+        while time.perf_counter_ns() < end:
+            pass
+        return call()
+
+    return run
+
+
+@cache
+def longer_waits(bench: CudaBench, place: Place) -> tuple[int, float]:
+    """The waits, in cycles and in microseconds, that make device time and call time longer by DIFFERENCE."""
+    short = waiting(run_of(place), cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
+    recording = bench.record(short)
+    device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))
+    cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
+    twice = bench.record(waiting(run_of(place), cycles=SHORT_WAIT + cycles, host_us=SHORT_WAIT_US))
+    cycles_per_us = cycles / (median_of(lambda: bench.device_us(twice)) - device_us)
+    return SHORT_WAIT + round(DIFFERENCE * device_us * cycles_per_us), SHORT_WAIT_US + DIFFERENCE * call_us
+
+
+def median_of(sample: Callable[[], float], count: int = 15) -> float:
+    return float(np.median([sample() for _ in range(count)]))

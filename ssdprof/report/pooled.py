@@ -1,0 +1,76 @@
+"""The errors of several layers as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ssdprof.schema import CaseResult, Deviation, LayerRef, TensorAccuracy
+
+TensorName = Literal["out", "final_states"]
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Deviations of several layers as one: elements pooled, the worst of all maxima.
+
+    `largest` is the deviation that holds max_abs, `layer` its layer; rms_ratio is that of the worst layer.
+    """
+
+    elements: int
+    rms_ratio: float
+    max_abs: float
+    largest: Deviation
+    layer: LayerRef
+    parts: tuple[Deviation, ...]
+
+    @property
+    def scale_max_abs(self) -> float | None:
+        """The largest value of what `max_abs` is an error of; None if it was not recorded."""
+        return self.largest.scale_max_abs
+
+    def match_pct(self, tolerance: float) -> float | None:
+        """Share of all elements that match; 100 only if all do."""
+        shares = [
+            (match.match_pct, part.elements)
+            for part in self.parts
+            for match in part.matches
+            if match.tolerance == tolerance
+        ]
+        total = sum(elements for _, elements in shares)
+        if not total:
+            return None
+        if all(share == 100.0 for share, _ in shares):
+            return 100.0
+        pooled = math.fsum(share * elements for share, elements in shares) / total
+        return min(pooled, math.nextafter(100.0, 0.0))
+
+
+def pool(
+    cases: Iterable[CaseResult], tensor: TensorName, which: Callable[[TensorAccuracy], Deviation | None]
+) -> Pooled | None:
+    """The deviations that `which` picks out of every case that has one; None if none has."""
+    found = [
+        (case.layer, deviation)
+        for case in cases
+        for accuracy in case.accuracy
+        if accuracy.tensor == tensor and (deviation := which(accuracy)) is not None
+    ]
+    if not found:
+        return None
+    layer, largest = max(found, key=lambda pair: nan_is_worst(pair[1].max_abs))
+    return Pooled(
+        elements=sum(deviation.elements for _, deviation in found),
+        rms_ratio=max((deviation.rms_ratio for _, deviation in found), key=nan_is_worst),
+        max_abs=largest.max_abs,
+        largest=largest,
+        layer=layer,
+        parts=tuple(deviation for _, deviation in found),
+    )
+
+
+def nan_is_worst(value: float) -> float:
+    """A key to sort errors by."""
+    return math.inf if math.isnan(value) else value

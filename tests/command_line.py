@@ -1,0 +1,21 @@
+"""`ssdprof` called in the test's own process."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from ssdprof.cli import app
+
+
+class Answer:
+    """What one call of the command line gave: its exit code, stdout, and stderr as one line."""
+
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of an `Answer`."""
+    answer = Answer(*words)
+    return answer.code, answer.out, answer.err

@@ -1,0 +1,43 @@
+"""What a reader must know to trust the numbers."""
+
+from report.make import EXACT_FP16, EXACT_FP32, make_checkpoint, make_clocks, make_report
+
+from ssdprof.report.caveats import caveats
+
+
+def test_caveats_are_throttling_and_the_notes_of_the_run():
+    report = make_report(clocks=make_clocks(throttle_reasons=("SwPowerCap",)), notes=("The weights are random.",))
+    throttled, note = caveats(report)
+    assert "SwPowerCap" in throttled
+    assert note == "The weights are random."
+    assert caveats(make_report()) == ()
+
+
+def test_a_prompt_of_one_chunk_does_not_test_the_states():
+    (caveat,) = caveats(make_report(gpu=False, seqlens=(256, 257)))
+    assert caveat.startswith("256 tokens are no more than one chunk of 256: no state is passed on")
+
+
+def test_the_demo_is_no_measure_of_speed():
+    demo = make_checkpoint(source="demo")
+    (caveat,) = caveats(make_report(checkpoint=demo))
+    assert "demo model is too small to fill a GPU" in caveat
+    assert caveats(make_report(checkpoint=demo, gpu=False)) == ()
+
+
+def test_precisions_that_are_another_one_are_named():
+    def of_gdn(case):
+        reason = "" if case.precision == EXACT_FP32 else "; the same as exact with fp32 states"
+        return case.model_copy(update={"plan": f"two launches{reason}"}) if case.implementation == "fused" else case
+
+    (caveat,) = [one for one in caveats(make_report(change=of_gdn)) if "the same" in one]
+    assert caveat.startswith("fused computes every precision as exact with fp32 states")
+    assert "and so is the time" in caveat
+    (untimed,) = [one for one in caveats(make_report(gpu=False, change=of_gdn)) if "the same" in one]
+    assert untimed == "fused computes every precision as exact with fp32 states: results are bitwise the same."
+
+    def partly(case):
+        return of_gdn(case) if case.precision == EXACT_FP16 else case
+
+    (caveat,) = [one for one in caveats(make_report(change=partly)) if "the same" in one]
+    assert caveat.startswith("fused computes exact with fp16 states as exact with fp32 states")
