@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ssdprof.capture.footprint import Footprint, footprint
+from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.memory import SEGMENT_LENGTHS
 from ssdprof.capture.prefill import split_prompt
 from ssdprof.capture.rehearsal import rehearse
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
+_FEWER = "Take --layers first:N with fewer layers, or a GPU with more memory."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     if wanted is not None:
         chooser.refuse_impossible(wanted)
         if (placed := chooser.placed(wanted)) is None:
-            raise chooser.too_large(wanted)
+            raise chooser.layer_too_large(_FEWER) or chooser.too_large(wanted)
         return placed
     if chooser.fits_one_gpu():
         return chooser.one_gpu()
@@ -77,7 +78,10 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
         if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
             return placed
     # As it always was: the weights decide, and the segments are chosen, or refused, once they are loaded.
-    limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    try:
+        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    except MissingCapabilityError as error:
+        raise chooser.layer_too_large(error.hint) or error from None
     return chooser.one_gpu()
 
 
@@ -198,9 +202,32 @@ class _Chooser:
             _FITTING,
         )
 
+    def layer_too_large(self, advice: str) -> MissingCapabilityError | None:
+        """The error for a device that cannot hold one layer at a time beside the token embedding; None if it can.
+
+        advice: the hint, where no --seq is short enough.
+        """
+        free, computed = limits.free_bytes(), self.least_beside()
+        shortest = SEGMENT_LENGTHS[-1]
+        layer = max(decoder_layer_bytes(self._model).values())
+        embedding = self._model.get_input_embeddings().weight.nbytes
+        weights = layer + embedding
+        if weights + computed <= free:
+            return None
+        parts = [f"{size / 2**30:.1f} GiB" for size in (layer, embedding, computed, free)]
+        return MissingCapabilityError(
+            f"{self._subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
+            f"{parts[0]} of weights, its token embedding {parts[1]}, what is computed takes {parts[2]}, and "
+            f"{parts[3]} are free.",
+            f"Use a shorter --seq.  {advice}" if weights + self._needed(shortest, shortest) <= free else advice,
+        )
+
     def _beside(self, length: int) -> int:
         """Bytes that are needed beside the weights with segments of this length, replaying included."""
-        return self._subject.batch * self._need.least(self._seqlen, (length,))
+        return self._needed(self._seqlen, length)
+
+    def _needed(self, seqlen: int, segment_length: int) -> int:
+        return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
     def _gpus(self) -> Sequence[int]:
         if self._main == "cpu" or limits.ranks_here() > 1:
