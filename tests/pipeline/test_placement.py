@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+import torch.nn.attention.bias
 import transformers as tf
 
 from ssdprof import checkpoint
@@ -56,10 +59,12 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(folder: Path, kind: PlacementKind | None = None, **options: Any) -> tuple[CaptureRequest, Subject]:
+def asked(
+    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
+) -> tuple[CaptureRequest, Subject]:
     request = CaptureRequest(
         model=ModelRequest(model=str(folder)),
-        prompt=PromptRequest(text="random", seqlens=(96,)),
+        prompt=PromptRequest(text="random", seqlens=(seqlen,)),
         placement=kind,
         **options,
     )
@@ -273,12 +278,18 @@ def layers_of(model: Any, name: str) -> Any:
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_sites(model)]
 
 
+def lower_right(queries: int, keys: int) -> torch.Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "bamba", "qwen3_next"])
 @pytest.mark.parametrize("segment_length", [1024, 256])
-def test_the_predicted_peak_is_that_of_a_capture(name: str, segment_length: int) -> None:
-    """Predicted without memory, on the meta device.  Attention in segments builds a subclass that no counter sees."""
-    if segment_length == 256 and name != "mamba2":
-        pytest.skip("torch's CausalBias cannot be made under a dispatch mode")
+def test_the_predicted_peak_is_that_of_a_capture(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predicted without memory, on the meta device."""
+    # torch's CausalBias cannot be made under a dispatch mode.
+    monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
     model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
@@ -302,10 +313,14 @@ def test_streamed_weights_are_part_of_the_prediction(granite: Path, monkeypatch:
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
-def test_the_predicted_peak_of_a_gpu(tmp_path: Path, kind: PlacementKind) -> None:
-    """torch's own count, under a cap that makes the offloads stream."""
+# --- with GPUs
+
+LONG = 16384
+
+
+@pytest.fixture(scope="module")
+def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of 0.27 GB, of which streaming shows."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=1024,
         hidden_size=2048,
@@ -323,27 +338,67 @@ def test_the_predicted_peak_of_a_gpu(tmp_path: Path, kind: PlacementKind) -> Non
         shared_intermediate_size=1024,
         layer_types=["mamba", "mamba", "attention", *["mamba"] * 5],
     )
-    tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    device, total = torch.device("cuda", 0), torch.cuda.mem_get_info()[1]
+    folder = tmp_path_factory.mktemp("large-granite")
+    tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def capped(size: int | None) -> Iterator[None]:
+    """This process may take `size` more bytes of every GPU; None: all."""
+    gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    request = CaptureRequest(
-        model=ModelRequest(model=str(tmp_path)),
-        prompt=PromptRequest(text="random", seqlens=(16384,)),
-        placement=kind,
-        segment_length=16384,
-    )
-    subject = find(request)
-    more = placement.bytes_beside_weights(request, subject)
-    allowed = total if kind == "one-gpu" else before + more + subject.weight_bytes * 2 // 3
-    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    devices = range(torch.cuda.device_count())
+    for device in devices:
+        total = torch.cuda.mem_get_info(device)[1]
+        allowed = total if size is None else torch.cuda.memory_allocated(device) + size
+        torch.cuda.set_per_process_memory_fraction(allowed / total, device)
     try:
-        loaded = load(request, subject, Unwatched())
-        torch.cuda.reset_peak_memory_stats(device)
-        run_model(subject, loaded)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        for device in devices:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
+@pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
+def test_the_predicted_peak_of_a_gpu(large_granite: Path, kind: PlacementKind, segment_length: int) -> None:
+    """torch's own count, under a cap that makes the offloads stream."""
+    request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+    more = placement.bytes_beside_weights(request, subject)
+    with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
+        before = torch.cuda.memory_allocated()
+        loaded = load(request, subject, Unwatched())
+        torch.cuda.reset_peak_memory_stats()
+        run_model(subject, loaded)
+        peak = torch.cuda.max_memory_allocated() - before
     assert loaded.placement.kind == kind
     assert (loaded.placement.streamed_layer_bytes > 0) == (kind != "one-gpu")
     assert loaded.placement.predicted_peak_bytes == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
+def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
+    """With the cache of every layer where the layer is."""
+    found: list[list[dict[str, torch.Tensor]]] = []
+    kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
+    for kind in kinds:
+        request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+        more = placement.bytes_beside_weights(request, subject)
+        kept: list[dict[str, torch.Tensor]] = []
+        with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
+            loaded = load(request, subject, Unwatched())
+            run_model(subject, loaded, lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
+        assert loaded.placement.kind == kind
+        found.append(kept)
+    assert len(loaded.placement.held) == 2
+    assert len(found[0]) == len(found[1]) == 7
+    for one, two in zip(*found, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def on_host(inputs: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors(inputs).items()}
