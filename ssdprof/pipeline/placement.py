@@ -282,17 +282,16 @@ class _Chooser:
         """transformers reads a streamed weight from the checkpoint if it is stored as it is used.
 
         One that it puts together from several, such as all experts of a layer, has a shape that none in the files has.
+        A checkpoint that it decodes it writes anew, all of it.
         """
-        stored = {
-            tensor.shape
-            for tensor in self._subject.located.weights.tensors(
-                self._subject.located.description.depth(self._subject.deepest_layer), head=self._subject.head
-            ).values()
-        }
+        located = self._subject.located
+        depth = located.description.depth(self._subject.deepest_layer)
+        stored = {tensor.shape for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
+        decoded = self._subject.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if mapped.place(name) == "disk" and tuple(parameter.shape) not in stored
+            if mapped.place(name) == "disk" and (decoded or tuple(parameter.shape) not in stored)
         )
 
 

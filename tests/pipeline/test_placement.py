@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import tiny_models
 import torch
 import torch.nn.attention.bias
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
-from ssdprof import checkpoint
 from ssdprof.capture import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
 from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, placement
@@ -144,21 +146,54 @@ def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     assert choose(*asked(granite)).record.kind == "disk-offload"
 
 
-def test_weights_that_transformers_changes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts that are stored one by one are written to the disk anew, together."""
-    tiny_models.shared("qwen3_next").save_pretrained(tmp_path)
+def save_in_fp8(folder: Path) -> None:
+    """Qwen3.5 with the projections of its MLPs in fp8."""
+    tiny_models.shared("qwen3_5_text").save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    stored = {}
+    for name, tensor in load_file(file).items():
+        if ".mlp." in name:
+            stored |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+        else:
+            stored[name] = tensor
+    save_file(stored, file, {"format": "pt"})
+    mixers = [f"model.layers.{layer}.{mixer}" for layer in range(4) for mixer in ("linear_attn", "self_attn")]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": mixers}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize(
+    ("save", "whole"),
+    [
+        (lambda folder: tiny_models.shared("qwen3_next").save_pretrained(folder), False),
+        (lambda folder: tiny_models.shared("granitemoehybrid").save_pretrained(folder), False),
+        (save_in_fp8, True),
+    ],
+    ids=["experts one by one", "experts together", "fp8"],
+)
+def test_weights_that_transformers_writes_anew_are_counted(
+    save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """whole: all that lies on the disk is written, but for a few numbers of each head."""
+    save(tmp_path)
     request, subject = asked(tmp_path, "disk-offload")
-    more = placement.bytes_beside_weights(request, subject)
-    memory(monkeypatch, [], subject.weight_bytes // 2 + more)
+    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(request, subject))
     placed = choose(request, subject)
-    experts = sum(
-        parameter.nbytes
-        for name, parameter in checkpoint.meta_model(subject.located, deepest_layer=2).named_parameters()
-        if ".experts." in name
-    )
-    assert 0 < placed.rewritten_bytes <= experts
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=10))
-    with pytest.raises(MissingCapabilityError, match=f"write {placed.rewritten_bytes:,} bytes") as caught:
+    loaded = load(request, subject, Unwatched())
+    written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
+    size = sum(tensor.nbytes for tensor in written)
+    assert size <= placed.rewritten_bytes <= 1.001 * size
+    on_disk = sum(held.weight_bytes for held in placed.record.held if held.place == "disk")
+    assert on_disk > 0
+    assert (placed.rewritten_bytes == on_disk) == whole
+
+
+def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = replace(choose(*asked(granite)), rewritten_bytes=11_000)
+    placement.check_disk(placed)
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=10_999))
+    with pytest.raises(MissingCapabilityError, match="write 11,000 bytes") as caught:
         placement.check_disk(placed)
     assert "TMPDIR" in caught.value.hint
 
