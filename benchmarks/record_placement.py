@@ -187,6 +187,7 @@ def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         total = write_checkpoint(MODEL, folder, layers, 0, limits.device().type)
+        print(f"{total / 1e9:.1f} GB of weights written in {time.monotonic() - began:.0f} s", flush=True)
         document: dict[str, Any] = {
             "command": list(command),
             "environment": environment.collect().model_dump(mode="json"),
