@@ -110,12 +110,12 @@ def priced(placed: Placed, weights: Path | None) -> Placement:
 
 
 def check_disk(placed: Placed) -> None:
-    """MissingCapabilityError unless the temporary folder has room for what transformers writes there."""
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if placed.rewritten_bytes > free:
+    """MissingCapabilityError unless the temporary folder has room for what transformers writes there, for each rank."""
+    free, needed = shutil.disk_usage(tempfile.gettempdir()).free, placed.rewritten_bytes * limits.ranks_here()
+    if needed > free:
         raise MissingCapabilityError(
-            f"transformers would write {placed.rewritten_bytes:,} bytes of converted weights to the temporary folder, "
-            f"which has room for {free:,}.",
+            f"transformers would write {needed:,} bytes of converted weights to the temporary folder, which has room "
+            f"for {free:,}.",
             "Set TMPDIR to a folder on a larger disk.",
         )
 

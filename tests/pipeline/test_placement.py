@@ -23,7 +23,8 @@ from ssdprof.capture.sites import find_sites
 from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
-from ssdprof.pipeline import limits, placement
+from ssdprof.pipeline import limits, model, placement
+from ssdprof.pipeline.dry_run import check_placed, plan
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.placement import Placed, choose, priced
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
@@ -190,12 +191,20 @@ def test_weights_that_transformers_writes_anew_are_counted(
 
 
 def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed = replace(choose(*asked(granite)), rewritten_bytes=11_000)
+    """Said before the download, and by a dry run."""
+    request, subject = asked(granite)
+    placed = replace(choose(request, subject), rewritten_bytes=11_000)
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
     placement.check_disk(placed)
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=10_999))
-    with pytest.raises(MissingCapabilityError, match="write 11,000 bytes") as caught:
-        placement.check_disk(placed)
-    assert "TMPDIR" in caught.value.hint
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(placement, "choose", lambda *_: placed)
+    monkeypatch.setattr(model, "fetch", None)
+    planned = plan(subject, request)
+    assert planned.placement is None
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_placed(planned, subject, request)):
+        with pytest.raises(MissingCapabilityError, match="write 22,000 bytes") as caught:
+            refuse()
+        assert "TMPDIR" in caught.value.hint
 
 
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
