@@ -18,6 +18,9 @@ from ssdprof.environment import checks, clocks, toolchain
 from ssdprof.environment.toolchain import needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.capture import capture
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+from ssdprof.progress import Unwatched
 
 
 class FakeNvml:
@@ -149,13 +152,20 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
 
+def capture_demo(folder: Path) -> None:
+    request = CaptureRequest(model=ModelRequest(model="demo"))
+    capture(request, folder / "captures", overwrite=False, watcher=Unwatched())
+
+
 def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (furnished / "bin" / "gcc").unlink()
     limits.check_replay((16,))  # in the interpreter nothing is compiled
+    limits.check_capture()
     monkeypatch.setattr(limits, "INTERPRETED", False)
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
-    with pytest.raises(MissingCapabilityError, match="no C compiler"):
-        limits.check_replay((16,))
+    for check in (lambda: limits.check_replay((16,)), limits.check_capture, lambda: capture_demo(furnished)):
+        with pytest.raises(MissingCapabilityError, match="no C compiler"):
+            check()
     driver(monkeypatch, cuda=11080)
     monkeypatch.setattr(limits, "device", lambda: torch.device("cpu"))
     with pytest.raises(MissingCapabilityError, match="torch cannot use one"):

@@ -23,6 +23,7 @@ from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits
+from ssdprof.report.placement import size_words
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
-_FEWER = "Take --layers first:N with fewer layers, or a GPU with more memory."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     if wanted is not None:
         chooser.refuse_impossible(wanted)
         if (placed := chooser.placed(wanted)) is None:
-            raise chooser.layer_too_large(_FEWER) or chooser.too_large(wanted)
+            raise chooser.layer_too_large() or chooser.too_large(wanted)
         return placed
     if chooser.fits_one_gpu():
         return chooser.one_gpu()
@@ -81,7 +81,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     try:
         limits.check_weights(subject.located, subject.layers, whole=subject.whole)
     except MissingCapabilityError as error:
-        raise chooser.layer_too_large(error.hint) or error from None
+        raise chooser.layer_too_large() or error from None
     return chooser.one_gpu()
 
 
@@ -193,33 +193,28 @@ class _Chooser:
         return None
 
     def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
-        places = [f"{free / 2**30:.1f} GiB on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
+        places = [f"{size_words(free)} on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
         return MissingCapabilityError(
             f"{self._subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
-            f"{self._subject.weight_bytes / 2**30:.1f} GiB, what it computes takes "
-            f"{self.least_beside() / 2**30:.1f} GiB, and there is room for "
-            f"{' and '.join(places)}.",
+            f"{size_words(self._subject.weight_bytes)}, what it computes takes {size_words(self.least_beside())}, and "
+            f"there is room for {' and '.join(places)}.",
             _FITTING,
         )
 
-    def layer_too_large(self, advice: str) -> MissingCapabilityError | None:
-        """The error for a device that cannot hold one layer at a time beside the token embedding; None if it can.
-
-        advice: the hint, where no --seq is short enough.
-        """
-        free, computed = limits.free_bytes(), self.least_beside()
-        shortest = SEGMENT_LENGTHS[-1]
+    def layer_too_large(self) -> MissingCapabilityError | None:
+        """The error for a device that cannot hold one layer at a time beside the token embedding; None if it can."""
+        subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
         layer = max(decoder_layer_bytes(self._model).values())
         embedding = self._model.get_input_embeddings().weight.nbytes
-        weights = layer + embedding
-        if weights + computed <= free:
+        if layer + embedding + computed <= free:
             return None
-        parts = [f"{size / 2**30:.1f} GiB" for size in (layer, embedding, computed, free)]
+        fits = limits.what_fits(subject.located, free - computed, whole=subject.whole)
+        shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
         return MissingCapabilityError(
-            f"{self._subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
-            f"{parts[0]} of weights, its token embedding {parts[1]}, what is computed takes {parts[2]}, and "
-            f"{parts[3]} are free.",
-            f"Use a shorter --seq.  {advice}" if weights + self._needed(shortest, shortest) <= free else advice,
+            f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
+            f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
+            f"{size_words(computed)}, and {size_words(free)} are free.",
+            f"Use a shorter --seq.  {fits}" if layer + embedding + shortest <= free else fits,
         )
 
     def _beside(self, length: int) -> int:

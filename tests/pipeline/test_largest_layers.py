@@ -145,17 +145,25 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
         for words in (f"largest layer has {gib(layer)}", f"embedding {gib(embedding)}", f"takes {gib(computed)}"):
             assert words in caught.value.message
         assert caught.value.hint.startswith("Use a shorter --seq.")
-    with pytest.raises(MissingCapabilityError) as caught:
-        choose(request, subject)
-    assert "--layers first:" in caught.value.hint
 
 
-def test_no_shorter_prompt_is_advised_where_none_would_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_without_values(CONFIGS["Qwen3.5-397B-A17B"](), tmp_path)
-    for seqlen, free, advice in ((16384, 15.5, ""), (2048, 15.5, ""), (16384, 17.5, "Use a shorter --seq.  ")):
-        prompt = PromptRequest(text="random", seqlens=(seqlen,))
-        request = CaptureRequest(model=ModelRequest(model=str(tmp_path)), prompt=prompt)
-        gpu_with(monkeypatch, int(free * 2**30))
-        with pytest.raises(MissingCapabilityError, match="layer by layer") as caught:
-            choose(request, find(request))
-        assert caught.value.hint == f"{advice}--layers first:1 fits."
+@pytest.mark.parametrize(
+    ("name", "seqlen", "free", "hint"),
+    [
+        ("Qwen3.5-397B-A17B", 16384, 15.5, "Not one layer of it fits: take a smaller model."),
+        ("Qwen3.5-397B-A17B", 16384, 17.5, "Use a shorter --seq.  Not one layer of it fits: take a smaller model."),
+        ("Nemotron-3-Super-120B-A12B", 16384, 8, "--layers first:1 fits."),
+        ("Nemotron-3-Super-120B-A12B", 16384, 10.5, "Use a shorter --seq.  --layers first:1 fits."),
+    ],
+)
+def test_what_would_fit_is_advised(
+    name: str, seqlen: int, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what is computed."""
+    write_without_values(CONFIGS[name](), tmp_path)
+    prompt = PromptRequest(text="random", seqlens=(seqlen,))
+    request = CaptureRequest(model=ModelRequest(model=str(tmp_path)), prompt=prompt)
+    gpu_with(monkeypatch, int(free * 2**30))
+    with pytest.raises(MissingCapabilityError, match="layer by layer") as caught:
+        choose(request, find(request))
+    assert caught.value.hint == hint
