@@ -116,7 +116,7 @@ def check_disk(placed: Placed) -> None:
         raise MissingCapabilityError(
             f"transformers would write {needed:,} bytes of converted weights to the temporary folder, which has room "
             f"for {free:,}.",
-            "Set TMPDIR to a folder on a larger disk.",
+            "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer layers.",
         )
 
 
