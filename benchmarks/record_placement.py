@@ -103,16 +103,17 @@ def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Ro
     """One run: what it took, and the tensors in which it differs from `captures`, which it fills if they are empty."""
     free_unused()
     before = [torch.cuda.memory_allocated(device) for device in gpus()]
-    expected = iter(captures or ())
+    fills, expected = not captures, iter(tuple(captures))
     differing: list[str] = []
     compared = 0
 
     def on_layer(layer: CapturedLayer) -> None:
         nonlocal compared
         found = {name: tensor.cpu() for name, tensor in tensors(layer.inputs).items()}
-        if (theirs := next(expected, None)) is None:
+        if fills:
             captures.append(found)
             return
+        theirs = next(expected, {})
         names = [name for name in found.keys() | theirs.keys() if not same(found.get(name), theirs.get(name))]
         differing.extend(f"{layer.layer.name} {name}" for name in sorted(names))
         compared += 1
@@ -124,6 +125,7 @@ def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Ro
         torch.cuda.reset_peak_memory_stats(device)
     run_model(subject, loaded, on_layer)
     ended = seconds()
+    differing.extend("a layer that is missing" for _ in expected)
     record = loaded.placement
     peaks = [torch.cuda.max_memory_allocated(device) - taken for device, taken in zip(gpus(), before, strict=True)]
     predicted = record.predicted_peak_bytes

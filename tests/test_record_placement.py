@@ -95,6 +95,9 @@ def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     measured = record_placement.measure(request, subject, captures)
     assert measured["differing"] == ["model.layers.0.mamba x"]
     assert record_placement.failures({"disk-offload": measured}) == ["disk-offload: differs in model.layers.0.mamba x"]
+    captures[0]["x"][0, 3, 2, 1] -= 1
+    measured = record_placement.measure(request, subject, [*captures, captures[0]])
+    assert measured["differing"] == ["a layer that is missing"]
 
 
 def test_what_was_measured_is_kept_when_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
