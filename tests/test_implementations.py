@@ -181,6 +181,19 @@ def test_a_name_that_stands_for_nothing_is_bad_input(here: Path, words: tuple[st
     assert not list(here.glob("runs/*/report.json"))
 
 
+def test_a_library_that_is_not_there_is_left_out_unless_nothing_else_is_compared(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
+    code, shown, told = call("run", "demo", *SHORT, "--impl", "unfused,mamba_ssm")
+    assert (code, shown) == (3, "")
+    assert "mamba_ssm cannot be imported" in told
+    assert not list(here.glob("runs/*/report.json"))
+    code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,mamba_ssm")
+    assert code == 0
+    assert "Not compared: mamba_ssm cannot be imported" in shown
+
+
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_installed_package_registers_a_kernel(
     here: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, *, apart: bool
@@ -281,7 +294,7 @@ def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyP
     assert "Outside the error budget and timed all the same, as another library's: sloppy" in shown
     assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
     code, shown, _ = call("accuracy", "--impl", "sloppy")
-    assert "sloppy may not be used: exact with bf16 states: outside the error budget in layer 0." in shown
+    assert "sloppy may not be used exact with bf16 states: outside the error budget in layer 0." in shown
 
 
 def test_a_baseline_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

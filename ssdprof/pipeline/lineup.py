@@ -63,13 +63,15 @@ class Lineup:
 def line_up(names: Sequence[str], baseline: str, layers: Iterable[LayerRef]) -> Lineup:
     """Resolve the names for the operators of the layers.
 
-    Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError for a
-    baseline that is not there.
+    Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError if the
+    baseline is not there, or nothing that is to be compared with it.
     """
     roster = Roster(limits.device())
     records = [operators.get(name) for name in dict.fromkeys(layer.operator for layer in layers)]
     found = [roster.get(record, word) for record in records for word in names]
     baselines = [roster.get(record, baseline) for record in records]
-    for one in baselines:
+    compared = [one for one in found if one.name != baselines[0].name]
+    needed = baselines if any(one.implementation for one in compared) else [*baselines, *compared]
+    for one in needed:
         _ = one.present
     return Lineup(roster=roster, found=(*found, baselines[0]))

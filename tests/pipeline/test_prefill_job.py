@@ -181,8 +181,8 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_rehearsed(
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_a_library_that_is_not_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    report = run(replace(wanted(8), lineup=line_up(("unfused", "mamba_ssm"), "unfused", find(asked(8)).layers)))
-    assert [case.implementation for case in report.prefill.lengths[0].cases] == ["unfused"]
+    report = run(replace(wanted(8), lineup=line_up(("fused", "mamba_ssm"), "unfused", find(asked(8)).layers)))
+    assert [case.implementation for case in report.prefill.lengths[0].cases] == ["unfused", "fused"]
     assert report.notes[0].startswith("Not compared: mamba_ssm cannot be imported")
 
 
