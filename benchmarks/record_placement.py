@@ -3,11 +3,15 @@
     python benchmarks/record_placement.py FILE [--layers N] [--seq N] [--folder DIR]
 
 Makes a checkpoint with granite-4.0-h-small's dimensions and random weights (1.6 GB a layer), and captures its layers on
-a random prompt, in segments of a quarter of it: first on one GPU with all of its memory, then with a cap on the memory
+a random prompt, in segments of a quarter of it: twice on one GPU with all of its memory, then with a cap on the memory
 that this process may take of a GPU, under which the model does not fit on one: with every offload and, if there are
-several GPUs, on all of them.  Compares every captured tensor with the first run's, bit by bit, and writes FILE, JSON:
-seconds, peaks of the GPUs, predicted peaks, caps, and where the weights were.  Exits with 1 if a bit differs, or if the
-model did fit on one GPU under a cap.
+several GPUs, on all of them.  Compares every captured tensor with the first run's, bit by bit.
+
+FILE, JSON, has seconds, peaks of the GPUs beside the predicted one, caps, and where the weights were; a table of it is
+FILE with the suffix .md.  Both are written again after every run, so that whatever ends this script leaves what was
+measured.  Exits with 1 if there are failures:
+a bit differs, a run raised an error, a peak is not within 15 % of the predicted one, or a cap let the model fit on one
+GPU.
 """
 
 from __future__ import annotations
@@ -15,22 +19,25 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from make_random_checkpoint import write_checkpoint
+from tabulate import tabulate
 
 from ssdprof import environment
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.operators.tensors import tensors
-from ssdprof.pipeline import placement
+from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject, find
@@ -38,8 +45,11 @@ from ssdprof.progress import Unwatched
 from ssdprof.schema.placement import PlacementKind
 
 MODEL = "granite-4.0-h-small"
+LAYER_BYTES = 1_610_000_000
 HELD_LAYERS = 2.5  # decoder layers for which an offload's cap leaves room, the streamed one included
+WITHIN = 0.15  # of the predicted peak
 Captures = list[dict[str, torch.Tensor]]
+Row = dict[str, Any]
 
 
 def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> CaptureRequest:
@@ -60,64 +70,178 @@ def cap_bytes(request: CaptureRequest, subject: Subject, held_layers: float) -> 
 
 
 @contextmanager
-def capped(size: int | None) -> Iterator[None]:
-    """This process may allocate `size` bytes of each GPU; None: all."""
-    devices = range(torch.cuda.device_count())
-    for device in devices:
+def capped(size: int) -> Iterator[None]:
+    """This process may allocate `size` bytes of each GPU."""
+    for device in gpus():
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if size is None else size / total, device)
+        torch.cuda.set_per_process_memory_fraction(size / total, device)
     try:
         yield
     finally:
-        for device in devices:
+        for device in gpus():
             torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def measure(request: CaptureRequest, subject: Subject, expected: Captures | None) -> tuple[dict[str, Any], Captures]:
-    """One run: what it took, and its captures in main memory, or none where they were only compared.
+def gpus() -> range:
+    return range(torch.cuda.device_count())
 
-    expected: captures to compare with, layer by layer.
-    """
-    devices = range(torch.cuda.device_count())
+
+def free_unused() -> None:
+    """Hooks make cycles of a model that is gone; until they are collected, its memory counts as taken."""
     gc.collect()
     torch.cuda.empty_cache()
-    kept: Captures = []
+
+
+def seconds() -> float:
+    """Now, with all that GPUs have to do done."""
+    for device in gpus():
+        torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Row:
+    """One run: what it took, and the tensors in which it differs from `captures`, which it fills if they are empty."""
+    free_unused()
+    before = [torch.cuda.memory_allocated(device) for device in gpus()]
+    fills, expected = not captures, iter(tuple(captures))
     differing: list[str] = []
-    layers = 0
+    compared = 0
 
     def on_layer(layer: CapturedLayer) -> None:
-        nonlocal layers
-        found = tensors(layer.inputs)
-        if expected is None:
-            kept.append({name: tensor.cpu() for name, tensor in found.items()})
-        else:
-            theirs = expected[layers]
-            same = found.keys() == theirs.keys() and all(torch.equal(found[name].cpu(), theirs[name]) for name in found)
-            differing.extend([] if same else [layer.layer.name])
-        layers += 1
+        nonlocal compared
+        found = {name: tensor.cpu() for name, tensor in tensors(layer.inputs).items()}
+        if fills:
+            captures.append(found)
+            return
+        theirs = next(expected, {})
+        names = [name for name in found.keys() | theirs.keys() if not same(found.get(name), theirs.get(name))]
+        differing.extend(f"{layer.layer.name} {name}" for name in sorted(names))
+        compared += 1
 
-    began = time.monotonic()
+    began = seconds()
     loaded = load(request, subject, Unwatched())
-    for device in devices:
-        torch.cuda.synchronize(device)
-    loaded_at = time.monotonic()
-    for device in devices:
+    loaded_at = seconds()
+    for device in gpus():
         torch.cuda.reset_peak_memory_stats(device)
     run_model(subject, loaded, on_layer)
-    for device in devices:
-        torch.cuda.synchronize(device)
-    ended = time.monotonic()
+    ended = seconds()
+    differing.extend("a layer that is missing" for _ in expected)
     record = loaded.placement
-    measured = {
+    peaks = [torch.cuda.max_memory_allocated(device) - taken for device, taken in zip(gpus(), before, strict=True)]
+    predicted = record.predicted_peak_bytes
+    return {
         "placement": record.model_dump(mode="json"),
         "load_s": round(loaded_at - began, 2),
         "capture_s": round(ended - loaded_at, 2),
-        "peak_bytes": [torch.cuda.max_memory_allocated(device) for device in devices],
+        "peak_bytes": peaks,
+        "peak_by_predicted": round(peaks[0] / predicted, 3) if peaks and predicted else None,
         "seconds_per_layer": record.seconds_per_layer,
-        "layers_compared": 0 if expected is None else layers,
-        "differing_layers": differing,
+        "layers_compared": compared,
+        "differing": differing,
     }
-    return measured, kept
+
+
+def same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    return mine is not None and theirs is not None and torch.equal(mine, theirs)
+
+
+def failures(rows: dict[str, Row]) -> list[str]:
+    """What keeps the recorded runs from holding what they are to show."""
+    found: list[str] = []
+    for kind, row in rows.items():
+        if "error" in row:
+            found.append(f"{kind}: {row['error']}")
+            continue
+        if row["differing"]:
+            found.append(f"{kind}: differs in {', '.join(row['differing'][:3])}")
+        if row["layers_compared"] == 0:
+            found.append(f"{kind}: compared nothing")
+        if (ratio := row["peak_by_predicted"]) is not None and abs(ratio - 1) > WITHIN:
+            found.append(f"{kind}: the peak is {ratio} times the predicted one")
+        if row.get("chosen_by_itself") == "one-gpu":
+            found.append(f"{kind}: the model fits on one GPU under the cap")
+    return found
+
+
+def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
+    """Every run by its name.  One that raises an error is no reason to leave out the next."""
+    one = request_of(folder, seqlen, "one-gpu")
+    subject = find(one)
+    captures: Captures = []
+    first = measure(one, subject, captures)
+    warm = measure(one, subject, captures)  # kernels are compiled; and runs repeat their bits, or nothing is shown
+    yield "one-gpu", warm | {f"first_{name}": first[name] for name in ("load_s", "capture_s")}
+    held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
+    if len(gpus()) > 1:
+        held["all-gpus"] = layers / len(gpus()) + 2  # accelerate leaves one layer's room free
+    for kind, held_layers in held.items():
+        row: Row = {"cap_bytes": cap_bytes(one, subject, held_layers)}
+        try:
+            free_unused()
+            with capped(row["cap_bytes"]):
+                row["chosen_by_itself"] = placement.choose(replace(one, placement=None), subject).record.kind
+                row |= measure(request_of(folder, seqlen, kind), subject, captures)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"
+        yield kind, row
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as Markdown."""
+    headers = ["placement", "layers", "cap, GB", "load, s", "capture, s", "peak, GB", "of the predicted", "captures"]
+    rows = [_cells(kind, row) for kind, row in document["runs"].items()]
+    table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+    size = f"{document['layers']} layers, {document['weight_bytes'] / 1e9:.1f} GB of random weights"
+    failed = "".join(f"- failed: {failure}\n" for failure in document["failures"]) or "No failures.\n"
+    found = document["environment"]
+    gpu = found["gpu"]["name"] if found["gpu"] else "no GPU"
+    versions = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "triton", "transformers"))
+    return (
+        f"# {document['model']}: {size}, {document['seqlen']:,} tokens\n\n{table}\n\n{failed}\n"
+        f"Peaks are those of the first GPU while the inputs of all layers are captured.\n\n{document['gpus']} x {gpu}, "
+        f"{versions}, Python {found['python']}; {document['created']}; {document['seconds']:.0f} s, "
+        f"{document['write_s']:.0f} s of it to write the weights; `{' '.join(document['command'])}`.\n"
+    )
+
+
+def _cells(kind: str, row: Row) -> list[str]:
+    cap = f"{row['cap_bytes'] / 1e9:.1f}" if "cap_bytes" in row else ""
+    if "error" in row:
+        return [kind, "", cap, "", "", "", "", "none"]
+    layers = ", ".join(f"{held['layers']} on {held['place']}" for held in row["placement"]["held"])
+    peak = f"{row['peak_bytes'][0] / 1e9:.2f}" if row["peak_bytes"] else ""
+    ratio = "" if row["peak_by_predicted"] is None else f"{row['peak_by_predicted']:.2f}x"
+    same_bits = f"{row['layers_compared']} layers, " + ("some bits differ" if row["differing"] else "the same bits")
+    return [kind, layers, cap, f"{row['load_s']:.1f}", f"{row['capture_s']:.1f}", peak, ratio, same_bits]
+
+
+def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command: Sequence[str]) -> list[str]:
+    """Write `file`, and return the failures."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        folder = Path(name)
+        total = write_checkpoint(MODEL, folder, layers, 0, limits.device().type)
+        print(f"{total / 1e9:.1f} GB of weights written in {time.monotonic() - began:.0f} s", flush=True)
+        document: dict[str, Any] = {
+            "command": list(command),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": environment.collect().model_dump(mode="json"),
+            "gpus": len(gpus()),
+            "model": MODEL,
+            "layers": layers,
+            "seqlen": seqlen,
+            "weight_bytes": total,
+            "write_s": round(time.monotonic() - began, 1),
+            "runs": {},
+        }
+        for kind, row in runs(folder, seqlen, layers):
+            document["runs"][kind] = row
+            document |= {"seconds": round(time.monotonic() - began, 1), "failures": failures(document["runs"])}
+            file.write_text(json.dumps(document, indent=1) + "\n")
+            file.with_suffix(".md").write_text(page(document))
+            print(json.dumps({kind: row}), flush=True)
+    found: list[str] = document["failures"]
+    return found
 
 
 def main() -> None:
@@ -129,41 +253,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder = Path(name)
-        total = write_checkpoint(MODEL, folder, arguments.layers, 0, "cuda")
-        print(f"{total / 1e9:.1f} GB of weights written in {time.monotonic() - began:.0f} s", flush=True)
-        one = request_of(folder, arguments.seq, "one-gpu")
-        subject = find(one)
-        rows = {}
-        rows["one-gpu"], captures = measure(one, subject, None)
-        print(json.dumps({"one-gpu": rows["one-gpu"]}), flush=True)
-        held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
-        if (gpus := torch.cuda.device_count()) > 1:
-            held["all-gpus"] = arguments.layers / gpus + 2  # accelerate leaves one layer's room free
-        for kind, layers in held.items():
-            cap = cap_bytes(one, subject, layers)
-            with capped(cap):
-                chosen = placement.choose(replace(one, placement=None), subject).record.kind
-                row, _ = measure(request_of(folder, arguments.seq, kind), subject, captures)
-            rows[kind] = {"cap_bytes": cap, "chosen_by_itself": chosen, **row}
-            print(json.dumps({kind: rows[kind]}), flush=True)
-    found = environment.collect().model_dump(mode="json")
-    document = {
-        "command": ["python", *sys.argv],
-        "environment": found,
-        "gpus": torch.cuda.device_count(),
-        "model": MODEL,
-        "layers": arguments.layers,
-        "seqlen": arguments.seq,
-        "weight_bytes": total,
-        "runs": rows,
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    arguments.file.write_text(json.dumps(document, indent=1) + "\n")
-    fits = any(row.get("chosen_by_itself") == "one-gpu" for row in rows.values())
-    sys.exit(1 if fits or any(row["differing_layers"] for row in rows.values()) else 0)
+    free = shutil.disk_usage(arguments.folder or tempfile.gettempdir()).free
+    if (arguments.layers + 1) * LAYER_BYTES > free:
+        parser.error(f"--layers {arguments.layers} need more than the {free / 1e9:.1f} GB that are free on the disk")
+    found = record(
+        arguments.file,
+        layers=arguments.layers,
+        seqlen=arguments.seq,
+        parent=arguments.folder,
+        command=["python", *sys.argv],
+    )
+    for failure in found:
+        print(failure, file=sys.stderr)
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

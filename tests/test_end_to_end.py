@@ -367,12 +367,12 @@ def test_a_config_that_claims_absurd_sizes() -> None:
 
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says how many bytes were needed and what would fit."""
-    monkeypatch.setattr("ssdprof.pipeline.limits.free_bytes", lambda: 1_000_000)
+    """It says how much was needed and what would fit."""
+    monkeypatch.setattr("ssdprof.pipeline.limits.free_bytes", lambda: 1 << 20)
     answer = Answer("run", "demo", *SEQ)
     assert answer.code == 3
-    assert "bytes) on" in answer.err
-    assert "--layers first:" in answer.err
+    assert "and 1.0 MiB are free" in answer.err
+    assert "take a smaller model" in answer.err
 
 
 def test_a_full_disk_ends_a_run_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

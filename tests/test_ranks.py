@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from ssdprof import runs
@@ -132,6 +133,28 @@ def test_two_ranks_write_the_report_of_one_process(start: Callable[..., subproce
 
     assert len(one.cases) == 2 * 3 * 4
     assert order(one) == order(two)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_gpus_write_the_report_of_one_but_for_times(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    words = ("run", "demo", "--seq", "4k,16k", *FAST)
+    for name, ranks in (("one", False), ("two", True)):
+        process = start(*words, "--out", name, ranks=ranks)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    one, two = (runs.read(tmp_path / name)[1] for name in ("one", "two"))
+    assert (one.ranks, two.ranks) == (1, 2)
+    assert all(case.timing for case in two.cases)
+    measured = {"timing", "speedup", "roofline"}
+
+    def rest(report: RunReport) -> dict[str, Any]:
+        cases = [case.model_dump(exclude=measured) for case in report.cases]
+        return same(report) | {"cases": sorted(cases, key=str), "ceilings": None}
+
+    assert rest(one) == rest(two)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,9 @@ from ssdprof.environment import checks, clocks, toolchain
 from ssdprof.environment.toolchain import needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits
+from ssdprof.pipeline.capture import capture
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+from ssdprof.progress import Unwatched
 
 
 class FakeNvml:
@@ -57,6 +61,9 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("bin/gcc", "bin/apt-get", "include/Python.h", "lib/libcuda.so.1"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "maps").touch()
+    monkeypatch.setattr(toolchain, "_MAPS", str(tmp_path / "maps"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
@@ -91,6 +98,27 @@ def test_what_is_lacking_is_named_with_one_command(furnished: Path, gone: str, w
     assert sum(not need.found for need in needs()) == 1
 
 
+def test_a_compiler_without_the_c_librarys_headers(furnished: Path) -> None:
+    (furnished / "bin" / "gcc").write_text("#!/bin/sh\ngrep -q dlfcn && exit 1\n")
+    with pytest.raises(MissingCapabilityError, match=r"bin/gcc finds no dlfcn\.h of the C library") as caught:
+        require_toolchain()
+    assert caught.value.hint == "Run: apt-get update && apt-get install -y libc6-dev"
+    assert [need.name for need in needs() if not need.found] == ["C library"]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_real_compiler_finds_the_c_library() -> None:
+    assert next(need for need in needs() if need.name == "C library").found == "dlfcn.h"
+
+
+def test_the_folder_of_a_loaded_driver_is_named(furnished: Path) -> None:
+    (furnished / "lib" / "libcuda.so.1").unlink()
+    (furnished / "maps").write_text("7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so.580.95\n")
+    with pytest.raises(MissingCapabilityError) as caught:
+        require_toolchain()
+    assert caught.value.hint == "Run: export TRITON_LIBCUDA_PATH=/usr/local/nvidia/lib64"
+
+
 def test_commands_are_those_of_the_machines_package_manager(furnished: Path) -> None:
     (furnished / "bin" / "apt-get").rename(furnished / "bin" / "apk")
     (furnished / "bin" / "gcc").unlink()
@@ -102,7 +130,7 @@ def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pyt
     with pytest.raises(MissingCapabilityError, match="CC=icx is no program") as caught:
         require_toolchain()
     assert caught.value.hint == "Run: unset CC"
-    (furnished / "bin" / "icx").touch(mode=0o755)
+    (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")
     require_toolchain()
 
 
@@ -124,13 +152,20 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
 
+def capture_demo(folder: Path) -> None:
+    request = CaptureRequest(model=ModelRequest(model="demo"))
+    capture(request, folder / "captures", overwrite=False, watcher=Unwatched())
+
+
 def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (furnished / "bin" / "gcc").unlink()
     limits.check_replay((16,))  # in the interpreter nothing is compiled
+    limits.check_capture()
     monkeypatch.setattr(limits, "INTERPRETED", False)
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
-    with pytest.raises(MissingCapabilityError, match="no C compiler"):
-        limits.check_replay((16,))
+    for check in (lambda: limits.check_replay((16,)), limits.check_capture, lambda: capture_demo(furnished)):
+        with pytest.raises(MissingCapabilityError, match="no C compiler"):
+            check()
     driver(monkeypatch, cuda=11080)
     monkeypatch.setattr(limits, "device", lambda: torch.device("cpu"))
     with pytest.raises(MissingCapabilityError, match="torch cannot use one"):
@@ -149,11 +184,17 @@ def test_no_driver_and_no_gpu_are_nothing_to_mend(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("built", "cuda", "hidden", "words"),
     [
-        ("13.0", 12040, None, "runs CUDA 12.4, and this torch is built for CUDA 13.0.  Update NVIDIA's driver"),
+        ("13.0", 12040, None, "built for CUDA 13.0.  Update NVIDIA's driver, or run: pip install uv && uv pip install"),
         ("12.8", 12040, None, "torch cannot start one.  Run: python -c"),
-        (None, 12040, None, "this torch is built without CUDA.  Install a CUDA build"),
+        (None, 12040, None, "this torch is built without CUDA.  Run: pip install uv && uv pip install"),
         ("12.8", 12080, "", "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset CUDA_VISIBLE_DEVICES"),
-        ("12.8", 12080, "7", "CUDA_VISIBLE_DEVICES='7' hides"),
+        ("12.8", 12080, "2", "CUDA_VISIBLE_DEVICES='2' hides"),
+        ("12.8", 12080, "-1", "CUDA_VISIBLE_DEVICES='-1' hides"),
+        ("12.8", 12080, "none", "CUDA_VISIBLE_DEVICES='none' hides"),
+        # It is set, and not to blame.
+        ("12.8", 12080, "1,7", "torch cannot start one.  Run: python -c"),
+        ("13.0", 12040, "0", "and this torch is built for CUDA 13.0"),
+        (None, 12040, "0", "this torch is built without CUDA"),
     ],
 )
 def test_why_torch_uses_no_gpu(
@@ -195,5 +236,5 @@ def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch:
     assert found["gpu sharing"].detail == "2 other processes on it"
     assert found["C compiler"].status == "ok"
     assert found["Python headers"].status == "missing"
-    assert found["Python headers"].hint.startswith("Run: apt-get install -y python3.")
+    assert found["Python headers"].hint.startswith("Run: apt-get update && apt-get install -y python3.")
     assert all((one.hint == "") == (one.status == "ok") for one in found.values())

@@ -37,9 +37,13 @@ def capture(
     request = model.request()
     subject = find(request)
     if dry_run:
-        from ssdprof.pipeline.dry_run import plan
+        from ssdprof.pipeline import limits
+        from ssdprof.pipeline.dry_run import check_placed, plan
 
-        terminal.show_plan(plan(subject, request), as_json)
+        planned = plan(subject, request)
+        terminal.show_plan(planned, as_json)
+        limits.check_capture()
+        check_placed(planned, subject, request)
         return
     from ssdprof.pipeline.capture import capture as store_captures  # torch comes with it
 

@@ -129,7 +129,7 @@ def _kernels() -> Check:
         return Check(name="kernels", status="ok", detail="compiled by Triton for the GPU")
     if not INTERPRETED:
         detail = "compiled by Triton for a GPU that torch cannot use"
-        hint = "Update NVIDIA's driver or install the torch that it can run; or set TRITON_INTERPRET=1."
+        hint = unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU."
         return Check(name="kernels", status="missing", detail=detail, hint=hint)
     hint = (
         "Unset TRITON_INTERPRET to use the GPU."

@@ -20,7 +20,10 @@ from ssdprof.errors import MissingCapabilityError
 
 DRIVER_LIBRARY = "libcuda.so.1"
 _LDCONFIG = "/sbin/ldconfig"
-_INSTALLERS = {"apt-get": "apt-get install -y", "dnf": "dnf install -y", "apk": "apk add"}
+_MAPS = "/proc/self/maps"
+# A slim image has no list of packages until it is fetched.
+_INSTALLERS = {"apt-get": "apt-get update && apt-get install -y", "dnf": "dnf install -y", "apk": "apk add"}
+_C_LIBRARY = {"apt-get": "libc6-dev", "dnf": "glibc-devel", "apk": "musl-dev"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,10 @@ class Need:
 
 def needs() -> Iterator[Need]:
     """What compiling a kernel takes, whether it is there or not."""
-    yield _compiler()
+    compiler = _compiler()
+    yield compiler
+    if compiler.found:
+        yield _c_library(compiler.found)
     yield _headers()
     yield _driver_library()
     yield _cache()
@@ -58,17 +64,17 @@ def unusable_gpu() -> str:
     if not gpus:
         return ""
     there = f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}"
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        shown = os.environ["CUDA_VISIBLE_DEVICES"]
-        return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     if torch.version.cuda is None:
-        return f"The driver has {there}, and this torch is built without CUDA.  Install a CUDA build of torch."
+        return f"The driver has {there}, and this torch is built without CUDA.  Run: {_other_torch()}"
     built = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
     if built[0] > version[0]:
         return (
             f"The driver has {there} and runs CUDA {version[0]}.{version[1]}, and this torch is built for CUDA "
-            f"{torch.version.cuda}.  Update NVIDIA's driver, or install a torch that is built for CUDA {version[0]}."
+            f"{torch.version.cuda}.  Update NVIDIA's driver, or run: {_other_torch()}"
         )
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None and _hides_all(shown, gpus):
+        return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
 
 
@@ -88,12 +94,40 @@ def others_on_gpu(uuid: str) -> int | None:
     return max(0, len(running) - mine)
 
 
+def _other_torch() -> str:
+    """The command that installs a build of torch for this machine's driver."""
+    return (
+        f"pip install uv && uv pip install --python {sys.executable} --torch-backend auto "
+        "--reinstall-package torch torch"
+    )
+
+
+def _hides_all(shown: str, gpus: int) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES is so: CUDA reads it up to the first entry that names no GPU."""
+    first = shown.split(",")[0].strip()
+    return not first.isdigit() or int(first) >= gpus
+
+
 def _compiler() -> Need:
     """As Triton looks for it."""
     wanted = os.environ.get("CC")
     found = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
     lacking = f"CC={wanted} is no program" if wanted else "there is no C compiler (gcc or clang)"
     return Need("C compiler", found or "", lacking, "unset CC" if wanted else f"{_installer()} gcc")
+
+
+def _c_library(compiler: str) -> Need:
+    """Its headers, which a compiler only recommends: a slim image may have the one without the other."""
+    package = _C_LIBRARY[_manager()]
+    try:
+        subprocess.run(
+            [compiler, "-E", "-xc", "-"], input=b"#include <dlfcn.h>\n", capture_output=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        found = ""
+    else:
+        found = "dlfcn.h"
+    return Need("C library", found, f"{compiler} finds no dlfcn.h of the C library", f"{_installer()} {package}")
 
 
 def _headers() -> Need:
@@ -112,12 +146,22 @@ def _driver_library() -> Need:
     if not folders:
         folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     found = next((folder for folder in folders if folder and (Path(folder) / DRIVER_LIBRARY).exists()), "")
+    loaded = _loaded_from()
     return Need(
         "driver library",
         found,
         f"the linker does not find {DRIVER_LIBRARY}, the library of NVIDIA's driver",
-        "ldconfig",
+        f"export TRITON_LIBCUDA_PATH={loaded}" if loaded else "ldconfig",
     )
+
+
+def _loaded_from() -> str:
+    """The folder of the driver's library in this process; empty if it is not loaded."""
+    try:
+        mapped = Path(_MAPS).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((os.path.dirname(line.split()[-1]) for line in mapped if "/libcuda.so" in line), "")
 
 
 def _linked_folders() -> list[str]:

@@ -30,7 +30,7 @@ TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16
 # fp32 on tensor cores; plain tf32 keeps 3 digits.  16-bit operands are multiplied as they are.
 DOT_PRECISION = tl.constexpr("tf32x3")
 
-STAGES = {"ptr_offset": "caller", "decay_exp2": "caller", "sequence_bounds": "caller"}
+STAGES = {"ptr_offset": "caller", "in_units": "caller", "decay_exp2": "caller", "sequence_bounds": "caller"}
 
 
 @triton.jit

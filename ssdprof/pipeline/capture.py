@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdprof.capture import store
+from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.model import load, run_model, store_in
 from ssdprof.pipeline.request import CaptureRequest
@@ -21,6 +22,9 @@ def capture(
     subject: what `find` gave for the request, if it was asked already.
     """
     store.check_folder(out, overwrite=overwrite)
+    limits.check_capture()
+    if why := unusable_gpu():
+        watcher.say(f"This capture takes the CPU.  {why}")
     subject = subject or find(request)
     loaded = load(request, subject, watcher)
     folder = out or store.default_folder(subject.ref, loaded.prompts, subject.layers)

@@ -48,13 +48,14 @@ def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
 def check_placed(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
     """Raise why no placement fits, if the plan has none."""
     if planned.placement is None and isinstance(found, Subject):
-        placement.choose(request, found)
+        placement.check_disk(placement.choose(request, found))
 
 
 def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
     """None if none fits: `check_placed` says why, after the plan is shown."""
     try:
         placed = placement.choose(request, subject)
+        placement.check_disk(placed)
     except MissingCapabilityError:
         return None
     located = subject.located

@@ -63,6 +63,12 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
         )
 
 
+def check_capture() -> None:
+    """MissingCapabilityError for a GPU for which Triton cannot compile the kernels that compute a model's operators."""
+    if not INTERPRETED and device().type == "cuda":
+        require_toolchain()
+
+
 def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool = False) -> None:
     """MissingCapabilityError unless the weights that `layers` need fit into the device's memory.
 
@@ -73,6 +79,15 @@ def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool =
     needed = located.weight_bytes(head=True) if whole else located.weight_bytes(deepest)
     if needed <= free:
         return
+    raise MissingCapabilityError(
+        f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
+        f"{_gib(free)} are free.",
+        what_fits(located, free, whole=whole),
+    )
+
+
+def what_fits(located: Located, free: int, *, whole: bool = False) -> str:
+    """How many layers, and which models of the family, have weights of at most `free` bytes."""
     counted = () if whole else enumerate(located.ref.layers, start=1)
     fitting = [n for n, layer in counted if located.weight_bytes(layer.index) <= free]
     siblings = [known.repo for known in siblings_that_fit(located.ref.repo_id, free)]
@@ -81,11 +96,7 @@ def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool =
         advice.append(f"--layers first:{fitting[-1]} fits.")
     if siblings:
         advice.append(f"Models of its family that fit: {', '.join(siblings)}.")
-    raise MissingCapabilityError(
-        f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
-        f"{_gib(free)} are free.",
-        " ".join(advice) or (_WHOLE if whole else "Not one layer of it fits: take a smaller model."),
-    )
+    return " ".join(advice) or (_WHOLE if whole else "Not one layer of it fits: take a smaller model.")
 
 
 @contextmanager

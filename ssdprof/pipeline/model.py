@@ -58,9 +58,10 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
         watcher.say(note)
     _quiet_transformers()
     placed = placement.choose(request, subject, dtype)
+    placement.check_disk(placed)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     built = [_prompt(local, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
-    placement.check_disk(placed)
+    placement.check_disk(placed)  # again: the download may have taken the room
     record = placement.priced(placed, placement.weights_file(local))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ssdprof.capture.footprint import Footprint, footprint
+from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.memory import SEGMENT_LENGTHS
 from ssdprof.capture.prefill import split_prompt
 from ssdprof.capture.rehearsal import rehearse
@@ -23,6 +23,7 @@ from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits
+from ssdprof.report.placement import size_words
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 
@@ -69,7 +70,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     if wanted is not None:
         chooser.refuse_impossible(wanted)
         if (placed := chooser.placed(wanted)) is None:
-            raise chooser.too_large(wanted)
+            raise chooser.layer_too_large() or chooser.too_large(wanted)
         return placed
     if chooser.fits_one_gpu():
         return chooser.one_gpu()
@@ -77,7 +78,10 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
         if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
             return placed
     # As it always was: the weights decide, and the segments are chosen, or refused, once they are loaded.
-    limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    try:
+        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+    except MissingCapabilityError as error:
+        raise chooser.layer_too_large() or error from None
     return chooser.one_gpu()
 
 
@@ -106,13 +110,13 @@ def priced(placed: Placed, weights: Path | None) -> Placement:
 
 
 def check_disk(placed: Placed) -> None:
-    """MissingCapabilityError unless the temporary folder has room for what transformers writes there."""
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if placed.rewritten_bytes > free:
+    """MissingCapabilityError unless the temporary folder has room for what transformers writes there, for each rank."""
+    free, needed = shutil.disk_usage(tempfile.gettempdir()).free, placed.rewritten_bytes * limits.ranks_here()
+    if needed > free:
         raise MissingCapabilityError(
-            f"transformers would write {placed.rewritten_bytes:,} bytes of converted weights to the temporary folder, "
-            f"which has room for {free:,}.",
-            "Set TMPDIR to a folder on a larger disk.",
+            f"transformers would write {needed:,} bytes of converted weights to the temporary folder, which has room "
+            f"for {free:,}.",
+            "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer layers.",
         )
 
 
@@ -189,18 +193,36 @@ class _Chooser:
         return None
 
     def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
-        places = [f"{free / 2**30:.1f} GiB on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
+        places = [f"{size_words(free)} on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
         return MissingCapabilityError(
             f"{self._subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
-            f"{self._subject.weight_bytes / 2**30:.1f} GiB, what it computes takes "
-            f"{self.least_beside() / 2**30:.1f} GiB, and there is room for "
-            f"{' and '.join(places)}.",
+            f"{size_words(self._subject.weight_bytes)}, what it computes takes {size_words(self.least_beside())}, and "
+            f"there is room for {' and '.join(places)}.",
             _FITTING,
+        )
+
+    def layer_too_large(self) -> MissingCapabilityError | None:
+        """The error for a device that cannot hold one layer at a time beside the token embedding; None if it can."""
+        subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
+        layer = max(decoder_layer_bytes(self._model).values())
+        embedding = self._model.get_input_embeddings().weight.nbytes
+        if layer + embedding + computed <= free:
+            return None
+        fits = limits.what_fits(subject.located, free - computed, whole=subject.whole)
+        shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
+        return MissingCapabilityError(
+            f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
+            f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
+            f"{size_words(computed)}, and {size_words(free)} are free.",
+            f"Use a shorter --seq.  {fits}" if layer + embedding + shortest <= free else fits,
         )
 
     def _beside(self, length: int) -> int:
         """Bytes that are needed beside the weights with segments of this length, replaying included."""
-        return self._subject.batch * self._need.least(self._seqlen, (length,))
+        return self._needed(self._seqlen, length)
+
+    def _needed(self, seqlen: int, segment_length: int) -> int:
+        return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
     def _gpus(self) -> Sequence[int]:
         if self._main == "cpu" or limits.ranks_here() > 1:
@@ -255,17 +277,16 @@ class _Chooser:
         """transformers reads a streamed weight from the checkpoint if it is stored as it is used.
 
         One that it puts together from several, such as all experts of a layer, has a shape that none in the files has.
+        A checkpoint that it decodes it writes anew, all of it.
         """
-        stored = {
-            tensor.shape
-            for tensor in self._subject.located.weights.tensors(
-                self._subject.located.description.depth(self._subject.deepest_layer), head=self._subject.head
-            ).values()
-        }
+        located = self._subject.located
+        depth = located.description.depth(self._subject.deepest_layer)
+        stored = {tensor.shape for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
+        decoded = self._subject.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if mapped.place(name) == "disk" and tuple(parameter.shape) not in stored
+            if mapped.place(name) == "disk" and (decoded or tuple(parameter.shape) not in stored)
         )
 
 

@@ -14,17 +14,19 @@ def placement_words(placement: Placement) -> str:
     if placement.streamed_layer_bytes:
         words.append(_cost(placement))
     if placement.predicted_peak_bytes is not None:
-        words.append(f"predicted peak on {placement.device}: {_gib(placement.predicted_peak_bytes)} before replaying")
+        words.append(
+            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} before replaying"
+        )
     return "; ".join(words)
 
 
 def _held(held: Held) -> str:
-    layers = f"{held.layers} layer{'s' * (held.layers != 1)} ({_gib(held.weight_bytes)})"
+    layers = f"{held.layers} layer{'s' * (held.layers != 1)} ({size_words(held.weight_bytes)})"
     return f"{layers} {_PLACES.get(held.place, f'on {held.place}')}"
 
 
 def _cost(placement: Placement) -> str:
-    size, seconds = _gib(placement.streamed_layer_bytes), placement.seconds_per_layer
+    size, seconds = size_words(placement.streamed_layer_bytes), placement.seconds_per_layer
     how_often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
     if seconds is None or placement.bytes_per_s is None:
         return f"a layer of {size} is read {how_often}, at a speed that is measured after the download"
@@ -32,5 +34,6 @@ def _cost(placement: Placement) -> str:
     return f"a layer of {size} is read {how_often}, in {seconds:.2g} s at the measured {speed}"
 
 
-def _gib(size: int) -> str:
+def size_words(size: int) -> str:
+    """ "1.5 GiB", or "15.0 MiB" of a small one."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

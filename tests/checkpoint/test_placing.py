@@ -10,11 +10,13 @@ import pytest
 import tiny_models
 import torch
 from accelerate import dispatch_model
+from accelerate.utils import send_to_device
 
 from ssdprof import checkpoint
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.head import logits
 from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.prefill import Feed
 from ssdprof.checkpoint.placing import DeviceMap, infer, largest_streamed, weights_by_place
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import Serving
@@ -91,6 +93,20 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved
     )
     assert len(found) == 3 * len(tiny_models.layer_refs(name))
     check_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
+def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
+    """Whatever the argument is called: its name differs among models and versions of transformers."""
+    model = tiny_models.shared(name).base_model
+    with torch.no_grad():
+        feed = Feed(model, cached=True)
+        feed(tiny_models.prompt(8))
+    cache = feed._cache
+    assert cache is not None
+    sent = send_to_device(({"another_name": cache, "hidden": torch.ones(1)}, cache), torch.device("meta"))
+    assert sent[0]["hidden"].is_meta
+    assert sent[0]["another_name"] is sent[1] is cache
 
 
 def test_what_lies_where(saved: Saved) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+import torch.nn.attention.bias
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
-from ssdprof import checkpoint
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
 from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
-from ssdprof.pipeline import limits, placement
+from ssdprof.pipeline import limits, model, placement
+from ssdprof.pipeline.dry_run import check_placed, plan
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.placement import Placed, choose, priced
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
@@ -56,10 +62,12 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(folder: Path, kind: PlacementKind | None = None, **options: Any) -> tuple[CaptureRequest, Subject]:
+def asked(
+    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
+) -> tuple[CaptureRequest, Subject]:
     request = CaptureRequest(
         model=ModelRequest(model=str(folder)),
-        prompt=PromptRequest(text="random", seqlens=(96,)),
+        prompt=PromptRequest(text="random", seqlens=(seqlen,)),
         placement=kind,
         **options,
     )
@@ -139,23 +147,64 @@ def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     assert choose(*asked(granite)).record.kind == "disk-offload"
 
 
-def test_weights_that_transformers_changes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts that are stored one by one are written to the disk anew, together."""
-    tiny_models.shared("qwen3_next").save_pretrained(tmp_path)
+def save_in_fp8(folder: Path) -> None:
+    """Qwen3.5 with the projections of its MLPs in fp8."""
+    tiny_models.shared("qwen3_5_text").save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    stored = {}
+    for name, tensor in load_file(file).items():
+        if ".mlp." in name:
+            stored |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+        else:
+            stored[name] = tensor
+    save_file(stored, file, {"format": "pt"})
+    mixers = [f"model.layers.{layer}.{mixer}" for layer in range(4) for mixer in ("linear_attn", "self_attn")]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": mixers}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize(
+    ("save", "whole"),
+    [
+        (lambda folder: tiny_models.shared("qwen3_next").save_pretrained(folder), False),
+        (lambda folder: tiny_models.shared("granitemoehybrid").save_pretrained(folder), False),
+        (save_in_fp8, True),
+    ],
+    ids=["experts one by one", "experts together", "fp8"],
+)
+def test_weights_that_transformers_writes_anew_are_counted(
+    save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """whole: all that lies on the disk is written, but for a few numbers of each head."""
+    save(tmp_path)
     request, subject = asked(tmp_path, "disk-offload")
-    more = placement.bytes_beside_weights(request, subject)
-    memory(monkeypatch, [], subject.weight_bytes // 2 + more)
+    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(request, subject))
     placed = choose(request, subject)
-    experts = sum(
-        parameter.nbytes
-        for name, parameter in checkpoint.meta_model(subject.located, deepest_layer=2).named_parameters()
-        if ".experts." in name
-    )
-    assert 0 < placed.rewritten_bytes <= experts
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=10))
-    with pytest.raises(MissingCapabilityError, match=f"write {placed.rewritten_bytes:,} bytes") as caught:
-        placement.check_disk(placed)
-    assert "TMPDIR" in caught.value.hint
+    loaded = load(request, subject, Unwatched())
+    written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
+    size = sum(tensor.nbytes for tensor in written)
+    assert size <= placed.rewritten_bytes <= 1.001 * size
+    on_disk = sum(held.weight_bytes for held in placed.record.held if held.place == "disk")
+    assert on_disk > 0
+    assert (placed.rewritten_bytes == on_disk) == whole
+
+
+def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the download, and by a dry run."""
+    request, subject = asked(granite)
+    placed = replace(choose(request, subject), rewritten_bytes=11_000)
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
+    placement.check_disk(placed)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(placement, "choose", lambda *_: placed)
+    monkeypatch.setattr(model, "fetch", None)
+    planned = plan(subject, request)
+    assert planned.placement is None
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_placed(planned, subject, request)):
+        with pytest.raises(MissingCapabilityError, match="write 22,000 bytes") as caught:
+            refuse()
+        assert "TMPDIR" in caught.value.hint
 
 
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
@@ -273,12 +322,18 @@ def layers_of(model: Any, name: str) -> Any:
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_sites(model)]
 
 
+def lower_right(queries: int, keys: int) -> torch.Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "bamba", "qwen3_next"])
 @pytest.mark.parametrize("segment_length", [1024, 256])
-def test_the_predicted_peak_is_that_of_a_capture(name: str, segment_length: int) -> None:
-    """Predicted without memory, on the meta device.  Attention in segments builds a subclass that no counter sees."""
-    if segment_length == 256 and name != "mamba2":
-        pytest.skip("torch's CausalBias cannot be made under a dispatch mode")
+def test_the_predicted_peak_is_that_of_a_capture(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predicted without memory, on the meta device."""
+    # torch's CausalBias cannot be made under a dispatch mode.
+    monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
     model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
@@ -302,10 +357,14 @@ def test_streamed_weights_are_part_of_the_prediction(granite: Path, monkeypatch:
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
-def test_the_predicted_peak_of_a_gpu(tmp_path: Path, kind: PlacementKind) -> None:
-    """torch's own count, under a cap that makes the offloads stream."""
+# --- with GPUs
+
+LONG = 16384
+
+
+@pytest.fixture(scope="module")
+def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of 0.27 GB, of which streaming shows."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=1024,
         hidden_size=2048,
@@ -323,27 +382,67 @@ def test_the_predicted_peak_of_a_gpu(tmp_path: Path, kind: PlacementKind) -> Non
         shared_intermediate_size=1024,
         layer_types=["mamba", "mamba", "attention", *["mamba"] * 5],
     )
-    tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    device, total = torch.device("cuda", 0), torch.cuda.mem_get_info()[1]
+    folder = tmp_path_factory.mktemp("large-granite")
+    tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def capped(size: int | None) -> Iterator[None]:
+    """This process may take `size` more bytes of every GPU; None: all."""
+    gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    request = CaptureRequest(
-        model=ModelRequest(model=str(tmp_path)),
-        prompt=PromptRequest(text="random", seqlens=(16384,)),
-        placement=kind,
-        segment_length=16384,
-    )
-    subject = find(request)
-    more = placement.bytes_beside_weights(request, subject)
-    allowed = total if kind == "one-gpu" else before + more + subject.weight_bytes * 2 // 3
-    torch.cuda.set_per_process_memory_fraction(allowed / total)
+    devices = range(torch.cuda.device_count())
+    for device in devices:
+        total = torch.cuda.mem_get_info(device)[1]
+        allowed = total if size is None else torch.cuda.memory_allocated(device) + size
+        torch.cuda.set_per_process_memory_fraction(allowed / total, device)
     try:
-        loaded = load(request, subject, Unwatched())
-        torch.cuda.reset_peak_memory_stats(device)
-        run_model(subject, loaded)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        for device in devices:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
+@pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
+def test_the_predicted_peak_of_a_gpu(large_granite: Path, kind: PlacementKind, segment_length: int) -> None:
+    """torch's own count, under a cap that makes the offloads stream."""
+    request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+    more = placement.bytes_beside_weights(request, subject)
+    with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
+        before = torch.cuda.memory_allocated()
+        loaded = load(request, subject, Unwatched())
+        torch.cuda.reset_peak_memory_stats()
+        run_model(subject, loaded)
+        peak = torch.cuda.max_memory_allocated() - before
     assert loaded.placement.kind == kind
     assert (loaded.placement.streamed_layer_bytes > 0) == (kind != "one-gpu")
     assert loaded.placement.predicted_peak_bytes == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
+def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
+    """With the cache of every layer where the layer is."""
+    found: list[list[dict[str, torch.Tensor]]] = []
+    kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
+    for kind in kinds:
+        request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+        more = placement.bytes_beside_weights(request, subject)
+        kept: list[dict[str, torch.Tensor]] = []
+        with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
+            loaded = load(request, subject, Unwatched())
+            run_model(subject, loaded, lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
+        assert loaded.placement.kind == kind
+        found.append(kept)
+    assert len(loaded.placement.held) == 2
+    assert len(found[0]) == len(found[1]) == 7
+    for one, two in zip(*found, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def on_host(inputs: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors(inputs).items()}

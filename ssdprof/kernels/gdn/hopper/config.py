@@ -103,7 +103,7 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
 
 
 def estimated_time(segment: int, nchunks: int) -> float:
-    """Of a program, in chunks of the second pass."""
+    """The time that a program takes, in chunks of the second pass."""
     return START + segment + FIRST_PASS * min(REACH, nchunks - segment)
 
 
