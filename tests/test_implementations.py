@@ -294,7 +294,7 @@ def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyP
     assert "Outside the error budget and timed all the same, as another library's: sloppy" in shown
     assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
     code, shown, _ = call("accuracy", "--impl", "sloppy")
-    assert "sloppy may not be used exact with bf16 states: outside the error budget in layer 0." in shown
+    assert "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0." in shown
 
 
 def test_a_baseline_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from ssdprof.errors import BadInputError
 from ssdprof.report import format as fmt
 from ssdprof.report import terminal
-from ssdprof.report.case_words import precision_words, trouble_words
+from ssdprof.report.case_words import trouble_words
 from ssdprof.report.caveats import caveats
 from ssdprof.report.groups import Group, Series, groups, places, precision_order
 from ssdprof.report.tables import accuracy
@@ -70,14 +70,14 @@ def advice(series: tuple[Series, ...]) -> str:
     """Which precisions of an implementation may be used, as far as the operator's own output tells."""
     name = series[0].implementation
     good = [s for s in series if s.within_budget]
-    bad = "; ".join(f"{precision_words(s.precision)}: {trouble_words(s)}" for s in series if not s.within_budget)
+    bad = "; ".join(f"{s.precision}: {trouble_words(s)}" for s in series if not s.within_budget)
     if not good:
-        return f"{name} may not be used {bad}."
+        return f"{name} may not be used at {bad}."
     layers = len({case.layer for s in good for case in s.cases})
     where = "every layer replayed" if layers > 1 else "the layer replayed"
-    which = fmt.words((precision_words(s.precision) for s in good), "or")
-    text = f"{name} may be used {which}: it is within the error budget in {where}."
-    return f"{text}  It may not be used {bad}." if bad else text
+    which = "; ".join(str(s.precision) for s in good)
+    text = f"{name} may be used at {which}: within the error budget in {where}."
+    return f"{text}  It may not be used at {bad}." if bad else text
 
 
 def _sentence(where: str, text: str) -> str:

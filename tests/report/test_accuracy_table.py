@@ -52,8 +52,7 @@ def test_the_verdict_is_the_second_line():
     first, *rest = printed(make_report(), "relaxed", ("fp32",)).splitlines()
     assert first.startswith("ibm-granite/granite-4.0-h-small, run 2026")
     assert " ".join(" ".join(rest).split()).startswith(
-        "At 131,072 tokens, fused may be used relaxed with fp32 states: it is within the error budget in every layer "
-        "replayed."
+        "At 131,072 tokens, fused may be used at relaxed, fp32 states: within the error budget in every layer replayed."
     )
 
 
@@ -67,7 +66,7 @@ def test_a_failure_turns_the_verdict():
         ),
     )
     text = " ".join(printed(report, "relaxed", ("fp16",)).split())
-    assert "At 2,048 and 1,024 tokens, fused may not be used relaxed with fp16 states: not finite in layer 9." in text
+    assert "At 2,048 and 1,024 tokens, fused may not be used at relaxed, fp16 states: not finite in layer 9." in text
     assert row(printed(report, "relaxed", ("fp16",)), "within the error budget") == ["NO:", "1/4"]
 
 
@@ -111,12 +110,11 @@ def test_advice_names_what_may_be_used_and_what_not():
     )
     group = groups(report)[0]
     assert advice(group.series("fused")) == (
-        "fused may be used exact with fp32 states, exact with fp16 states or relaxed with fp32 states: it is within "
-        "the error budget in every layer replayed.  It may not be used relaxed with fp16 states: inaccurate in layer "
-        "18."
+        "fused may be used at exact, fp32 states; exact, fp16 states; relaxed, fp32 states: within the error budget in "
+        "every layer replayed.  It may not be used at relaxed, fp16 states: inaccurate in layer 18."
     )
     assert advice(group.series("fused")[-1:]) == (
-        "fused may not be used relaxed with fp16 states: inaccurate in layer 18."
+        "fused may not be used at relaxed, fp16 states: inaccurate in layer 18."
     )
     one = groups(make_report(layers=(3,), precisions=(EXACT_FP16,)))[0]
     assert advice(one.series("fused")).endswith("within the error budget in the layer replayed.")

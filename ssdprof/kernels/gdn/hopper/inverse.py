@@ -100,7 +100,7 @@ def diagonal_blocks(matrix):
 def store_lower(product, blocks, beta, lower, diagonal):
     """L_ij = beta_i product_ij of a head, and its diagonal blocks, `blocks` being those of `product`.
 
-    Of what is not below the diagonal, anything: nothing of it is used.
+    Entries on and above the diagonal are not masked, because nothing reads them.
     """
     lower.store((product * beta[:, None]).to(gl.float16))
     beta_b = gl.convert_layout(beta.reshape([BLOCKS, BLOCK]), gl.SliceLayout(2, of_block))
