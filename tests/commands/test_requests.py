@@ -83,8 +83,10 @@ def test_the_request_of_answers() -> None:
         min_top1="90%",
         max_perplexity_increase="2%",
     )
-    assert options.request() == AnswersRequest(
-        precisions=(PrecisionRecord(intermediates="exact", state_dtype="fp32"),),
+    request = options.request()
+    assert request.precisions("bf16") == (PrecisionRecord(intermediates="exact", state_dtype="fp32"),)
+    assert request == AnswersRequest(
+        precisions=request.precisions,
         implementations=("fused",),
         reference="unfused",
         weights="fp32",
