@@ -10,7 +10,7 @@ from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.accuracy import check_output
 from ssdprof.measure.call import Call, Run, UnfitError
-from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.faults import first_line, refuse_if_interrupted, refuse_if_lost
 from ssdprof.measure.launches import recorded_launches
 from ssdprof.measure.memory import run_and_measure
 from ssdprof.operators.operator import Output
@@ -43,7 +43,8 @@ def attempt(call: Call, run: Run | None = None) -> Attempt:
     """Plan and run the call.  Whatever an implementation raises becomes a status and a reason.
 
     run: in the place of `call.run`, to the same output.
-    Raises MissingCapabilityError if a fault in it has taken the GPU from this process.
+    Raises MissingCapabilityError if a fault in it has taken the GPU from this process, and KeyboardInterrupt if it is
+    interrupted.
     """
     plan = None
     try:
@@ -61,6 +62,7 @@ def attempt(call: Call, run: Run | None = None) -> Attempt:
     except (torch.OutOfMemoryError, MemoryError) as error:
         return Attempt(status="out of memory", reason=first_line(error), plan=plan)
     except Exception as error:
+        refuse_if_interrupted(error)
         refuse_if_lost(call.device, call.implementation, error)
         return Attempt(status="failed", reason=f"{type(error).__name__}: {first_line(error)}", plan=plan)
     # without a Triton kernel that could be asked, the plan says how it ran

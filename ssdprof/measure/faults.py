@@ -1,4 +1,4 @@
-"""Whether a kernel's error has made the GPU unusable for this process, and which kernel it was."""
+"""What an error in a kernel really is: a GPU that is lost for this process, and by which kernel, or an interrupt."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None
             f"{culprit} left the GPU unusable for this process: {first_line(error)}",
             "Nothing can be measured after that.  Leave it out, and please report it.",
         ) from error
+
+
+def refuse_if_interrupted(error: Exception) -> None:
+    """KeyboardInterrupt if the error was made of one.
+
+    Where a signal arrives while C code, or Python's own start of a class, calls back, CPython raises a SystemError or
+    RuntimeError from the KeyboardInterrupt.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        cause = cause.__cause__
 
 
 def _answers(device: torch.device) -> bool:

@@ -1,5 +1,7 @@
 """What becomes of a call that does not run."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -20,13 +22,13 @@ def faulty() -> SSDOutput:
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
 
-def attempted() -> attempt.Attempt:
+def attempted(run: Callable[[], SSDOutput] = faulty) -> attempt.Attempt:
     call = Call(
         implementation="scan",
         label="scan exact",
         inputs=inputs(),
         precision=Precision(),
-        run=faulty,
+        run=run,
         plan=lambda: Plan(variant="portable", launches=1, config={}),
     )
     return attempt.attempt(call)
@@ -46,3 +48,14 @@ def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(monkeypatch: py
         attempted()
     assert "\n" not in caught.value.message
     assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
+
+
+def test_an_interrupt_that_c_code_made_another_error_of_is_still_one() -> None:
+    def interrupted() -> SSDOutput:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise SystemError("returned a result with an exception set") from interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempted(interrupted)
