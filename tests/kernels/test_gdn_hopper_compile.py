@@ -22,6 +22,7 @@ PLAIN = GDNCase(seqlen=512, key_heads=2, heads=4)
 CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
     "bf16": (PLAIN, CUT),
     "fp16, normalised": (replace(PLAIN, dtype=torch.float16, normalise=True), CUT),
+    "three heads a key head, normalised": (replace(PLAIN, heads=6, normalise=True), CUT),
     "programs that stay, initial state": (replace(PLAIN, batch=3, initial_state=True), STAYS),
     "packed, initial state": (GDNCase(lengths=(300, 9), initial_state=True), CUT),
     "slow heads": (PLAIN, PARTS),

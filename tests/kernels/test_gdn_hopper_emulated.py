@@ -17,6 +17,8 @@ CASES = {
     "one chunk": (GDNCase(seqlen=64), HopperConfig(segment=1)),
     "one position": (GDNCase(seqlen=1, initial_state=True), HopperConfig(segment=1)),
     "ragged batch": (GDNCase(batch=2, seqlen=330, initial_state=True), HopperConfig(segment=2, enough=WHOLE_PAST)),
+    "three heads a key head": (GDNCase(seqlen=200, key_heads=2, heads=6), HopperConfig(segment=4)),
+    "three heads a key head, normalised": (GDNCase(seqlen=150, heads=3, normalise=True), HopperConfig(segment=4)),
     "four heads a key head": (GDNCase(seqlen=200, heads=4), HopperConfig(segment=4)),
     "programs that stay": (GDNCase(batch=3, seqlen=150), HopperConfig(segment=3, stays=4)),
     "more places": (GDNCase(seqlen=400), HopperConfig(segment=4, enough=WHOLE_PAST, key_ring=3)),

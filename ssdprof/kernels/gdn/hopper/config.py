@@ -18,9 +18,13 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 FIRST_PASS = 0.55  # a chunk of the first pass
 START = 3.0  # a program's start and end
 REACH = 10  # chunks of a first pass of heads whose gates are as models' are drawn
+MOST_WAVES = 3  # programs of an SM, one after the other
+WORTH_WAVES = 0.96  # more than one only if the estimated time is less than this part: more segments, more first passes
 # Chunks before the last segment from which on slow heads are computed in parts: two more launches, whatever the gates.
 WORTH_PARTS = 128
-LONG_SEGMENT = 128  # chunks of a segment from which on it has two parts
+PART = 32  # chunks of a part, at least
+MOST_PARTS_OF_SEGMENT, MOST_PARTS = 8, 2048  # of all rows: 256 MiB
+LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # chunks that a first pass may have before its head is computed in parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +74,18 @@ def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
     """The even cut of `pairs` of `nchunks` chunks with the least time, if SMs take programs as they come free."""
     if pairs >= sm_count:
         return HopperConfig(segment=nchunks, stays=sm_count, reason=f"whole sequences for {sm_count} programs")
-    counts = range(1, min(nchunks, sm_count // pairs) + 1)
-    count = min(counts, key=lambda count: estimated_time(ceil_div(nchunks, count), nchunks))
-    reason = f"least estimated time: {pairs} x {nchunks} chunks on {sm_count} SMs"
-    return HopperConfig(segment=ceil_div(nchunks, count), reason=reason)
+
+    def time(count: int) -> float:
+        return ceil_div(count * pairs, sm_count) * estimated_time(ceil_div(nchunks, count), nchunks)
+
+    at_once, most = (range(1, min(nchunks, waves * sm_count // pairs) + 1) for waves in (1, MOST_WAVES))
+    count, finer = min(at_once, key=time), min(most, key=time)
+    if time(finer) < WORTH_WAVES * time(count):
+        count = finer
+    segment = ceil_div(nchunks, count)
+    programs = pairs * ceil_div(nchunks, segment)
+    reason = f"least estimated time: {programs} programs of {segment} chunks on {sm_count} SMs"
+    return HopperConfig(segment=segment, reason=reason)
 
 
 def _of_whole_sequences(config: HopperConfig, inputs: GDNInputs) -> HopperConfig:
@@ -89,11 +101,18 @@ def _of_whole_sequences(config: HopperConfig, inputs: GDNInputs) -> HopperConfig
 
 def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> HopperConfig:
     """For long sequences: the same cut, rounded up to whole parts."""
-    parts = 2 if config.segment >= LONG_SEGMENT else 1
-    segment = parts * ceil_div(config.segment, parts)
-    if nchunks - segment <= WORTH_PARTS or row_count(inputs, segment) > MOST_ROWS:
+    rows = row_count(inputs, config.segment)
+    if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
-    return replace(config, segment=segment, slow_parts=parts, longest_first_pass=segment - 1, carriers=sm_count)
+    parts = _power_of_two(min(config.segment // PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows))
+    segment = parts * ceil_div(config.segment, parts)
+    longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
+    return replace(config, segment=segment, slow_parts=parts, longest_first_pass=longest, carriers=sm_count)
+
+
+def _power_of_two(most: int) -> int:
+    """The largest one that is no more than `most`, and 1 at least."""
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:

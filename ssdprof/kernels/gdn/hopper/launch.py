@@ -59,7 +59,7 @@ class HopperLaunch:
         row = heads * inputs.v.shape[3]
         self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
         self._inverse = Rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
-        at_once = 2 - heads // key_heads % 2  # value heads of a program of the first kernel
+        at_once = _heads_together(heads // key_heads)
         self._prep_programs = slots * heads // at_once
         if config.stays:
             self._programs = min(config.stays, inputs.sequences * heads)
@@ -159,6 +159,11 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
+
+
+def _heads_together(group: int) -> int:
+    """Value heads of a program of the first kernel, if a key head has `group`."""
+    return next((count for count in (2, 3) if group % count == 0), 1)
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -13,9 +13,9 @@ Out:  inverse (slots, hv, j, i), k's dtype
       decays (slots, hv, 64) fp32: G_i, not increasing
       bounds (hv, slots) fp32: log2 of how much of a state that enters the chunk is left after it, at most
       norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if they are to be normalised
-Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a program has one or
-two value heads of a key head.  What it waits for most is latency: two heads share the instructions of the gates and
-of the substitution (`inverse.py`), and the loads of g and beta are begun before that of k.
+Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a program has one to
+three value heads of a key head.  What it waits for most is latency: heads share k and its products, two of them the
+instructions of the substitution (`inverse.py`) too, and the loads of g and beta are begun before that of k.
 """
 
 from triton.experimental import gluon
@@ -51,12 +51,18 @@ by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 STAGES = {
     "begin_times_transposed": "scaled_dot_kkt",
     "diagonal_of": "scaled_dot_kkt",
+    "begin_inverses": "solve_tril",
     "load_gates": "gate_cumsum",
     "store_decays": "gate_cumsum",
     "store_bounds": "gate_cumsum",
     "inverses_of": "solve_tril",
     "_prep_kernel": "setup",
 }
+
+
+@gluon.constexpr_function
+def next_power_of_two(heads):
+    return 1 << (heads - 1).bit_length()
 
 
 @gluon.jit
@@ -77,11 +83,11 @@ def diagonal_of(product):
 
 @gluon.jit
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
-    """g and beta (head, i) of a program's heads: a warp has whole heads."""
+    """g and beta (head, i) of a program's heads, with a row of zeros after three: a warp has whole heads."""
     g_ptr, beta_ptr, g_strides, beta_strides = gates
-    o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))
+    o_h = gl.arange(0, next_power_of_two(AT_ONCE), gl.SliceLayout(1, by_head))
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))
-    inside = (o_i < left)[None, :]
+    inside = (o_h < AT_ONCE)[:, None] & (o_i < left)[None, :]
     o_h, o_i = (first_head + o_h).to(gl.int64)[:, None], o_i.to(gl.int64)[None, :]
     g = gl.load(g_ptr + first[0] + o_h * g_strides[2] + o_i * g_strides[1], mask=inside, other=0.0)
     beta = gl.load(beta_ptr + first[1] + o_h * beta_strides[2] + o_i * beta_strides[1], mask=inside, other=0.0)
@@ -91,36 +97,58 @@ def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
 @gluon.jit
 def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
     """Sums of g (head, i) since the chunk's start."""
-    o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))[:, None]
+    o_h = gl.arange(0, next_power_of_two(AT_ONCE), gl.SliceLayout(1, by_head))[:, None]
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))[None, :]
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
-    gl.store(tile + o_h * CHUNK + o_i, sums(g, 1))
+    gl.store(tile + o_h * CHUNK + o_i, sums(g, 1), mask=o_h < AT_ONCE)
 
 
 @gluon.jit
 def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
     """Bounds of a chunk's heads.  squares: |k_i|^2, normalised if asked for."""
-    o_h = gl.arange(0, AT_ONCE, gl.SliceLayout(1, by_head))
+    o_h = gl.arange(0, next_power_of_two(AT_ONCE), gl.SliceLayout(1, by_head))
     grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
     bound = gl.sum(g + grows, 1)
-    gl.store(bounds_ptr + (first_head + o_h).to(gl.int64) * slots + slot, bound)
+    gl.store(bounds_ptr + (first_head + o_h).to(gl.int64) * slots + slot, bound, mask=o_h < AT_ONCE)
 
 
 @gluon.jit
-def inverses_of(betas, factors, scratch, dtype: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr):
-    """e_i A_ij beta_j (j, i) of `AT_ONCE` heads."""
+def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
+    """Scratch memory with L of one or two heads of a program, its FIRST-th and the next.
+
+    blocks: those on the diagonal of KK
+    """
+    layout: gl.constexpr = product_layout(CHUNK, 4)
+    scratch = allocate_scratch(HEADS)
+    for head in gl.static_range(HEADS):
+        beta = betas.index(FIRST + head).load(gl.SliceLayout(1, layout))
+        store_lower(KK, blocks, beta, scratch.lower.index(head), scratch.diagonal.slice(head, 1))
+    return scratch
+
+
+@gluon.jit
+def inverses_of(
+    scratch, betas, factors, dtype: gl.constexpr, FIRST: gl.constexpr, HEADS: gl.constexpr, NORMALISE: gl.constexpr
+):  # fmt: skip
+    """e_i A_ij beta_j (j, i) of these heads, in shared memory."""
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
+    invert_blocks(scratch.diagonal, scratch.inverted, HEADS)
     rows, scaled = (), ()
     for i in gl.static_range(BLOCKS):
-        for head in gl.static_range(AT_ONCE):
-            row = block_row(i, head, AT_ONCE, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK)
+        for head in gl.static_range(HEADS):
+            row = block_row(i, head, HEADS, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK)
             rows += (gl.convert_layout(row.to(gl.float16), left),)
-            row *= betas.index(head).load(gl.SliceLayout(1, layout))[:, None]
+            row *= betas.index(FIRST + head).load(gl.SliceLayout(1, layout))[:, None]
             if NORMALISE:
                 row *= factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))[None, :]
             scaled += (row.to(dtype),)
-    return scaled
+    results = ()
+    for head in gl.static_range(HEADS):
+        results += (gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], square_tiles),)
+        results[head].store(side_by_side(head, HEADS, scaled))
+    return results
 
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots"])
@@ -132,7 +160,8 @@ def _prep_kernel(
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
-    square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], k_desc.dtype)
+    ROWS: gl.constexpr = next_power_of_two(AT_ONCE)
+    PAIR: gl.constexpr = min(AT_ONCE, 2)
     PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # of a slot
     GROUP: gl.constexpr = HEADS // KEY_HEADS
     first_head, slot = gl.program_id(0) % PROGRAMS * AT_ONCE, gl.program_id(0) // PROGRAMS
@@ -163,8 +192,8 @@ def _prep_kernel(
             role_barrier()
             mbarrier.expect(q_full, 2 * CHUNK * DIM)
             async_load(q_desc, where, q_full, q.reshape([1, 1, CHUNK, DIM]))
-        all_betas = gl.allocate_shared_memory(gl.float32, [AT_ONCE * CHUNK], vector)
-        betas = all_betas._reinterpret(gl.float32, [AT_ONCE, CHUNK], vector)
+        all_betas = gl.allocate_shared_memory(gl.float32, [ROWS * CHUNK], vector)
+        betas = all_betas._reinterpret(gl.float32, [ROWS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)
@@ -172,7 +201,7 @@ def _prep_kernel(
         g = log2_decays(g)
         store_decays(g, first_head, slot, decays_ptr, AT_ONCE, HEADS)
         beta = beta.to(gl.float32)
-        all_betas.store(beta.reshape([AT_ONCE * CHUNK]))
+        all_betas.store(beta.reshape([ROWS * CHUNK]))
         KK = warpgroup_mma_wait(0, deps=[begun])
         square = diagonal_of(KK)
         o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
@@ -195,17 +224,13 @@ def _prep_kernel(
             g, beta, squares.load(gl.SliceLayout(0, by_head)), first_head, slot, slots, bounds_ptr, AT_ONCE
         )  # fmt: skip
         blocks = diagonal_blocks(KK)
-        scratch = allocate_scratch(AT_ONCE)
-        for head in gl.static_range(AT_ONCE):
-            beta = betas.index(head).load(gl.SliceLayout(1, layout))
-            store_lower(KK, blocks, beta, scratch.lower.index(head), scratch.diagonal.slice(head, 1))
+        pair = begin_inverses(KK, blocks, betas, 0, PAIR)
+        if AT_ONCE == 3:
+            third = begin_inverses(KK, blocks, betas, 2, 1)
         role_barrier()
-        invert_blocks(scratch.diagonal, scratch.inverted, AT_ONCE)
-        inverses = inverses_of(betas, factors, scratch, k_desc.dtype, AT_ONCE, NORMALISE)
-        results = ()
-        for head in gl.static_range(AT_ONCE):
-            results += (gl.allocate_shared_memory(k_desc.dtype, [CHUNK, CHUNK], square_tiles),)
-            results[head].store(side_by_side(head, AT_ONCE, inverses))
+        results = inverses_of(pair, betas, factors, k_desc.dtype, 0, PAIR, NORMALISE)
+        if AT_ONCE == 3:
+            results += inverses_of(third, betas, factors, k_desc.dtype, 2, 1, NORMALISE)
         fence_async_shared()
         role_barrier()
         for head in gl.static_range(AT_ONCE):
