@@ -92,7 +92,7 @@ def current(readme: Path, of: Operator) -> str:
 def section(reports: Reports, of: Operator = SSD) -> str:
     """The README's: one table, of the GPU with most cells and its newest kernel, and where the others are."""
     gpu, theirs = next(iter(_by_gpu(reports).items()))
-    newest = _newest(theirs)
+    newest = _newest(theirs, of)
     same = {name: report for name, report in theirs.items() if _kernel(report) == _kernel(newest)}
     table = markdown.draw(_by_layout(of, "", _measured(same, of.library), of.library, of.in_readme))
     return (
@@ -107,7 +107,7 @@ def section(reports: Reports, of: Operator = SSD) -> str:
 def page(reports: Reports, of: Operator = SSD) -> str:
     """A selection for each GPU, then every table of every result."""
     groups = _by_gpu(reports)
-    tables = [table for gpu, theirs in groups.items() for table in _tables(of, _dated(gpu, theirs, reports), theirs)]
+    tables = [table for gpu, theirs in groups.items() for table in _tables(of, _dated(of, gpu, theirs, reports), theirs)]
     machines = fmt.words(f"one {gpu}" for gpu in groups)
     head = (
         f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The "
@@ -115,9 +115,9 @@ def page(reports: Reports, of: Operator = SSD) -> str:
         "exact intermediates and fp32 states, by device time / by call time.\n"
     )
     selection = "\n\n".join(markdown.draw(table) for table in tables if table.rows)
-    newest, older = _newest(reports), "Measured with an older kernel than the newest results here.\n\n"
+    newest, older = _newest(reports, of), "Measured with an older kernel than the newest results here.\n\n"
     parts = (
-        f"## [{name}]({name})\n\n{'' if _kernel(report) == _kernel(newest) else older}{as_markdown(report)}"
+        f"## [{name}]({name})\n\n{older if _is_older(report, newest) else ''}{as_markdown(report)}"
         for name, report in reports.items()
     )
     return "\n".join([head, f"{selection}\n", *parts])
@@ -133,14 +133,19 @@ def _by_gpu(reports: Reports) -> dict[str, Reports]:
     return {gpu: groups[gpu] for gpu in sorted(groups, key=lambda gpu: -cells[gpu])}
 
 
-def _dated(gpu: str, theirs: Reports, reports: Reports) -> str:
+def _dated(of: Operator, gpu: str, theirs: Reports, reports: Reports) -> str:
     """The GPU's name, and if others have results of a newer kernel, when its newest were measured."""
-    own = _newest(theirs)
-    return gpu if _kernel(own) == _kernel(_newest(reports)) else f"{gpu}, an older kernel ({own.created[:10]})"
+    own = _newest(theirs, of)
+    return f"{gpu}, an older kernel ({own.created[:10]})" if _is_older(own, _newest(reports, of)) else gpu
 
 
-def _newest(reports: Reports) -> BenchReport:
-    return max(reports.values(), key=lambda report: report.created)
+def _newest(reports: Reports, of: Operator) -> BenchReport:
+    """Of those over the library, if there are any: the tables are made of them."""
+    return max(reports.values(), key=lambda report: (report.baseline == of.library, report.created))
+
+
+def _is_older(report: BenchReport, newest: BenchReport) -> bool:
+    return report.created < newest.created and _kernel(report) != _kernel(newest)
 
 
 def _of_kernels(report: BenchReport) -> str:

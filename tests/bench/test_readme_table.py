@@ -141,6 +141,19 @@ def test_the_readme_has_no_number_of_an_older_kernel(done: BenchReport) -> None:
     assert "3.00x" not in made
 
 
+def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchReport) -> None:
+    """Such as one of decoding."""
+    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
+    decoding = on("A", "2026-01-02T00:00:00+00:00", cell, kernels="new")
+    reports = {
+        "a.json": on("A", "2026-01-01T00:00:00+00:00", cell, kernels="old"),
+        "b.json": decoding.model_copy(update={"baseline": "selective_state_update"}),
+    }
+    assert "Measured on 2026-01-01 with kernels old:" in readme_table.section(reports)
+    assert "3.00x" in readme_table.section(reports)
+    assert "older kernel" not in readme_table.page(reports)
+
+
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
     """A newer result of one does not stand in for the other's."""
     both = as_cell(done, "mamba2-2.7b", "1 x 1,024"), as_cell(done, "mamba2-2.7b", "1 x 4,096")
