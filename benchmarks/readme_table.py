@@ -107,7 +107,9 @@ def section(reports: Reports, of: Operator = SSD) -> str:
 def page(reports: Reports, of: Operator = SSD) -> str:
     """A selection for each GPU, then every table of every result."""
     groups = _by_gpu(reports)
-    tables = [table for gpu, theirs in groups.items() for table in _tables(of, _dated(of, gpu, theirs, reports), theirs)]
+    tables = [
+        table for gpu, theirs in groups.items() for table in _tables(of, _dated(of, gpu, theirs, reports), theirs)
+    ]
     machines = fmt.words(f"one {gpu}" for gpu in groups)
     head = (
         f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The "
@@ -140,7 +142,7 @@ def _dated(of: Operator, gpu: str, theirs: Reports, reports: Reports) -> str:
 
 
 def _newest(reports: Reports, of: Operator) -> BenchReport:
-    """Of those over the library, if there are any: the tables are made of them."""
+    """Results over the library come first: the tables are made of them."""
     return max(reports.values(), key=lambda report: (report.baseline == of.library, report.created))
 
 

@@ -11,6 +11,7 @@ differ, and exits with 1 if there is one.  A launch's label and place identify a
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def instructions(cubin: bytes) -> str:
 
 def record(folder: Path, word: str) -> None:
     """One file for each kernel of each launch: its resources, then its instructions."""
+    os.environ["TRITON_INTERPRET"] = "0"  # if it is not set, kernels are interpreted where there is no GPU
     import compile_target
 
     def with_code(kernel: Any, _metadata: object) -> str:

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
     "three heads a key head, normalised": (replace(PLAIN, heads=6, normalise=True), CUT),
     "programs that stay, initial state": (replace(PLAIN, batch=3, initial_state=True), STAYS),
     "packed, initial state": (GDNCase(lengths=(300, 9), initial_state=True), CUT),
+    "longer first segments": (PLAIN, replace(CUT, leads=True)),
     "slow heads": (PLAIN, PARTS),
     "slow heads, 256 rows": (replace(PLAIN, seqlen=2048), replace(PARTS, segment=1, slow_parts=1)),
     "slow heads, 512 rows": (replace(PLAIN, seqlen=8192), replace(PARTS, segment=1, slow_parts=1)),

@@ -26,6 +26,12 @@ CASES = {
     "one launch, programs that stay": (GDNCase(batch=3, seqlen=150), replace(ONE_LAUNCH, stays=4)),
     "one launch, ragged batch, beta up to 2": (GDNCase(batch=2, seqlen=330, beta=2.0), ONE_LAUNCH),
     "one launch, packed": (GDNCase(lengths=(3, 0, 64, 200, 70), initial_state=True), ONE_LAUNCH),
+    "longer first segments, ragged batch": (
+        GDNCase(batch=2, seqlen=700, gate=-0.05, initial_state=True),
+        HopperConfig(segment=3, leads=True),
+    ),
+    "longer first segments, no gate": (GDNCase(seqlen=400, gate=0.0), HopperConfig(segment=2, leads=True)),
+    "longer first segments, many": (GDNCase(seqlen=330), HopperConfig(segment=1, leads=True)),
     "no gate": (GDNCase(seqlen=200, gate=0.0), HopperConfig(segment=2)),
     "normalised": (GDNCase(seqlen=200, normalise=True, key_heads=2), HopperConfig(segment=4)),
     "beta up to 2": (GDNCase(seqlen=200, beta=2.0), HopperConfig(segment=4)),
@@ -51,6 +57,35 @@ def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) 
         out, states = errors(run(inputs, config), inputs)
         limit = 6e-4 if case.dtype == torch.float16 else 4.5e-3
         assert max(out, states) < limit
+
+
+@pytest.mark.parametrize(("gate", "chunks"), [(-4.0, 8), (-0.06, 9), (-0.035, 10)])
+def test_a_first_segment_is_longer_by_what_first_passes_cost(
+    monkeypatch: pytest.MonkeyPatch, gate: float, chunks: int
+) -> None:
+    """A NaN reaches to the end of its segment, here of the first of two, and no further if heads forget."""
+    emulate(monkeypatch, seed=0, source=GDN)
+    inputs = GDNCase(seqlen=1024, heads=1, gate=gate).inputs()
+    config = HopperConfig(segment=8, leads=True)
+    exact = run(inputs, config).out
+    inputs.v[0, 0] = torch.nan
+    out = run(inputs, config).out
+    spread = out.isnan().all(-1)[0, :, 0].sum() // 64
+    assert spread == chunks
+    assert torch.equal(out[:, 64 * spread :], exact[:, 64 * spread :])
+
+
+def test_fast_heads_have_the_bits_of_even_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, seed=0, source=GDN)
+    inputs = GDNCase(seqlen=512, gate=-4.0).inputs()
+    even = HopperConfig(segment=4)
+    assert all(map(torch.equal, run(inputs, even), run(inputs, replace(even, leads=True))))
+
+
+@pytest.mark.parametrize("case", [GDNCase(seqlen=512), GDNCase(lengths=(300, 9))])
+def test_a_longer_first_segment_is_refused_without_others_and_of_packs(case: GDNCase) -> None:
+    with pytest.raises(ValueError, match="a longer first segment needs"):
+        run(case.inputs(), HopperConfig(segment=8, leads=True))
 
 
 def test_a_first_pass_begins_where_little_enough_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[GDNCase, HopperConfig | None]] = {
     "as chosen, 1024": (replace(MANY, seqlen=1024), None),
     "as chosen, ragged batch": (replace(MANY, batch=8, seqlen=300), None),
     "as chosen, 16384": (replace(FEW, seqlen=16384, gate=-1e-4), None),
+    "longer first segments": (replace(MANY, batch=2, seqlen=4000, gate=-0.05), replace(CUT, segment=16, leads=True)),
+    "longer first segments, no gate": (replace(FEW, seqlen=2000, gate=0.0), replace(CUT, leads=True)),
     "one position": (replace(FEW, seqlen=1), CUT),
     "no gate, first passes over all": (replace(FEW, seqlen=2000, gate=0.0), CUT),
     "no gate": (replace(FEW, seqlen=4000, gate=0.0), PARTS),

@@ -97,7 +97,10 @@ def _prepare_hopper(call: Call) -> Launch:
 
 
 def _plan_hopper(call: Call) -> Plan:
-    config = _hopper_config(call)
+    return hopper_plan(call, _hopper_config(call))
+
+
+def hopper_plan(call: Call, config: HopperConfig) -> Plan:
     settings = asdict(config)
     reason = settings.pop("reason")
     slow = "; two more launches for heads that forget slowly" if config.slow_parts else ""

@@ -20,6 +20,7 @@ from ssdprof.kernels._gluon import add
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
 BLOCK = gl.constexpr(256)  # chunks' sums looked at side by side
+FIRST_PASS_16THS = gl.constexpr(9)  # of the time of a chunk of the second pass, that one of a first pass takes
 
 STAGES = {
     "segments": "ticket",
@@ -29,6 +30,8 @@ STAGES = {
     "sequence_at": "ticket",
     "packed_slot": "ticket",
     "segment_of": "ticket",
+    "lead_of": "ticket",
+    "boundary": "ticket",
     "first_pass_of": "ticket",
 }
 
@@ -154,17 +157,24 @@ def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
 @gluon.jit
 def segment_of(
     program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, backs_ptr,
-    HEADS: gl.constexpr,
+    HEADS: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
     """Heads fastest, then sequences, then segments of K chunks.  backs: what `parts.py` found, if it was asked.
 
+    With LEADS, segments have K chunks on average: the first one is longer (`lead_of`).
     bounds: None if segments are whole sequences
     """
     rank = program // HEADS
     sequence = sequence_at(rank % sequences, seqlen, cu_seqlens_ptr, cu_stride)
-    head, first = program % HEADS, rank // sequences * K
+    s = rank // sequences
+    head, first = program % HEADS, s * K
     length = gl.cdiv(sequence.length, CHUNK)
     nchunks = gl.maximum(gl.minimum(K, length - first), 0)
+    if LEADS:
+        count = gl.cdiv(length, K)
+        lead = lead_of(bounds_ptr + head.to(gl.int64) * slots + sequence.slot, (count - 1) * K, enough)
+        first = boundary(s, count, lead, length)
+        nchunks = boundary(s + 1, count, lead, length) - first
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, which copies its state
     row = gl.to_tensor(-1)
     if bounds_ptr is None:
@@ -177,6 +187,19 @@ def segment_of(
         back = gl.load(backs_ptr + of_segment, mask=(first > 0) & exists, other=0)
         row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
     return Segment(sequence, head, head, first, back, nchunks, first + nchunks >= length, row), exists
+
+
+@gluon.jit
+def lead_of(bounds_ptr, last, enough):
+    """Chunks by which a head's first segment, which has no first pass, is longer: what that of a last segment costs
+    which begins at chunk `last`."""
+    return first_pass_of(bounds_ptr, last, enough) * FIRST_PASS_16THS // 16
+
+
+@gluon.jit
+def boundary(s, count, lead, length):
+    """The first chunk of segment s of `count`; the end of the sequence for s = count."""
+    return gl.where(s > 0, lead + s * (length - lead) // count, 0)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 
 # In units of a chunk of the second pass
 FIRST_PASS = 0.55  # a chunk of the first pass
+WORTH_LEAD = 8  # chunks of a segment: finding out what first passes cost takes half a chunk's time
 START = 3.0  # a program's start and end
 REACH = 10  # chunks of a first pass of heads whose gates are as models' are drawn
 MOST_WAVES = 3  # programs of an SM, one after the other
@@ -32,6 +33,8 @@ class HopperConfig:
     """segment: chunks of 64 positions that a program takes of one head
     stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
     enough: log2 of what may be left of a state where a first pass begins; -inf: nothing, whatever the gates
+    leads: a sequence's first segment, which has no first pass, is longer than the others by what theirs cost, which is
+        found for each head on the device; `segment` is then the mean
     slow_parts: into which a segment is divided evenly for heads whose first pass would be longer than
         longest_first_pass (`parts.py`); 0: any first pass is made
     carriers: programs that compute those parts
@@ -43,6 +46,7 @@ class HopperConfig:
     segment: int
     stays: int = 0
     enough: float = -24.0
+    leads: bool = False
     slow_parts: int = 0
     longest_first_pass: int = 0
     carriers: int = 132
@@ -67,6 +71,12 @@ class HopperConfig:
             return _of_whole_sequences(config, inputs)
         # the number of rows depends on the batch
         return config if batch_invariant else _with_parts(config, inputs, nchunks, sm_count)
+
+    def leading(self, inputs: GDNInputs) -> HopperConfig:
+        """With a longer first segment, where that is possible and segments are not short."""
+        nchunks = ceil_div(inputs.v.shape[1], CHUNK.value)
+        possible = self.segment < nchunks and not self.slow_parts and inputs.cu_seqlens is None
+        return replace(self, leads=possible and self.segment >= WORTH_LEAD)
 
 
 @lru_cache(maxsize=1024)

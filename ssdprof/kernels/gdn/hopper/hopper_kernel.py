@@ -100,7 +100,7 @@ def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
     decays_ptr, bounds_ptr, norms_ptr, g_ptr, beta_ptr, g_strides, beta_strides,
     STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr,
+    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr, LEADS: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     rings = allocate(k_desc.dtype, KEY_RING, RING)
@@ -113,7 +113,7 @@ def _hopper_kernel(
     else:
         work, exists = segment_of(
             gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr, slots, K, enough,
-            backs_ptr, HEADS,
+            backs_ptr, HEADS, LEADS,
         )  # fmt: skip
     role_barrier()
     if not exists:

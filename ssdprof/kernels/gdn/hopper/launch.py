@@ -99,7 +99,7 @@ class HopperLaunch:
         self._main = Launcher(
             _hopper_kernel,
             (*gate_strides, *scalars),
-            options | {"STAYS": config.stays > 0},
+            options | {"STAYS": config.stays > 0, "LEADS": config.leads},
         )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
@@ -145,6 +145,8 @@ class HopperLaunch:
 
     def _check(self, inputs: GDNInputs, config: HopperConfig) -> None:
         whole = config.stays or config.segment * CHUNK.value >= inputs.v.shape[1]
+        if config.leads and (whole or config.slow_parts or inputs.cu_seqlens is not None):
+            raise ValueError("a longer first segment needs more than one of a sequence, without parts or packs")
         if config.inverts and (inputs.use_qk_l2norm or not whole):
             raise ValueError("one launch takes whole sequences whose keys are normalised")
 
