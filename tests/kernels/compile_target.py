@@ -40,6 +40,7 @@ class Compiled:
     single_loads: of one 16-bit number a thread, from global memory
     loads_ahead: single ones in a loop whose next turn is the first to read them
     meetings: how often all threads of the role with states wait for each other in a chunk; 0 of other kernels
+    idle_barriers: mbarriers that are begun, never waited for or invalidated: Triton may put other things in their place
     polls, meetings_while_polling: loops that ask for another program's flag, and how often all threads meet in them
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
     """
@@ -54,6 +55,7 @@ class Compiled:
     single_loads: int
     loads_ahead: int
     meetings: int
+    idle_barriers: int
     polls: int
     meetings_while_polling: int
     fuses: bool
@@ -129,6 +131,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         single_loads=code.count("LDG.E.U16"),
         loads_ahead=_loads_ahead(code),
         meetings=_meetings(code) if kernel.metadata.name == "_fused_hopper_kernel" else 0,
+        idle_barriers=_idle_barriers(kernel.asm["ttgir"]),
         polls=len(polls),
         meetings_while_polling=sum("BAR.SYNC" in what for loop in polls for what in loop.values()),
         fuses=kernel.metadata.enable_fp_fusion,
@@ -169,6 +172,23 @@ def _lost_addresses(code: str) -> int:
         if words and not stores:
             written[words[0]] = at
     return lost
+
+
+def _idle_barriers(ttgir: str) -> int:
+    """Rings of barriers that nothing but their beginning uses (benchmarks/log/gdn.md, row 35)."""
+    lines = [line.strip() for line in ttgir.splitlines()]
+
+    def users(name: str) -> set[str]:
+        """Operations on a ring and on its places."""
+        found = set()
+        for line in lines:
+            made, _, operation = line.rpartition(" = ") if line.startswith("%") else ("", "", line)
+            if re.search(rf"{name}\b", operation):
+                found |= users(made) if "ttg.memdesc_index" in operation else {operation.split(" ")[0]}
+        return found
+
+    rings = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<[\dx]*xi64", ttgir)
+    return [users(name) for name in rings].count({"ttng.init_barrier"})
 
 
 def _loops(code: str) -> list[dict[int, str]]:

@@ -69,6 +69,7 @@ def test_compiles_within_the_limits(label: str) -> None:
     assert kernel.spilled_bytes <= CASES[label][3], kernel
     assert kernel.registers == 128, kernel  # at entry: 512 threads share the register file, then roles trade
     assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+    assert kernel.idle_barriers == 0, kernel
 
 
 @pytest.mark.parametrize("label", CASES)

@@ -67,6 +67,7 @@ def test_nothing_is_spilled_where_states_are_in_registers(label: str) -> None:
         if kernel.kernel != "_prep_kernel":
             assert kernel.spilled_bytes == 0, kernel
         assert kernel.lost_addresses == 0, kernel
+        assert kernel.idle_barriers == 0, kernel
 
 
 @pytest.mark.parametrize("label", CASES)

@@ -104,7 +104,7 @@ def _hopper_kernel(
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     rings = allocate(k_desc.dtype, KEY_RING, RING)
-    begin_barriers(rings)
+    begin_barriers(rings, True)
     exists = True
     if STAYS:
         work = Wholes(
@@ -142,7 +142,7 @@ def _parts_kernel(
 ):  # fmt: skip
     """The parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  Programs stay for several."""
     rings = allocate(k_desc.dtype, KEY_RING, RING)
-    begin_barriers(rings)
+    begin_barriers(rings, False)
     work = parts_of(
         gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
         slots, K, limit, enough, backs_ptr, HEADS, ROWS, PARTS, MOST,

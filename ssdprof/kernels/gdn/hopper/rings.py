@@ -140,12 +140,18 @@ def begin_ring(ring, FULL: gl.constexpr, EMPTY: gl.constexpr):
 
 
 @gluon.jit
-def begin_barriers(rings):
-    """Says how many arrive: of the states' role each thread for itself, of other roles one for all."""
+def begin_barriers(rings, SECOND_PASS: gl.constexpr):
+    """Says how many arrive: of the states' role each thread for itself, of other roles one for all.
+
+    Only barriers that the roles use: what roles are told may lie in the place of others, and memory must not have
+    another use while a barrier is in it (PTX ISA, mbarrier.init).  On an H200 that other processes shared, such a
+    kernel ended with an illegal memory access.
+    """
     begin_ring(rings.keys, 2, STATE_THREADS + 1)  # by loads and gates; states and scores
     begin_ring(rings.values, 1, STATE_THREADS)
     begin_ring(rings.queries, 1, STATE_THREADS + 1)
     begin_ring(rings.inverses, 1, 1)
     begin_ring(rings.updates, 1, STATE_THREADS)
-    begin_ring(rings.weights, 1, STATE_THREADS)
-    begin_ring(rings.outputs, STATE_THREADS, 1)
+    if SECOND_PASS:
+        begin_ring(rings.weights, 1, STATE_THREADS)
+        begin_ring(rings.outputs, STATE_THREADS, 1)
