@@ -43,6 +43,11 @@ def launch(case: GDNCase, config: HopperConfig) -> None:
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
+INVERTS = replace(STAYS, inverts=True, key_ring=3, state_registers=176, other_registers=64)
+ONE_LAUNCH: dict[str, Callable[[], None]] = {
+    "programs that stay": partial(launch, replace(PLAIN, batch=3, initial_state=True), INVERTS),
+    "packed": partial(launch, GDNCase(lengths=(300, 9)), replace(INVERTS, stays=0)),
+}
 
 
 def kernel_of(label: str, name: str) -> Compiled:
@@ -68,6 +73,14 @@ def test_nothing_is_spilled_where_states_are_in_registers(label: str) -> None:
             assert kernel.spilled_bytes == 0, kernel
         assert kernel.lost_addresses == 0, kernel
         assert kernel.idle_barriers == 0, kernel
+
+
+@pytest.mark.parametrize("label", ONE_LAUNCH)
+def test_one_launch_fits_into_shared_memory(label: str) -> None:
+    (kernel,) = compiled("test_gdn_hopper_compile", 90, "ONE_LAUNCH")[label]
+    assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+    assert kernel.spilled_bytes <= 64, kernel
+    assert kernel.lost_addresses == kernel.idle_barriers == 0, kernel
 
 
 @pytest.mark.parametrize("label", CASES)
