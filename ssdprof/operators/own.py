@@ -41,6 +41,9 @@ def entry_point(name: str) -> str:
 def load(reference: str) -> Callable[..., Any]:
     """The function "module:function".  Raises BadInputError with what the import says."""
     name, _, attribute = reference.partition(":")
+    if not name or not attribute:
+        missing = "function" if name else "module"
+        raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
     try:
         with _current_directory_first():
             module = import_module(name)
@@ -55,7 +58,10 @@ def load(reference: str) -> Callable[..., Any]:
         file = getattr(module, "__file__", None) or "built in"
         raise BadInputError(f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION.") from None
     if not callable(function):
-        raise BadInputError(f"{reference} is no function, but of type {type(function).__name__}.")
+        raise BadInputError(
+            f"{reference} is no function, but of type {type(function).__name__}.",
+            "Name a function of the operator's inputs: docs/your-own-kernel.md.",
+        )
     return function
 
 

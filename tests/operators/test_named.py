@@ -99,7 +99,8 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
     with pytest.raises(BadInputError) as told:
         resolve(SSD, "published")
     assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."
-    assert "there is no mamba_ssm/ops/triton/softplus.py" in resolve(SSD, f"published={here}").absent
+    assert "its checkout has no mamba_ssm/ops/triton/softplus.py" in resolve(SSD, f"published={here}").absent
+    assert "the folder of its checkout does not exist" in resolve(SSD, f"published={here / 'nowhere'}").absent
     with pytest.raises(BadInputError, match="mamba_ssm is taken as installed"):
         resolve(SSD, f"mamba_ssm={here}")
     with pytest.raises(BadInputError, match="'fused' is no library of ssd"):
@@ -140,6 +141,8 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
         ("leaving_module:f", "The module of leaving_module:f cannot be imported: SystemExit: gone"),
         ("nowhere:f", "The module of nowhere:f cannot be imported: No module named 'nowhere'"),
         ("kernels_of_a_user:g", "has no 'g'"),
+        ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
+        (":g", "':g' names no module."),
         ("kernels_of_a_user:number", "is no function, but of type int"),
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
@@ -148,6 +151,7 @@ def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
     assert message in told.value.message
+    assert told.value.hint
 
 
 def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
