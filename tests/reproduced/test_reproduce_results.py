@@ -26,6 +26,24 @@ def test_a_file_that_is_no_result_has_its_sentence(tmp_path: Path) -> None:
         load("test", document(), tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {},
+        {"missing": {}, "reports": {"kernels": {"kind": "bench"}}},
+        {"missing": {}, "reports": []},
+        {"missing": 1, "reports": {}},
+    ],
+)
+def test_a_result_that_is_not_whole_has_its_sentence(tmp_path: Path, rest: dict[str, object]) -> None:
+    """And no exit code of a wrong output."""
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"study": "test"} | rest), encoding="utf-8")
+    with pytest.raises(BadInputError, match="is no whole result of test") as told:
+        load("test", document(), file)
+    assert "\n" not in told.value.message
+
+
 def test_a_runner_writes_its_pages_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And a wrong output in the result has its exit code."""
     script, file = tmp_path / "x.py", tmp_path / "test.json"
