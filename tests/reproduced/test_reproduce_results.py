@@ -68,6 +68,7 @@ def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
     order = [places[0], "It is faster: quoted 1x", places[1], "Thrice: quoted 3x", places[2], "nobody can"]
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert "It says so." in text
+    assert "A source.  GPU of the source: H200." in text
     assert "Not measured yet: `python benchmarks/reproduce.py later`." in text
 
 
