@@ -95,6 +95,15 @@ def knows(operator: Operator[Any], word: str) -> bool:
     return ":" in word or word.partition("=")[0] in known(operator)
 
 
+def kind_of(operator: Operator[Any], word: str) -> Kind:
+    """What kind of implementation a name that is known stands for, without importing anything."""
+    name, drawing = word.partition("=")[0], operator.bench
+    if drawing and name in drawing.peers:
+        return "library"
+    bundled = name in kernels.names(operator.name) or (drawing is not None and name in drawing.alternatives)
+    return "bundled" if bundled else "own"
+
+
 def resolve(operator: Operator[Any], word: str) -> Named:
     """What `word` stands for, among the implementations of the operator.  Bundled ones and libraries come first.
 

@@ -12,7 +12,7 @@ import torch
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get
-from ssdprof.operators.named import known, resolve
+from ssdprof.operators.named import kind_of, known, resolve
 from ssdprof.schema import PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -161,6 +161,12 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert (found.name, found.kind, found.source) == ("mine", "own", "kernels_of_a_user:plain")
     assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
     assert "mine" in known(GDN)
+
+
+def test_the_kind_of_a_name_needs_no_import() -> None:
+    words = ("fused", "mamba_ssm", "published=/nowhere", "nowhere:f", "an_entry_point")
+    assert [kind_of(SSD, word) for word in words] == ["bundled", "library", "library", "own", "own"]
+    assert kind_of(GDN, "fused_portable") == "bundled"
 
 
 def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
