@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -109,6 +110,21 @@ def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, stat
     assert re.match(reason, found[name].reason)
     assert found[name].timing is None
     assert re.search(reason.replace(r"\|", r"\\\|"), call("export")[1])
+
+
+@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.parametrize("command", ["run", "answers"])
+def test_what_a_kernel_prints_is_no_data(here: Path, command: str) -> None:
+    """Neither when its module is imported, nor when it is called."""
+    (here / "my_kernels.py").write_text(
+        "from ssdprof.measure.oracle import oracle_output\n"
+        "print('imported')\n"
+        "def talking(inputs):\n    print('called')\n    return oracle_output(inputs)\n"
+    )
+    words = SHORT if command == "run" else SHORT[:2]
+    result = CliRunner().invoke(app, [command, "demo", *words, "--impl", "unfused,my_kernels:talking", "--json"])
+    assert json.loads(result.stdout)["state"] == "complete"
+    assert {"imported", "called"} <= set(result.stderr.split())
 
 
 @pytest.mark.slow

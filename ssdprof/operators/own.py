@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import reduce
 from importlib import import_module, metadata
 from inspect import signature
@@ -45,7 +45,7 @@ def load(reference: str) -> Callable[..., Any]:
         missing = "function" if name else "module"
         raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
     try:
-        with _current_directory_first():
+        with _current_directory_first(), redirect_stdout(sys.stderr):  # stdout is for the command's data
             module = import_module(name)
     except (Exception, SystemExit) as error:  # whatever the user's module does
         raise BadInputError(
