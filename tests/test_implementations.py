@@ -183,7 +183,7 @@ def test_a_kernel_that_changes_its_inputs_spoils_no_other(here: Path) -> None:
         (("--impl", "unfused,nowhere:kernel"), "The module of nowhere:kernel cannot be imported: No module named"),
         (("--impl", "bad_kernels:missing"), "has no 'missing'"),
         (("--impl", "unfused,fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
-        (("--impl", "flash_qla"), "There is no implementation 'flash_qla' of ssd."),
+        (("--impl", "flash_qla"), "There is no implementation 'flash_qla' of ssd: it is one of gdn."),
         (("--impl", "unfused,"), "--impl has an empty name: 'unfused,'."),
         (("--baseline", "fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
         (("--impl", "published"), "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import own
@@ -127,8 +127,9 @@ def resolve(operator: Operator[Any], word: str) -> Named:
         return _own(operator, name, name)
     if name in own.entry_points():
         return _own(operator, name, own.entry_point(name))
+    others = [one for one in operators.names() if name in known(operators.get(one))]
     raise BadInputError(
-        f"There is no implementation {name!r} of {operator.name}.",
+        f"There is no implementation {name!r} of {operator.name}{f': it is one of {others[0]}' if others else ''}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 

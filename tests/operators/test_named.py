@@ -108,12 +108,12 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(BadInputError, match="There is no implementation 'fussed' of ssd") as told:
+    with pytest.raises(BadInputError, match=r"There is no implementation 'fussed' of ssd\.") as told:
         resolve(SSD, "fussed")
     assert told.value.hint.startswith("Did you mean fused?")
     assert "flash_qla" in known(GDN)
     assert "flash_qla" not in known(SSD)
-    with pytest.raises(BadInputError, match="There is no implementation 'flash_qla' of ssd"):
+    with pytest.raises(BadInputError, match=r"'flash_qla' of ssd: it is one of gdn\."):
         resolve(SSD, "flash_qla")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import reproduce
 from reproduced.made import DOCUMENT, H200, document
-from reproducing import rendering, seeds
+from reproducing import published, rendering, seeds
 from reproducing.result import Result, load, understood
 
 from ssdprof.bench.schema import BenchReport, dump
@@ -89,3 +89,19 @@ def test_crosses_are_quoted_numbers() -> None:
     assert rendering.as_picture(stated, nothing) is None
     assert "test.svg" not in rendering.as_markdown(stated, nothing)
     assert "(test.svg)" in rendering.as_markdown(stated, result)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(reproduce.RESULTS.glob("*/*.json")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
+def test_a_committed_page_is_what_its_result_and_its_document_say(file: Path) -> None:
+    """Else a claim that was changed would stand on the page as it was."""
+    stated = published.load(file.stem)
+    if stated.runner:
+        pytest.skip("the runner writes its page")
+    page = rendering.as_markdown(stated, load(file.stem, stated, file))
+    assert file.with_suffix(".md").read_text(encoding="utf-8") == page, f"reproduce.py {file.stem} --from {file}"
+
+
+def test_the_committed_page_of_all_results_is_what_they_say() -> None:
+    assert reproduce.write_page(check=True) == ExitCode.OK, "python benchmarks/reproduce.py --page"
