@@ -108,7 +108,8 @@ def resolve(operator: Operator[Any], word: str) -> Named:
     """What `word` stands for, among the implementations of the operator.  Bundled ones and libraries come first.
 
     A library that is not there is no error; the result says why.  Raises BadInputError for an unknown name, a
-    library without its checkout, and an own kernel that cannot be imported or takes another operator's inputs.
+    library without its checkout or with one that is no folder, and an own kernel that cannot be imported or takes
+    another operator's inputs.
     """
     name, _, checkout = word.partition("=")
     drawing = operator.bench
@@ -141,10 +142,13 @@ def _library(name: str, source: PeerSource, checkout: Path | None) -> Named:
         )
     if checkout is not None and not source.from_checkout:
         raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")
+    if checkout is not None and not checkout.is_dir():
+        raise BadInputError(f"There is no folder {checkout}.", f"Give a checkout of {source.where}.")
     try:
         peer = source.load(checkout)
     except ImportError as error:
-        why = f"{name} cannot be imported: {str(error).rstrip('.')}."
+        where = " from its checkout" if checkout else ""
+        why = f"{name} cannot be imported{where}: {str(error).rstrip('.')}."
         return Named(name=name, kind="library", absent=why, hint=source.hint)
     return Named(
         name=name,

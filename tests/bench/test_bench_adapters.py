@@ -313,7 +313,7 @@ def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
         _ = resolve(SSD, "mamba_ssm").present
-    with pytest.raises(MissingCapabilityError, match=r"its checkout has no mamba_ssm/ops/triton/softplus\.py"):
+    with pytest.raises(MissingCapabilityError, match=r"there is no mamba_ssm/ops/triton/softplus\.py"):
         _ = resolve(SSD, f"published={tmp_path}").present
 
 

@@ -33,8 +33,6 @@ _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 def load(checkout: Path) -> Implementation:
     """Raises ImportError where the checkout lacks the kernel, or the kernel needs what is missing."""
-    if not checkout.is_dir():
-        raise ImportError("the folder of its checkout does not exist")
     softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
@@ -52,7 +50,7 @@ def version(checkout: Path) -> str:
 def _module(file: Path) -> ModuleType:
     spec = spec_from_file_location(f"ssdprof_published_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ImportError(f"its checkout has no {'/'.join(_FOLDER.parts)}/{file.name}")
+        raise ImportError(f"there is no {'/'.join(_FOLDER.parts)}/{file.name}")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
