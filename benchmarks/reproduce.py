@@ -35,6 +35,7 @@ from reproducing.result import Recorded, Result, folder_of, load, stored, unders
 from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.files import write_text
+from ssdprof.report import format as fmt
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "results"
@@ -77,17 +78,21 @@ def reproduce(
 
 def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[str, Recorded]:
     """words: MEASUREMENT=FILE.  kernels: the hash that reports without one have, "" if it is not known."""
-    kinds = {one.name: one.reads for one in document.measure}
+    measures = {one.name: one for one in document.measure}
     found: dict[str, Recorded] = {}
     for word in words:
         name, _, place = word.partition("=")
-        if name not in kinds or not place:
+        if name not in measures or not place:
             raise BadInputError(
                 f"--recorded {word} names no measurement and its report.",
-                f"Write MEASUREMENT=FILE.  Measurements: {', '.join(kinds)}.",
+                f"Write MEASUREMENT=FILE.  Measurements: {', '.join(measures)}.",
             )
-        file = Path(place)
-        report = reports.read(kinds[name], file)
+        if name in found:
+            raise BadInputError(f"--recorded names {name} twice.", "Give one report for each measurement.")
+        file, subject = Path(place), measures[name].subject
+        report = reports.read(measures[name].reads, file)
+        if subject and (others := reports.subjects(report) - {subject}):
+            raise BadInputError(f"{file} is a report of {fmt.words(sorted(others))}.", f"Give one of {subject}.")
         own = reports.kernels(report)
         place, home = file.resolve(), RECORDS.resolve()
         found[name] = Recorded(
@@ -100,12 +105,13 @@ def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[st
     return found
 
 
-def refuse_without_gpu(name: str) -> None:
+def refuse_without_gpu(name: str, document: Published) -> None:
     """MissingCapabilityError where there is none.  One that is there is left alone: only commands compute on it."""
     import torch
 
     if not torch.cuda.is_available():
-        hint = "--from renders a result again without one, and --recorded takes a report that exists."
+        recorded = "" if document.runner else ", and --recorded takes a report that exists"
+        hint = f"--from renders a result again without one{recorded}."
         raise MissingCapabilityError(f"{name} needs an NVIDIA GPU, and torch sees none.", hint)
 
 
@@ -197,6 +203,8 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write results/seeds.md from all results")
     options = parser.parse_args()
     if options.page:
+        if options.name or options.file or options.recorded:
+            raise BadInputError("--page is about all results, and takes no other.", "Give it alone, or with --check.")
         return write_page(check=options.check)
     if options.name is None:
         raise BadInputError("Name a published comparison.", f"There are: {', '.join(published.known())}.")
@@ -208,16 +216,18 @@ def main() -> int:
         raise BadInputError(f"--budget {options.budget:g} leaves no time.", "Give a number of seconds.")
     document = published.load(options.name)
     if options.file:
+        if options.out or options.recorded:
+            raise BadInputError("--from writes beside its result, of what the result holds.", "Give it alone.")
         return again(options.name, document, options.file, check=options.check)
     budget = options.budget or document.seconds
     if document.runner:
         if options.recorded:
             raise BadInputError(f"{options.name} has a runner, which measures everything.", "Leave --recorded out.")
-        refuse_without_gpu(options.name)
+        refuse_without_gpu(options.name, document)
         return run_runner(document, budget, options.out)
     records = recorded(document, options.recorded, options.kernels)
     if len(records) < len(document.measure):
-        refuse_without_gpu(options.name)
+        refuse_without_gpu(options.name, document)
     return reproduce(
         options.name, document, budget=budget, checkout=options.published, out=options.out, records=records
     )

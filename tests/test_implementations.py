@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -111,6 +112,21 @@ def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, stat
     assert re.search(reason.replace(r"\|", r"\\\|"), call("export")[1])
 
 
+@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.parametrize("command", ["run", "answers"])
+def test_what_a_kernel_prints_is_no_data(here: Path, command: str) -> None:
+    """Neither when its module is imported, nor when it is called."""
+    (here / "my_kernels.py").write_text(
+        "from ssdprof.measure.oracle import oracle_output\n"
+        "print('imported')\n"
+        "def talking(inputs):\n    print('called')\n    return oracle_output(inputs)\n"
+    )
+    words = SHORT if command == "run" else SHORT[:2]
+    result = CliRunner().invoke(app, [command, "demo", *words, "--impl", "unfused,my_kernels:talking", "--json"])
+    assert json.loads(result.stdout)["state"] == "complete"
+    assert {"imported", "called"} <= set(result.stderr.split())
+
+
 @pytest.mark.slow
 def test_a_kernel_that_hangs_fails_the_run_and_is_named(here: Path) -> None:
     (here / "bad_kernels.py").write_text(BAD.read_text())
@@ -167,7 +183,7 @@ def test_a_kernel_that_changes_its_inputs_spoils_no_other(here: Path) -> None:
         (("--impl", "unfused,nowhere:kernel"), "The module of nowhere:kernel cannot be imported: No module named"),
         (("--impl", "bad_kernels:missing"), "has no 'missing'"),
         (("--impl", "unfused,fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
-        (("--impl", "flash_qla"), "There is no implementation 'flash_qla' of ssd."),
+        (("--impl", "flash_qla"), "There is no implementation 'flash_qla' of ssd: it is one of gdn."),
         (("--impl", "unfused,"), "--impl has an empty name: 'unfused,'."),
         (("--baseline", "fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
         (("--impl", "published"), "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."),

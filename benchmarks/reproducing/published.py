@@ -26,10 +26,13 @@ class Part(BaseModel):
 
 
 class Measure(Part):
-    """commands: run one after the other; the last writes `file`.  share: of the seconds that are left."""
+    """commands: run one after the other; the last writes `file`.  share: of the seconds that are left.
+    subject: of a bench "SHAPE, DTYPE", of prefill a model; a recorded report must be of this.
+    """
 
     name: str
     reads: Literal["bench", "run", "stalls", "prefill"]
+    subject: str = ""
     commands: tuple[str, ...]
     file: str = ""
     share: float = Field(default=1.0, gt=0, le=1)
@@ -218,12 +221,12 @@ def known(folder: Path = FOLDER) -> list[str]:
 
 def load(name: str, folder: Path = FOLDER) -> Published:
     """Raises BadInputError for an unknown name, and for a document that is not in the format."""
-    file = folder / f"{name}.toml"
-    if not file.is_file():
-        there = known(folder)
+    there = known(folder)
+    if name not in there:
         near = get_close_matches(name, there, n=1, cutoff=0.3)
         asked = f"Did you mean {near[0]}?  " if near else ""
         raise BadInputError(f"{name!r} is not a published comparison.", f"{asked}There are: {', '.join(there)}.")
+    file = folder / f"{name}.toml"
     try:
         return Published.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:

@@ -137,6 +137,13 @@ def created(report: Report) -> str:
     return "" if isinstance(report, StallReport) else report.created
 
 
+def subjects(report: Report) -> set[str]:
+    """What was measured, as `subject` in a document names it; empty of a run and of stalls."""
+    if isinstance(report, BenchReport):
+        return {f"{cell.shape}, {cell.dims.dtype}" for cell in report.cells}
+    return {report.checkpoint.requested} if isinstance(report, PrefillReport) else set()
+
+
 def kernels(report: Report) -> str:
     """The hash of the kernels' sources; "" where the report does not hold it."""
     return report.kernels if isinstance(report, BenchReport) else ""

@@ -20,6 +20,7 @@ from reproducing.values import values
 from ssdprof import __version__
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.errors import BadInputError
+from ssdprof.measure.faults import first_line
 
 _FOLDERS = re.compile(r"(?<![^=,])/(?:[^/,=]+/)*(?=[^/,=])")  # of an absolute path: all but its name
 
@@ -119,7 +120,10 @@ def load(name: str, document: Published, file: Path) -> Result:
         raise BadInputError(f"{file} is no result of a published comparison.", again)
     if content["study"] != name:
         raise BadInputError(f"{file} is a result of {content['study']}, not of {name}.", again)
-    return understood(name, document, content)
+    try:
+        return understood(name, document, content)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # a key or a report that is not as written
+        raise BadInputError(f"{file} is no whole result of {name}: {first_line(error)}.", again) from error
 
 
 def understood(name: str, document: Published, content: Mapping[str, Any]) -> Result:

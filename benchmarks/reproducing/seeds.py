@@ -24,7 +24,7 @@ def page(found: Sequence[tuple[str, Published, Sequence[Result]]]) -> str:
     """found: name, document, and results of one or more GPUs; a comparison without a result is named too."""
     parts = [HEAD, *_summary(found)]
     for name, document, results in found:
-        parts.append(f"## {document.title}\n\n{document.source}")
+        parts.append(f"## {document.title}\n\n{document.source}  GPU of the source: {document.gpu}.")
         if not results:
             parts.append(f"Not measured yet: `python benchmarks/reproduce.py {name}`.")
         for result in results:

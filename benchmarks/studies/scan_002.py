@@ -11,7 +11,6 @@ beside it, without a GPU.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,9 +25,9 @@ from inter_chunk.counters import Watched, count
 from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge
 from inter_chunk.values import values_of
-from study import Result, exit_code, measured, row, save, stored, timed, write_pages
+from study import Result, carried_out, end, options_of, row, save, timed, write_pages
 
-from ssdprof.errors import MissingCapabilityError, SsdprofError
+from ssdprof.errors import SsdprofError
 from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.measure.roofline import measure_ceilings
@@ -50,10 +49,11 @@ Run = Callable[[], torch.Tensor | peer.Passed]
 class Study:
     """One run of all cells, then of ncu.  folder: where the result is kept after each cell."""
 
-    def __init__(self, budget: float, folder: Path) -> None:
+    def __init__(self, budget: float, folder: Path, *, with_ncu: bool = True) -> None:
         self.result = Result(study=NAME)
         self.budget = budget
         self.folder = folder
+        self.with_ncu = with_ncu
         self.watched: list[Watched] = []
         self.counters: list[dict[str, Any]] = []
         self.peer: peer.MambaSsm | None = None
@@ -65,11 +65,11 @@ class Study:
     def left(self) -> float:
         return self.budget - self.result.seconds
 
-    def run(self, *, with_ncu: bool) -> None:
+    def run(self) -> None:
         bench = CudaBench(torch.device(DEVICE))
         copy_gb_per_s = measure_ceilings(bench.device).copy_gb_per_s
         self.result.values["copy_gb_per_s"] = copy_gb_per_s
-        reserved = NCU_SECONDS if with_ncu else 0
+        reserved = NCU_SECONDS if self.with_ncu else 0
         for cell in cells():
             if self.left() - reserved < CELL_SECONDS:
                 self.result.missing[f"the cell {cell}"] = f"the budget of {self.budget:.0f} s was spent"
@@ -77,7 +77,7 @@ class Study:
             self.measure(cell, bench, copy_gb_per_s)
             self.keep()
             print(f"{self.result.seconds:.0f} s: {cell}", file=sys.stderr, flush=True)
-        if with_ncu:
+        if self.with_ncu:
             self.count()
         else:
             self.result.missing[COUNTED] = "not asked for"
@@ -185,35 +185,19 @@ def wanted(cell: Cell, name: str) -> bool:
 
 
 def pages(content: Mapping[str, Any], folder: Path) -> None:
-    rows, counters = content["rows"], content["counters"]
+    rows, counters = content["rows"], content.get("counters", ())
     write_pages(content, folder, report.tables(rows, counters), drawn(partial(report.paint, rows), (11, 4.6)))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
-    where.add_argument(
-        "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
-    )
-    parser.add_argument("--budget", type=float, default=180, help="seconds, ncu's among them")
+    parser = options_of(__doc__, seconds=180)
     parser.add_argument("--without-ncu", action="store_true")
     options = parser.parse_args()
-    if options.file:
-        pages(stored(NAME, options.file), options.file.parent)
-        return 0
-    if not torch.cuda.is_available():
-        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
-    study = Study(options.budget, options.out)
     with torch.no_grad():
-        code = measured(study.result, partial(study.run, with_ncu=not options.without_ncu))
-    pages(study.keep(), options.out)
-    return exit_code(study.result, code)
+        return carried_out(
+            NAME, options, lambda: Study(options.budget, options.out, with_ncu=not options.without_ncu), pages
+        )
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except SsdprofError as error:
-        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
-        sys.exit(int(error.exit_code))
+    end(main)

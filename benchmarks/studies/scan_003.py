@@ -11,7 +11,6 @@ pages of a result again, beside it, without a GPU.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -29,9 +28,8 @@ from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 from selective_scan.reference import Judge, scan
 from selective_scan.values import values_of
-from study import Result, exit_code, gpu_of, measured, published, row, save, stored, timed, write_pages
+from study import Result, carried_out, end, gpu_of, options_of, published, row, save, timed, write_pages
 
-from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import counted_launches, recorded_launches
@@ -212,28 +210,9 @@ def pages(content: Mapping[str, Any], folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
-    where.add_argument(
-        "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
-    )
-    parser.add_argument("--budget", type=float, default=150, help="seconds")
-    options = parser.parse_args()
-    if options.file:
-        pages(stored(NAME, options.file), options.file.parent)
-        return 0
-    if not torch.cuda.is_available():
-        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
-    study = Study(options.budget, options.out)
-    code = measured(study.result, study.run)
-    pages(study.keep(), options.out)
-    return exit_code(study.result, code)
+    options = options_of(__doc__, seconds=150).parse_args()
+    return carried_out(NAME, options, lambda: Study(options.budget, options.out), pages)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except SsdprofError as error:
-        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
-        sys.exit(int(error.exit_code))
+    end(main)

@@ -1,7 +1,8 @@
-"""What the runners of the studies share: timing calls in turns, and the files of a result."""
+"""What the runners of the studies share: their command line, timing calls in turns, and the files of a result."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -10,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
+import torch
 from tabulate import tabulate
 
 sys.path.append(str(Path(__file__).parents[1]))  # `reproducing` lies there, and Python looks beside the runner only
@@ -20,7 +22,7 @@ from reproducing import result as results
 
 from ssdprof import __version__, environment
 from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
-from ssdprof.errors import ExitCode, SsdprofError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.files import write_text
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.sampling import SamplingPlan
@@ -72,6 +74,60 @@ class Result:
             "rows": self.rows,
             **self.more,
         }
+
+
+class Study(Protocol):
+    """One run of all cells."""
+
+    result: Result
+
+    def run(self) -> None: ...
+
+    def keep(self) -> dict[str, Any]:
+        """Writes <study>.json, and returns what it holds."""
+
+
+Pages = Callable[[Mapping[str, Any], Path], None]  # (what <study>.json holds, folder) writes the other two files
+
+
+# --- the command line
+
+
+def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
+    """The options of every runner.  about: its docstring.  seconds: its budget unless the user says otherwise."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
+    where.add_argument(
+        "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
+    )
+    parser.add_argument("--budget", type=float, default=seconds, help="seconds of wall clock, for everything")
+    return parser
+
+
+def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study], pages: Pages) -> int:
+    """Measures, or with --from writes the pages of a result again.  The exit code."""
+    if options.file:
+        pages(stored(name, options.file), options.file.parent)
+        return int(ExitCode.OK)
+    if not torch.cuda.is_available():
+        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
+    study = begin()
+    code = measured(study.result, study.run)
+    pages(study.keep(), options.out)
+    return exit_code(study.result, code)
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit code of `main`, or with that of the error that it raises."""
+    try:
+        sys.exit(main())
+    except SsdprofError as error:
+        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))
+
+
+# --- measuring
 
 
 def timed(
@@ -177,4 +233,7 @@ def write_pages(content: Mapping[str, Any], folder: Path, sections: Mapping[str,
 
 def stored(study: str, file: Path) -> dict[str, Any]:
     """What `save` wrote.  Raises BadInputError for any other file."""
-    return dict(results.load(study, published.load(study), file).stored)
+    content = dict(results.load(study, published.load(study), file).stored)
+    if "rows" not in content:
+        raise BadInputError(f"{file} has no rows: it is no result of a runner.", "Give the JSON file that --out wrote.")
+    return content

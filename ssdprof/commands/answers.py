@@ -121,9 +121,9 @@ def answers(
         check_placed(planned, subject, request)
         return
     options.use_tuned(no_tuned)
-    folder, report = compare(
-        request, wanted, Keep(out=out, command=terminal.command_line()), terminal.TerminalWatcher(), subject
-    )
+    keep = Keep(out=out, command=terminal.command_line())
+    with terminal.only_data_on_stdout():
+        folder, report = compare(request, wanted, keep, terminal.TerminalWatcher(), subject)
     if as_json:
         print(document.dump(report))
     else:

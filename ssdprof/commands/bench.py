@@ -234,7 +234,8 @@ def bench(
             cells_kept = len(report.cells)
 
     try:
-        report = measure(request, watcher, keep, ranks)
+        with terminal.only_data_on_stdout():
+            report = measure(request, watcher, keep, ranks)
     except KeyboardInterrupt:
         if not cells_kept:
             raise

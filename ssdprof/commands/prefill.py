@@ -115,7 +115,8 @@ def prefill(
         command=terminal.command_line(),
     )
     try:
-        report = time_prefills(wanted, subject, terminal.TerminalWatcher(), keep)
+        with terminal.only_data_on_stdout():
+            report = time_prefills(wanted, subject, terminal.TerminalWatcher(), keep)
     except KeyboardInterrupt:
         if not kept:
             raise KeyboardInterrupt("Nothing had been timed, and nothing is kept.") from None

@@ -173,7 +173,8 @@ def run(
     wanted = replace(wanted, gates=gates.judged_here(wanted.gates))
     tuned = options.use_tuned(no_tuned)
     watcher = terminal.TerminalWatcher() if told else Unwatched()
-    folder, report = run_model(request, wanted, result.keep(), watcher, found=found, ranks=ranks)
+    with terminal.only_data_on_stdout():
+        folder, report = run_model(request, wanted, result.keep(), watcher, found=found, ranks=ranks)
     if not told:
         return
     if result.prefill:
@@ -194,7 +195,8 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
     from ssdprof.pipeline.prefill import prefill_of_run
 
     try:
-        return prefill_of_run(request, smallest_difference, folder, report, terminal.TerminalWatcher())
+        with terminal.only_data_on_stdout():
+            return prefill_of_run(request, smallest_difference, folder, report, terminal.TerminalWatcher())
     except SsdprofError as error:
         terminal.err().print(f"No prefill times: {error.message}  {error.hint}")
         return report

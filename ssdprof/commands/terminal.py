@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -85,6 +85,11 @@ def out() -> Console:
 def err() -> Console:
     """stderr, for progress, warnings and errors."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def only_data_on_stdout() -> AbstractContextManager[Any]:
+    """Around a job: what kernels of the user or of other libraries print goes to stderr."""
+    return redirect_stdout(sys.stderr)
 
 
 def print_json(value: Any) -> None:

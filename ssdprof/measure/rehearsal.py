@@ -124,7 +124,8 @@ def _death(code: int, limit_s: float, last_words: str) -> str:
         return f"its first call was stopped after {limit_s:g} s"
     if code < 0:
         return f"its first call ended its process by {signal.Signals(-code).name}"
-    return f"its first call ended its process with exit code {code}: {printable(last_words)}"
+    words = printable(last_words)
+    return f"its first call ended its process with exit code {code}{f': {words}' if words else ''}"
 
 
 # --- in the other process

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import own
@@ -95,11 +95,21 @@ def knows(operator: Operator[Any], word: str) -> bool:
     return ":" in word or word.partition("=")[0] in known(operator)
 
 
+def kind_of(operator: Operator[Any], word: str) -> Kind:
+    """What kind of implementation a name that is known stands for, without importing anything."""
+    name, drawing = word.partition("=")[0], operator.bench
+    if drawing and name in drawing.peers:
+        return "library"
+    bundled = name in kernels.names(operator.name) or (drawing is not None and name in drawing.alternatives)
+    return "bundled" if bundled else "own"
+
+
 def resolve(operator: Operator[Any], word: str) -> Named:
     """What `word` stands for, among the implementations of the operator.  Bundled ones and libraries come first.
 
     A library that is not there is no error; the result says why.  Raises BadInputError for an unknown name, a
-    library without its checkout, and an own kernel that cannot be imported or takes another operator's inputs.
+    library without its checkout or with one that is no folder, and an own kernel that cannot be imported or takes
+    another operator's inputs.
     """
     name, _, checkout = word.partition("=")
     drawing = operator.bench
@@ -118,8 +128,9 @@ def resolve(operator: Operator[Any], word: str) -> Named:
         return _own(operator, name, name)
     if name in own.entry_points():
         return _own(operator, name, own.entry_point(name))
+    others = [one for one in operators.names() if name in known(operators.get(one))]
     raise BadInputError(
-        f"There is no implementation {name!r} of {operator.name}.",
+        f"There is no implementation {name!r} of {operator.name}{f': it is one of {others[0]}' if others else ''}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 
@@ -131,10 +142,13 @@ def _library(name: str, source: PeerSource, checkout: Path | None) -> Named:
         )
     if checkout is not None and not source.from_checkout:
         raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")
+    if checkout is not None and not checkout.is_dir():
+        raise BadInputError(f"There is no folder {checkout}.", f"Give a checkout of {source.where}.")
     try:
         peer = source.load(checkout)
     except ImportError as error:
-        why = f"{name} cannot be imported: {str(error).rstrip('.')}."
+        where = " from its checkout" if checkout else ""
+        why = f"{name} cannot be imported{where}: {str(error).rstrip('.')}."
         return Named(name=name, kind="library", absent=why, hint=source.hint)
     return Named(
         name=name,

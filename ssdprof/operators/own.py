@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import reduce
 from importlib import import_module, metadata
 from inspect import signature
@@ -41,8 +41,11 @@ def entry_point(name: str) -> str:
 def load(reference: str) -> Callable[..., Any]:
     """The function "module:function".  Raises BadInputError with what the import says."""
     name, _, attribute = reference.partition(":")
+    if not name or not attribute:
+        missing = "function" if name else "module"
+        raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
     try:
-        with _current_directory_first():
+        with _current_directory_first(), redirect_stdout(sys.stderr):  # stdout is for the command's data
             module = import_module(name)
     except (Exception, SystemExit) as error:  # whatever the user's module does
         raise BadInputError(
@@ -55,7 +58,10 @@ def load(reference: str) -> Callable[..., Any]:
         file = getattr(module, "__file__", None) or "built in"
         raise BadInputError(f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION.") from None
     if not callable(function):
-        raise BadInputError(f"{reference} is no function, but of type {type(function).__name__}.")
+        raise BadInputError(
+            f"{reference} is no function, but of type {type(function).__name__}.",
+            "Name a function of the operator's inputs: docs/your-own-kernel.md.",
+        )
     return function
 
 

@@ -16,7 +16,8 @@ import torch
 
 from ssdprof import environment, files, operators, runs
 from ssdprof.capture.manifest import read_manifest
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
+from ssdprof.operators.named import kind_of
 from ssdprof.pipeline import limits, stall_files, stall_inputs
 from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.stall_inputs import Captured
@@ -126,7 +127,10 @@ def _collect(captured: Captured, request: StallRequest, folder: Path, cache: Pat
             try:
                 launched[job] = _launch(job, request.timeout_s)
             except SsdprofError as error:
-                if (job == jobs[-1] and not launched) or not _is_library(captured, job.implementation):
+                kind = kind_of(operators.get(captured.layer.layer.operator), job.implementation)
+                if kind == "own":
+                    raise _unfit(job.implementation, error) from error
+                if kind == "bundled" or (job == jobs[-1] and not launched):
                     raise
                 left_out.append(f"{job.implementation} is left out: {error.message}")
                 watcher.say(left_out[-1])
@@ -152,8 +156,10 @@ def _launch(job: collect.Job, timeout_s: float) -> Launched:
     return launched
 
 
-def _is_library(captured: Captured, word: str) -> bool:
-    return word.partition("=")[0] in operators.get(captured.layer.layer.operator).drawing.peers
+def _unfit(name: str, error: SsdprofError) -> SsdprofError:
+    """Names the user's own kernel that cannot be profiled.  If it ended or outlasted its process, a gate failed."""
+    code = ExitCode.GATE_FAILED if isinstance(error, MissingCapabilityError) else error.exit_code
+    return SsdprofError(f"{name} cannot be profiled.  {error.message}", "ssdprof run says what is wrong with it.", code)
 
 
 def _model(ref: CheckpointRef) -> str:

@@ -55,19 +55,22 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
         yield from (terminal.bullet(_short(line)) for line in warnings[:_MOST_CAVEATS])
         if len(warnings) > _MOST_CAVEATS:
             yield Text(f"  {fmt.plural(len(warnings) - _MOST_CAVEATS, 'more caveat')} with --full.")
-    yield from (terminal.bullet(reason) for reason in _reasons(report))
+    reasons = _reasons(report)
+    yield from (terminal.bullet(reason) for reason in reasons[:_MOST_REASONS])
+    if len(reasons) > _MOST_REASONS:
+        yield Text(f"  {fmt.plural(len(reasons) - _MOST_REASONS, 'more reason')} with --full.")
     yield Text(_MORE, style="dim")
     for line in verdict_lines(report):
         yield terminal.verdict(_short(line), good=line.startswith(GOOD))
 
 
 def _reasons(report: RunReport) -> list[str]:
-    """Why the first cases failed, each reason once."""
+    """Why cases failed, each reason once."""
     found = {case.reason: case for case in reversed(outcome(report).failed) if case.reason}
     return [
         _short(f"layer {case.layer.index}, {case.implementation} ({case.precision}): {reason}")
         for reason, case in reversed(found.items())
-    ][:_MOST_REASONS]
+    ]
 
 
 def _short(sentence: str) -> str:

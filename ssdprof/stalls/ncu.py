@@ -198,9 +198,10 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
             return MissingCapabilityError(complaint.message, complaint.hint)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or "Error" in line]
-    last = (errors or lines or ["nothing"])[-1].removeprefix("==ERROR==").strip()
+    last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
+    how = f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
     return MissingCapabilityError(
-        f"A process of the profile failed (exit code {returncode}); its last words: {last[:300]}",
+        f"A process of the profile failed ({how}){f'; its last words: {last[:300]}' if last else '.'}",
         "ssdprof doctor may say why.",
     )
 

@@ -94,7 +94,7 @@ def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused()
     ("words", "said"),
     [
         (("gdn", "--draw", "wide"), "--draw does not know 'wide'"),
-        (("ssd", "--also", "fused_portable"), "There is no implementation 'fused_portable' of ssd."),
+        (("ssd", "--also", "fused_portable"), "There is no implementation 'fused_portable' of ssd: it is one of gdn."),
     ],
 )
 def test_unknown_words_end_with_2(words: tuple[str, ...], said: str) -> None:

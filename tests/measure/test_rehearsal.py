@@ -106,6 +106,10 @@ def test_what_ends_the_other_process_is_told(function: str, reason: str) -> None
     assert verdict(function, ssd()) == ("failed", reason)
 
 
+def test_a_process_that_ended_without_a_word() -> None:
+    assert rehearsal._death(7, 1.0, "") == "its first call ended its process with exit code 7"
+
+
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
     began = time.monotonic()
     assert verdict("hanging", ssd(), 1.5) == ("failed", "its first call was stopped after 1.5 s")

@@ -12,7 +12,7 @@ import torch
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get
-from ssdprof.operators.named import known, resolve
+from ssdprof.operators.named import kind_of, known, resolve
 from ssdprof.schema import PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -99,7 +99,11 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
     with pytest.raises(BadInputError) as told:
         resolve(SSD, "published")
     assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."
-    assert "there is no mamba_ssm/ops/triton/softplus.py" in resolve(SSD, f"published={here}").absent
+    absent = resolve(SSD, f"published={here}").absent
+    assert "cannot be imported from its checkout: there is no mamba_ssm/ops/triton/softplus.py" in absent
+    with pytest.raises(BadInputError, match=r"There is no folder .*nowhere") as told:
+        resolve(SSD, f"published={here / 'nowhere'}")
+    assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba."
     with pytest.raises(BadInputError, match="mamba_ssm is taken as installed"):
         resolve(SSD, f"mamba_ssm={here}")
     with pytest.raises(BadInputError, match="'fused' is no library of ssd"):
@@ -107,12 +111,12 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(BadInputError, match="There is no implementation 'fussed' of ssd") as told:
+    with pytest.raises(BadInputError, match=r"There is no implementation 'fussed' of ssd\.") as told:
         resolve(SSD, "fussed")
     assert told.value.hint.startswith("Did you mean fused?")
     assert "flash_qla" in known(GDN)
     assert "flash_qla" not in known(SSD)
-    with pytest.raises(BadInputError, match="There is no implementation 'flash_qla' of ssd"):
+    with pytest.raises(BadInputError, match=r"'flash_qla' of ssd: it is one of gdn\."):
         resolve(SSD, "flash_qla")
 
 
@@ -140,6 +144,8 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
         ("leaving_module:f", "The module of leaving_module:f cannot be imported: SystemExit: gone"),
         ("nowhere:f", "The module of nowhere:f cannot be imported: No module named 'nowhere'"),
         ("kernels_of_a_user:g", "has no 'g'"),
+        ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
+        (":g", "':g' names no module."),
         ("kernels_of_a_user:number", "is no function, but of type int"),
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
@@ -148,6 +154,7 @@ def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
     assert message in told.value.message
+    assert told.value.hint
 
 
 def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +164,12 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert (found.name, found.kind, found.source) == ("mine", "own", "kernels_of_a_user:plain")
     assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
     assert "mine" in known(GDN)
+
+
+def test_the_kind_of_a_name_needs_no_import() -> None:
+    words = ("fused", "mamba_ssm", "published=/nowhere", "nowhere:f", "an_entry_point")
+    assert [kind_of(SSD, word) for word in words] == ["bundled", "library", "library", "own", "own"]
+    assert kind_of(GDN, "fused_portable") == "bundled"
 
 
 def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(

@@ -91,6 +91,7 @@ def test_why_cases_failed_is_said_before_the_verdict():
     assert reason < len(lines) - 1
     assert "FAILED: 4 of 8 cases" in " ".join(lines[reason:])
     assert sum("over its budget" in line for line in lines) == 2  # the first two of four
+    assert "  2 more reasons with --full." in lines
 
 
 def test_a_long_caveat_is_cut_after_a_word():

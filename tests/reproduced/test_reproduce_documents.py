@@ -8,8 +8,9 @@ import pytest
 import reproduce
 import small_gdn_cases
 import typer
+from inter_chunk.cells import CHUNKS
 from reproduced.made import document
-from reproducing import measuring
+from reproducing import judging, measuring
 from reproducing import published as documents
 
 from ssdprof import cli
@@ -71,3 +72,44 @@ def test_quoted_keys_of_table_2_are_values() -> None:
     made = {f"{one.name}[{one.key}]" for one in stated.value}
     for group in stated.numbers:
         assert {f"{group.value}[{key}]" for key in group.quoted} <= made
+
+
+def words_of(chunk: str) -> str:
+    return f"mamba_ssm_{chunk}_over_128_fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "right", "one_off"),
+    [
+        ("fig11", "fp16 states: mamba_ssm is fastest with chunks of 256", {words_of("256"): 1.2, words_of("64"): 0.9},
+         {words_of("64"): 1.3}),
+        ("scan-002", "The fused kernel is always better", {f"speedup_d64_g{g}": 1.5 for g in CHUNKS},
+         {"speedup_d64_g32": 0.9}),
+        ("table2", "Published kernel, all configurations, at 1e-2, every length",
+         {f"least_at_1e2[{states} {kind}]": 100.0 for states in ("fp32", "fp16") for kind in ("exact", "relaxed")},
+         {"least_at_1e2[fp32 exact]": 99.9}),
+    ],
+)  # fmt: skip
+def test_a_claim_about_all_does_not_hold_without_one_of_them(
+    name: str, claim: str, right: dict[str, float], one_off: dict[str, float]
+) -> None:
+    stated = documents.load(name)
+    for values, verdict in ((right, "inside"), (right | one_off, "outside")):
+        (found,) = [one for one in judging.claims(stated, values, stated.gpu) if one.claim == claim]
+        assert found.verdict == verdict
+
+
+def test_the_shares_of_appendix_b_add_up_as_stated() -> None:
+    stated = documents.load("appendix-b")
+    (shares,) = [group.quoted for group in stated.numbers]
+    total = sum(share for name, share in shares.items() if not name.endswith(("utilization", "Occupancy")))
+    assert any(f"add up to about {round(total, -1):.0f} %" in choice for choice in stated.choices)
+
+
+def test_the_quoted_bandwidth_of_scan_003_fits_the_quoted_times_where_stated() -> None:
+    """The head dimension that was chosen rests on it."""
+    (us,) = [one["us"]["parallel"] for one in documents.load("scan-003").quoted if one.get("tiles") == 64 and
+             one["pass"] == "forward"]  # fmt: skip
+    gb_per_s = {512: 343, 1024: 507, 2048: 455, 4096: 972, 8192: 805, 16384: 810, 32768: 813}
+    fits = {n: rate == pytest.approx(392 * 128 * n / us[str(n)] / 1e3, rel=0.01) for n, rate in gb_per_s.items()}
+    assert [n for n, fit in fits.items() if not fit] == [1024, 2048, 4096]

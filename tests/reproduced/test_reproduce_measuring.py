@@ -18,14 +18,15 @@ import pytest
 import reproduce
 import within
 from report.make import failed, make_report
-from reproduced.made import DOCUMENT, H200, document, means
+from reproduced.made import DOCUMENT, H200, RECORDED, document, means
 from reproducing import measuring, reports
+from reproducing import published as documents
 from reproducing.result import load, typed
 from reproducing.values import values
 
 from ssdprof import cli
 from ssdprof.bench.schema import BenchReport, LeftOut, dump
-from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.schema import Asked, Participant
 
 
@@ -266,6 +267,50 @@ def test_a_recorded_report_takes_the_place_of_a_measurement(
     assert reproduce.again("test", document(), out / "test.json", check=True) == ExitCode.OK
     found = load("test", document(), out / "test.json")
     assert found.values == values(document(), {"kernels": recorded})
+
+
+def test_a_recorded_report_must_be_of_what_is_measured() -> None:
+    """Else a bench in fp16 would be judged by claims about bf16."""
+    for subject, right in (("mamba2-2.7b, fp16", True), ("mamba2-2.7b, bf16", False), ("nemotron-3-nano, fp16", False)):
+        stated = document(measure=[DOCUMENT["measure"][0] | {"subject": subject}])
+        if right:
+            assert list(reproduce.recorded(stated, [f"kernels={RECORDED}"], "")) == ["kernels"]
+            continue
+        with pytest.raises(BadInputError, match=r"is a report of mamba2-2\.7b, fp16") as told:
+            reproduce.recorded(stated, [f"kernels={RECORDED}"], "")
+        assert told.value.hint == f"Give one of {subject}."
+
+
+def test_a_recorded_prefill_must_be_of_the_model() -> None:
+    stated, folder = documents.load("end-to-end"), reproduce.RECORDS / "h200-prefill"
+    assert list(reproduce.recorded(stated, [f"prefill={folder / 'mamba2-2.7b.json'}"], "")) == ["prefill"]
+    with pytest.raises(BadInputError, match=r"is a report of qwen3\.5-9b"):
+        reproduce.recorded(stated, [f"prefill={folder / 'qwen3.5-9b.json'}"], "")
+
+
+def test_a_measurement_has_one_recorded_report() -> None:
+    with pytest.raises(BadInputError, match="names kernels twice"):
+        reproduce.recorded(document(), [f"kernels={RECORDED}"] * 2, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("../published/fig11", "is not a published comparison", "There are: "),
+        ("scan-002", "scan-002 needs an NVIDIA GPU", "--from renders a result again without one."),
+        ("fig11", "fig11 needs an NVIDIA GPU", "and --recorded takes a report that exists."),
+        ("--page fig11", "--page is about all results", "Give it alone"),
+        ("--page --from x.json", "--page is about all results", "Give it alone"),
+        ("fig11 --from x.json --out y", "--from writes beside its result", "Give it alone"),
+        ("fig11 --from x.json --recorded chunks=y", "--from writes beside its result", "Give it alone"),
+    ],
+)
+def test_words_that_it_cannot_follow(monkeypatch: pytest.MonkeyPatch, words: str, message: str, hint: str) -> None:
+    monkeypatch.setattr("sys.argv", ["reproduce.py", *words.split()])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SsdprofError, match=message) as told:
+        reproduce.main()
+    assert hint in told.value.hint
 
 
 @pytest.mark.parametrize("words", ["kernels", "other=x.json"])

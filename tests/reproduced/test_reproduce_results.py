@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import reproduce
 from reproduced.made import DOCUMENT, H200, document
-from reproducing import rendering, seeds
+from reproducing import published, rendering, seeds
 from reproducing.result import Result, load, understood
 
 from ssdprof.bench.schema import BenchReport, dump
@@ -24,6 +24,24 @@ def test_a_file_that_is_no_result_has_its_sentence(tmp_path: Path) -> None:
             load("test", document(), file)
     with pytest.raises(BadInputError, match="cannot be read"):
         load("test", document(), tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {},
+        {"missing": {}, "reports": {"kernels": {"kind": "bench"}}},
+        {"missing": {}, "reports": []},
+        {"missing": 1, "reports": {}},
+    ],
+)
+def test_a_result_that_is_not_whole_has_its_sentence(tmp_path: Path, rest: dict[str, object]) -> None:
+    """And no exit code of a wrong output."""
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps({"study": "test"} | rest), encoding="utf-8")
+    with pytest.raises(BadInputError, match="is no whole result of test") as told:
+        load("test", document(), file)
+    assert "\n" not in told.value.message
 
 
 def test_a_runner_writes_its_pages_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +68,7 @@ def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
     order = [places[0], "It is faster: quoted 1x", places[1], "Thrice: quoted 3x", places[2], "nobody can"]
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert "It says so." in text
+    assert "A source.  GPU of the source: H200." in text
     assert "Not measured yet: `python benchmarks/reproduce.py later`." in text
 
 
@@ -70,3 +89,19 @@ def test_crosses_are_quoted_numbers() -> None:
     assert rendering.as_picture(stated, nothing) is None
     assert "test.svg" not in rendering.as_markdown(stated, nothing)
     assert "(test.svg)" in rendering.as_markdown(stated, result)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(reproduce.RESULTS.glob("*/*.json")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
+def test_a_committed_page_is_what_its_result_and_its_document_say(file: Path) -> None:
+    """Else a claim that was changed would stand on the page as it was."""
+    stated = published.load(file.stem)
+    if stated.runner:
+        pytest.skip("the runner writes its page")
+    page = rendering.as_markdown(stated, load(file.stem, stated, file))
+    assert file.with_suffix(".md").read_text(encoding="utf-8") == page, f"reproduce.py {file.stem} --from {file}"
+
+
+def test_the_committed_page_of_all_results_is_what_they_say() -> None:
+    assert reproduce.write_page(check=True) == ExitCode.OK, "python benchmarks/reproduce.py --page"

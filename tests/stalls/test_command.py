@@ -221,6 +221,26 @@ def test_an_implementation_without_triton_kernels_is_bad_input(
     assert "my_module:kernel launches no Triton kernel" in result.stderr
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("word", ["my_module:kernel", "published=x", "fused"])
+def test_an_own_kernel_that_ends_its_process_is_named(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """It failed, and the machine lacks nothing.  What happens to others is said as before."""
+    from ssdprof.stalls import collect
+
+    def crash(*_args: object, **_kwargs: object) -> None:
+        raise ncu.explain("", -11)
+
+    monkeypatch.setattr(collect, "launch", crash)
+    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", word)
+    told = " ".join(result.stderr.split())
+    assert "A process of the profile failed (SIGSEGV)." in told
+    own = word == "my_module:kernel"
+    assert result.exit_code == (ExitCode.GATE_FAILED if own else ExitCode.MISSING_CAPABILITY)
+    assert ("my_module:kernel cannot be profiled." in told and "ssdprof run says" in told) == own
+
+
 def test_what_was_found_before_is_not_replaced_unasked(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:

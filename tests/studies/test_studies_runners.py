@@ -19,7 +19,7 @@ from inter_chunk.inputs import draw
 from selective_scan.contenders import SEQUENTIAL, tile
 
 from ssdprof import cli, environment
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.schema import Launch
 
 ENVIRONMENT = environment.collect()  # before torch is said to have a GPU
@@ -246,3 +246,22 @@ def test_cells_without_time_left_are_named(runner: Any, tmp_path: Path, monkeypa
     assert stored["rows"] == []
     assert sum("the budget of 0 s was spent" in why for why in stored["missing"].values()) == 2
     assert {claim["verdict"] for claim in stored["claims"]} == {"not measured"}
+
+
+def test_an_error_is_a_sentence_and_an_exit_code(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        study.end(runner.main)
+    assert ended.value.code == ExitCode.MISSING_CAPABILITY
+    assert capsys.readouterr().err == "Error: The study needs an NVIDIA GPU. Run it on a machine that has one.\n"
+
+
+def test_a_result_without_rows_is_refused(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.json"
+    content = {"study": runner.NAME, "environment": {}, "values": {}, "missing": {}}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["scan.py", "--from", str(file)])
+    with pytest.raises(BadInputError, match="has no rows"):
+        runner.main()
