@@ -64,6 +64,14 @@ def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks])
     assert first.lost() == ()
 
 
+def test_other_ranks_wait_for_the_first(two: tuple[Ranks, Ranks]) -> None:
+    first, second = two
+    waiting = second.waiting()
+    next(waiting)
+    first.end()
+    assert list(waiting) == []
+
+
 def test_a_process_alone_joins_nobody() -> None:
     assert join({}) is None
     assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None

@@ -101,6 +101,11 @@ class Recorder:
         return ""
 
     @property
+    def kept(self) -> str:
+        """Where what was recorded is, in a sentence."""
+        return f"What was done is kept in {self.folder.path}, marked as partial: {_count(self)}."
+
+    @property
     def begun(self) -> bool:
         """Whether there is anything to keep."""
         return bool(self.report.cases or self.report.answers)
@@ -121,13 +126,11 @@ def recorded(recorder: Recorder, watcher: Watcher) -> Iterator[Recorder]:
         lost = f"{recorder.lost}  " if recorder.lost else ""
         if not recorder.begun:
             raise KeyboardInterrupt(f"{lost}Nothing had been compared yet, and no report is kept.") from None
-        raise KeyboardInterrupt(
-            f"{lost}What was done is kept in {recorder.folder.path}, marked as partial: {_count(recorder)}."
-        ) from None
+        raise KeyboardInterrupt(f"{lost}{recorder.kept}") from None
     except BaseException as error:
         recorder.broken_off(error)
         if recorder.begun:
-            watcher.say(f"Kept in {recorder.folder.path}, marked as partial: {_count(recorder)}.")
+            watcher.say(recorder.kept)
         raise
 
 
