@@ -103,6 +103,8 @@ class Recorder:
     @property
     def kept(self) -> str:
         """Where what was recorded is, in a sentence."""
+        if not self.begun:
+            return "Nothing had been compared yet, and no report is kept."
         return f"What was done is kept in {self.folder.path}, marked as partial: {_count(self)}."
 
     @property
@@ -124,8 +126,6 @@ def recorded(recorder: Recorder, watcher: Watcher) -> Iterator[Recorder]:
     except KeyboardInterrupt as interrupt:
         recorder.broken_off(interrupt)
         lost = f"{recorder.lost}  " if recorder.lost else ""
-        if not recorder.begun:
-            raise KeyboardInterrupt(f"{lost}Nothing had been compared yet, and no report is kept.") from None
         raise KeyboardInterrupt(f"{lost}{recorder.kept}") from None
     except BaseException as error:
         recorder.broken_off(error)
