@@ -59,7 +59,8 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
         raise MissingCapabilityError(
             f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, a program at a "
             f"time in NumPy, and the limit is {LONGEST_INTERPRETED:,} tokens.",
-            unusable_gpu() or f"Use --seq {LONGEST_INTERPRETED} or less here, or run on a machine with a GPU.",
+            unusable_gpu()
+            or f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} tokens together.",
         )
 
 

@@ -164,9 +164,9 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, layers: int
+    recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, calls: int
 ) -> Iterator[OnLayer]:
-    """The context's value replays a layer and records what comes out.  dtype: of the model."""
+    """The context's value replays a layer and records what comes out.  dtype: of the model.  calls: to be expected."""
     cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
@@ -174,7 +174,7 @@ def _replaying(
         # In the interpreter NumPy would warn of lanes that a kernel masks.  Outputs are checked for NaN in any case.
         np.errstate(invalid="ignore", over="ignore"),
         ClockWatch() as clocks,
-        watcher.step("Replaying", layers, unit="layers") as advance,
+        watcher.step("Replaying", calls, unit="calls") as advance,
     ):
         if gpu:
             recorder.update(ceilings=measure_ceilings(gpu))
