@@ -208,7 +208,8 @@ def _replaying(
             replay_layer(captured.layer, inputs, of_steps if step else options, captured.call)
             del inputs
             if gpu:
-                recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))
+                recorder.update(clocks=clocks.clocks)
+                recorder.peaked(peak_bytes(gpu))
             advance(1)
 
         yield replay

@@ -83,6 +83,10 @@ class Recorder:
         """A case is done."""
         self.update(cases=(*self.report.cases, case))
 
+    def peaked(self, size: int) -> None:
+        """A process has taken `size` bytes of its GPU at most so far."""
+        self.update(model_peak_bytes=max(size, self.report.model_peak_bytes or 0))
+
     def answered(self, answers: Answers) -> None:
         """What is known of the answers to a prompt, in the place of what was known before."""
         others = (known for known in self.report.answers if known.seqlen != answers.seqlen)

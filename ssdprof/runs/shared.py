@@ -49,10 +49,13 @@ class Sender(Recorder):
 
     def finished(self, case: CaseResult) -> None:
         super().finished(case)
-        peak = self.report.model_peak_bytes
-        self._ranks.send(json.dumps({"case": case.model_dump(mode="json"), "peak_bytes": peak}))
+        self._ranks.send(json.dumps({"case": case.model_dump(mode="json")}))
         if FIRST in self._ranks.lost():
             raise self._ranks.gone((FIRST,))
+
+    def peaked(self, size: int) -> None:
+        super().peaked(size)
+        self._ranks.send(json.dumps({"peak_bytes": size}))
 
     def complete(self) -> None:
         """Wait for the first rank to write the report.  MissingCapabilityError if it dies before."""
@@ -173,9 +176,9 @@ def _take(recorder: Recorder, message: dict[str, Any]) -> None:
     if "layer" in message:
         recorder.captured(LayerRef.model_validate(message["layer"]), message["remark"])
     elif "case" in message:
-        peaks = (recorder.report.model_peak_bytes, message["peak_bytes"])
-        recorder.update(model_peak_bytes=max((peak for peak in peaks if peak is not None), default=None))
         Recorder.finished(recorder, CaseResult.model_validate(message["case"]))  # a Gatherer's own would gather more
+    elif "peak_bytes" in message:
+        recorder.peaked(message["peak_bytes"])
 
 
 def recorder_of(folder: RunFolder, draft: RunReport, ranks: Ranks | None) -> Recorder:

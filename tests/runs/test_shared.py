@@ -36,7 +36,7 @@ class Shared:
             store.set(f"{rank}/process", str(os.getpid()))
         self.ranks = Ranks(0, 2, store), Ranks(1, 2, store)
         asked = Asked(implementations=("fused",), precisions=(EXACT_FP32,), layers=tuple(map(layer, range(4))))
-        report = make_report(state="partial", cases=(), captured_layers=(), asked=asked, ranks=2)
+        report = make_report(state="partial", cases=(), captured_layers=(), asked=asked, ranks=2, model_peak_bytes=None)
         self.first, self.second = (
             recorder_of(folders.enter_context(opened_by_first(Path("run"), "demo", ranks)), report, ranks)
             for ranks in self.ranks
@@ -131,3 +131,14 @@ def test_a_rank_that_is_done_ends_when_the_report_is_written(shared: Shared) -> 
         run(shared.first, 0)
         second.result(timeout=30)
     assert (shared.report.state, shared.kept) == ("complete", [0, 1])
+
+
+def test_the_peak_is_that_of_the_rank_that_took_most(shared: Shared) -> None:
+    """Also where it came with the last layer of a rank, and before one of the first."""
+    replay(shared.second, 1)
+    shared.second.peaked(9)
+    shared.ranks[1].end()
+    replay(shared.first, 0)
+    shared.first.peaked(5)
+    shared.first.complete()
+    assert shared.report.model_peak_bytes == 9
