@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,11 +29,6 @@ def device() -> torch.device:
 def free_bytes() -> int:
     """Memory that can still be allocated on `device()`."""
     return free_memory(device())
-
-
-def ranks_here() -> int:
-    """Processes that share this machine's memory, each with a GPU of its own: those of torchrun, else 1."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def default_seqlens() -> tuple[int, ...]:
