@@ -119,7 +119,7 @@ def test_a_long_prompt_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused(3, "run", "demo", "--seq", "128k")
     assert "131,072 tokens need an NVIDIA GPU" in error
     assert "the limit is" in error
-    assert "hint: Use --seq" in error
+    assert "hint: Use a shorter --seq" in error
 
 
 def test_prefill_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Answer
 from torch.distributed import HashStore
 
 from ssdprof import runs
 from ssdprof.environment.ranks import Ranks, join
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, ReplayRequest
+from ssdprof.pipeline.run import check
+from ssdprof.pipeline.subject import find_to_replay
 from ssdprof.schema import RunReport
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
@@ -64,6 +68,14 @@ def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks])
     assert first.lost() == ()
 
 
+def test_other_ranks_wait_for_the_first(two: tuple[Ranks, Ranks]) -> None:
+    first, second = two
+    waiting = second.waiting()
+    next(waiting)
+    first.end()
+    assert list(waiting) == []
+
+
 def test_a_process_alone_joins_nobody() -> None:
     assert join({}) is None
     assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
@@ -80,6 +92,33 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
         join({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
     assert "--nproc-per-node 1" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        *(((name, "demo"), f"ssdprof {name}") for name in ("capture", "answers", "prefill", "stalls")),
+        (("tune", "ssd"), "ssdprof tune"),
+        (("run", "demo", "--save-captures"), "--save-captures"),
+        (("run", "demo", "--answers", "--prefill"), "--answers and --prefill"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(
+    words: tuple[str, ...], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each would do all of it, two of them on one GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = Answer(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == f"error: 2 ranks cannot share {what}. hint: Start a single process, without torchrun."
+
+
+def test_more_ranks_than_layers_are_refused(two: tuple[Ranks, Ranks]) -> None:
+    found = find_to_replay(CaptureRequest(model=ModelRequest(model="demo"), layers="first:1"))
+    with pytest.raises(BadInputError, match=r"^2 ranks cannot share 1 layer\."):
+        check(found, ReplayRequest(), two[0])
+    check(found, ReplayRequest())
 
 
 # --- whole runs
@@ -140,7 +179,11 @@ def test_two_ranks_write_the_report_of_one_process(start: Callable[..., subproce
 def test_two_gpus_write_the_report_of_one_but_for_times(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    words = ("run", "demo", "--seq", "4k,16k", *FAST)
+    """All but times is equal: captures and so accuracies, to the bit; kernels and their launches; memory.
+
+    One short prompt, one precision and a layer for each rank: longer ones and more of them show nothing else.
+    """
+    words = ("run", "demo", "--seq", "1k", "--layers", "first:2", "--smallest-difference", "50%", *FAST)
     for name, ranks in (("one", False), ("two", True)):
         process = start(*words, "--out", name, ranks=ranks)
         _, err = process.communicate(timeout=300)

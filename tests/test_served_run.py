@@ -113,8 +113,10 @@ def test_chunks_are_calls_of_their_own() -> None:
     assert "chunked prefill, 16 tokens a call" in answer.out
 
 
-@pytest.mark.parametrize(("model", "words"), [("demo", "2 heads x 64"), ("demo-gdn", "1/2 heads")])
-def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "words", "fitting"), [("demo", "2 heads x 64", "2 or 4"), ("demo-gdn", "1/2 heads", "2")]
+)
+def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
     answer = Answer("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)
     assert answer.code == 0, answer.err
     _, report = runs.read("a")
@@ -131,6 +133,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str) -> Non
         assert refused.code == 2
         assert f"--tensor-parallel 3 does not fit {model}" in refused.err
         assert "cannot be divided by 3" in refused.err
+        assert refused.err.endswith(f"hint: Give {fitting}.")
 
 
 @pytest.mark.parametrize(

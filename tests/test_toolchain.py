@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import sysconfig
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from triton import knobs
 
 from ssdprof import environment
 from ssdprof.environment import checks, clocks, toolchain
-from ssdprof.environment.toolchain import needs, others_on_gpu, require_toolchain, unusable_gpu
+from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.capture import capture
@@ -58,20 +60,26 @@ def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
 @pytest.fixture
 def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine that has all of it, in a folder: bin/gcc, bin/apt-get, include/Python.h, lib/libcuda.so.1."""
-    for name in ("bin/gcc", "bin/apt-get", "include/Python.h", "lib/libcuda.so.1"):
+    for name in ("bin/gcc", "bin/apt-get", "bin/ldconfig", "include/Python.h", "lib/libcuda.so.1"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch(mode=0o755)
-    (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\nexit 0\n")
+    for name in ("gcc", "ldconfig"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "maps").touch()
     monkeypatch.setattr(toolchain, "_MAPS", str(tmp_path / "maps"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
-    for name in ("CC", "TRITON_CACHE_DIR", "TRITON_LIBCUDA_PATH", "CUDA_VISIBLE_DEVICES"):
+    for name in ("CC", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_LIBCUDA_PATH", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(toolchain, "_LDCONFIG", str(tmp_path / "bin" / "ldconfig"))
     monkeypatch.setattr(sysconfig, "get_paths", lambda scheme=None: {"include": str(tmp_path / "include")})  # noqa: ARG005
     return tmp_path
+
+
+def need(name: str) -> Need:
+    return next(need for need in needs() if need.name == name)
 
 
 @pytest.mark.usefixtures("furnished")
@@ -140,8 +148,34 @@ def test_the_linkers_cache_comes_before_the_environment(furnished: Path) -> None
     (elsewhere / "libcuda.so.1").touch()
     ldconfig = furnished / "bin" / "ldconfig"
     ldconfig.write_text(f"#!/bin/sh\necho '\tlibcuda.so.1 (libc6,x86-64) => {elsewhere}/libcuda.so.1'\n")
-    ldconfig.chmod(0o755)
-    assert next(need.found for need in needs() if need.name == "driver library") == str(elsewhere)
+    assert need("driver library").found == str(elsewhere)
+
+
+def test_without_a_linkers_cache_triton_must_be_told_the_folder(furnished: Path) -> None:
+    """It calls ldconfig before it looks at LD_LIBRARY_PATH."""
+    (furnished / "bin" / "ldconfig").unlink()
+    with pytest.raises(MissingCapabilityError, match=r"does not find libcuda\.so\.1") as caught:
+        require_toolchain()
+    assert caught.value.hint == f"Run: export TRITON_LIBCUDA_PATH={furnished}/lib"
+
+
+def test_a_folder_that_triton_is_told_must_hold_the_library(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/nowhere")
+    with pytest.raises(MissingCapabilityError, match=r"TRITON_LIBCUDA_PATH=/nowhere does not hold libcuda") as caught:
+        require_toolchain()
+    assert caught.value.hint == f"Run: export TRITON_LIBCUDA_PATH={furnished}/lib"
+    monkeypatch.setenv("LD_LIBRARY_PATH", "")
+    assert need("driver library").mend == "unset TRITON_LIBCUDA_PATH"
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(furnished / "lib"))
+    require_toolchain()
+
+
+def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (furnished / "bin" / "gcc").unlink()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert need("C compiler").hint == "Run as root: apt-get update && apt-get install -y gcc"
+    monkeypatch.setenv("CC", "icx")
+    assert need("C compiler").hint == "Run: unset CC"
 
 
 @pytest.mark.usefixtures("furnished")
@@ -150,6 +184,23 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written") as caught:
         require_toolchain()
     assert "TRITON_CACHE_DIR" in caught.value.hint
+
+
+@pytest.mark.usefixtures("furnished")
+def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        found = need("Triton's cache").found
+        assert found.startswith(str(tmp_path / name))
+        assert found == knobs.cache.dir
+
+
+@pytest.mark.usefixtures("furnished")
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the working directory: a container may run under a number that no user has."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}[0])
+    require_toolchain()
 
 
 def capture_demo(folder: Path) -> None:
@@ -192,6 +243,8 @@ def test_no_driver_and_no_gpu_are_nothing_to_mend(monkeypatch: pytest.MonkeyPatc
         ("12.8", 12080, "-1", "CUDA_VISIBLE_DEVICES='-1' hides"),
         ("12.8", 12080, "none", "CUDA_VISIBLE_DEVICES='none' hides"),
         # It is set, and not to blame.
+        ("12.8", 12080, "GPU-1234", "torch cannot start one.  Run: python -c"),
+        ("12.8", 12080, "MIG-1234", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "1,7", "torch cannot start one.  Run: python -c"),
         ("13.0", 12040, "0", "and this torch is built for CUDA 13.0"),
         (None, 12040, "0", "this torch is built without CUDA"),

@@ -19,6 +19,7 @@ from ssdprof.capture.prefill import Head
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.environment.memory import host_memory
+from ssdprof.environment.ranks import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 
@@ -78,7 +79,7 @@ def capture_layers(
         budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
         sizes = _sizes(prompt, wanted)
         if on_disk := max(sizes.values()) > budget:
-            budget = shutil.disk_usage(tempfile.gettempdir()).free
+            budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
         groups = list(_groups(prompt, wanted, sizes, budget))
         calls = sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
         prefills = len(groups)

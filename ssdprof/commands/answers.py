@@ -105,6 +105,7 @@ def answers(
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
+    options.refuse_ranks("ssdprof answers")
     request = model.request()
     wanted = comparison.request()
     subject = find(request, whole=True)

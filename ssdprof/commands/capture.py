@@ -34,6 +34,7 @@ def capture(
     """
     from ssdprof.pipeline.subject import find
 
+    options.refuse_ranks("ssdprof capture")
     request = model.request()
     subject = find(request)
     if dry_run:

@@ -179,12 +179,17 @@ def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
     of_one_process: options that several cannot share, and whether they were given.  Raises BadInputError for one.
     """
     from ssdprof.environment.ranks import join
+
+    refuse_ranks(*(option for option, given in of_one_process.items() if given))
+    return join()
+
+
+def refuse_ranks(*what: str) -> None:
+    """BadInputError if torchrun started several processes, which cannot share `what`: options, or the command."""
+    from ssdprof.environment.ranks import started
     from ssdprof.errors import BadInputError
 
-    ranks = join()
-    if ranks is not None and (given := [option for option, wanted in of_one_process.items() if wanted]):
+    if what and (count := started()) > 1:
         raise BadInputError(
-            f"{ranks.count} ranks cannot share {' and '.join(given)}.",
-            "Leave it out, or start without torchrun.",
+            f"{count} ranks cannot share {' and '.join(what)}.", "Start a single process, without torchrun."
         )
-    return ranks

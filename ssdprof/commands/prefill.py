@@ -76,6 +76,7 @@ def prefill(
     from ssdprof.pipeline.request import parse_percent
     from ssdprof.settings import gates
 
+    options.refuse_ranks("ssdprof prefill")
     request = model.request()
     names = timed.names()
     smallest = parse_percent("--smallest-difference", smallest_difference)

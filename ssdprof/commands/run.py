@@ -166,7 +166,7 @@ def run(
 
         planned = plan(found, request, tensor_parallel=replay.tensor_parallel)
         terminal.show_plan(planned, as_json)
-        check(found, wanted)
+        check(found, wanted, ranks)
         check_placed(planned, found, request)
     if dry_run:
         return

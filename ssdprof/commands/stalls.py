@@ -76,6 +76,7 @@ def stalls(
     from ssdprof.files import check_target
     from ssdprof.pipeline.request import parse_implementations
 
+    options.refuse_ranks("ssdprof stalls")
     if profiled.where is not None and not profiled.where.strip():
         raise BadInputError(
             "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."

@@ -118,6 +118,7 @@ def tune(
     """
     from ssdprof import files
 
+    options.refuse_ranks("ssdprof tune")
     if clear:
         _clear()
         return

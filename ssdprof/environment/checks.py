@@ -94,7 +94,7 @@ def _gpu() -> Iterator[Check]:
     yield from _company(found.name)
     for need in needs():
         status: Literal["ok", "missing"] = "ok" if need.found else "missing"
-        hint = "" if need.found else f"Run: {need.mend}"
+        hint = "" if need.found else need.hint
         yield Check(name=need.name, status=status, detail=need.found or need.lacking, hint=hint)
     if read() is None:
         hint = "Reports will not say whether the GPU was throttled."

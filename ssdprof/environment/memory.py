@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ssdprof.environment.ranks import started
+
 
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can still allocate on `device`.
@@ -22,7 +24,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of main memory available to this process: Linux's estimate, or less where a control group limits it."""
+    """Bytes of main memory available to this process: its share, if torchrun started several."""
+    return _available() // started()
+
+
+def _available() -> int:
+    """Linux's estimate, or less where a control group limits it."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")

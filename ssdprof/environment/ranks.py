@@ -41,26 +41,36 @@ class Ranks:
 
     def received(self) -> Iterator[tuple[int, str]]:
         """What others have sent since the last call, with their ranks."""
-        for rank in self._others():
-            while self.store.check([key := f"{rank}/{self._seen.get(rank, 0)}"]):
+        for rank in range(self.count):
+            if rank == self.rank:
+                continue
+            while self.store.check([key := self._next(rank)]):
                 self._seen[rank] = self._seen.get(rank, 0) + 1
                 yield rank, self.store.get(key).decode()
 
+    def sent(self) -> Iterator[str]:
+        """All that was sent from the beginning, by this rank too."""
+        for rank in range(self.count):
+            number = 0
+            while self.store.check([key := f"{rank}/{number}"]):
+                yield self.store.get(key).decode()
+                number += 1
+
     def end(self) -> None:
-        """This rank has sent all that it had to send."""
+        """This rank has done its share, and has sent all of it."""
         self.store.set(f"{self.rank}/end", "")
 
     @property
     def ended(self) -> bool:
-        """Whether all others have, and all of it was received."""
-        return all(self._has_ended(rank) and not self.store.check([self._next(rank)]) for rank in self._others())
+        """Whether those that this rank waits for have, and all that they sent was received."""
+        return all(self._has_ended(rank) and not self.store.check([self._next(rank)]) for rank in self._awaited)
 
     def lost(self) -> tuple[int, ...]:
-        """Others whose process is gone before their end."""
-        return tuple(rank for rank in self._others() if not self._alive(rank) and not self._has_ended(rank))
+        """Those that this rank waits for whose process is gone before their end."""
+        return tuple(rank for rank in self._awaited if not self._alive(rank) and not self._has_ended(rank))
 
     def waiting(self) -> Iterator[None]:
-        """Yields now and then until all others have ended and everything was received.
+        """Yields now and then until those that this rank waits for have ended and everything was received.
 
         MissingCapabilityError with the name of one whose process is gone.
         """
@@ -79,8 +89,10 @@ class Ranks:
             "Its own messages say why.  A process that was killed leaves none: often it took too much main memory.",
         )
 
-    def _others(self) -> Iterator[int]:
-        return (rank for rank in range(self.count) if rank != self.rank)
+    @property
+    def _awaited(self) -> Sequence[int]:
+        """The first rank waits for all others, and they wait for the first."""
+        return range(FIRST + 1, self.count) if self.first else (FIRST,)
 
     def _next(self, rank: int) -> str:
         return f"{rank}/{self._seen.get(rank, 0)}"
@@ -96,12 +108,17 @@ class Ranks:
         return _runs(int(self.store.get(f"{rank}/process")))
 
 
+def started(environment: Mapping[str, str] = os.environ) -> int:
+    """Processes that torchrun started, this one included; 1 without torchrun."""
+    return int(environment.get("WORLD_SIZE", "1"))
+
+
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     """Meet the other processes that torchrun started, and take this one's GPU; None if there are no others.
 
     BadInputError for processes on several machines; MissingCapabilityError for more processes than GPUs.
     """
-    count = int(environment.get("WORLD_SIZE", "1"))
+    count = started(environment)
     if count == 1:
         return None
     if environment.get("LOCAL_WORLD_SIZE", str(count)) != str(count):

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,12 @@ class Need:
     lacking: str
     mend: str
 
+    @property
+    def hint(self) -> str:
+        """What to do about it.  Only commands of the shell take no rights."""
+        as_root = os.geteuid() != 0 and not self.mend.startswith(("export ", "unset "))
+        return f"Run{' as root' if as_root else ''}: {self.mend}"
+
 
 def needs() -> Iterator[Need]:
     """What compiling a kernel takes, whether it is there or not."""
@@ -51,7 +57,7 @@ def require_toolchain() -> None:
     """MissingCapabilityError for the first thing that Triton would fail without."""
     for need in needs():
         if not need.found:
-            raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", f"Run: {need.mend}")
+            raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", need.hint)
 
 
 def unusable_gpu() -> str:
@@ -103,9 +109,12 @@ def _other_torch() -> str:
 
 
 def _hides_all(shown: str, gpus: int) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES is so: CUDA reads it up to the first entry that names no GPU."""
+    """Whether CUDA_VISIBLE_DEVICES is so: CUDA reads it up to the first entry that names no GPU.
+
+    An entry may name one by its UUID: whether there is one of that name is not asked.
+    """
     first = shown.split(",")[0].strip()
-    return not first.isdigit() or int(first) >= gpus
+    return not first.startswith(("GPU-", "MIG-")) and not (first.isdigit() and int(first) < gpus)
 
 
 def _compiler() -> Need:
@@ -141,18 +150,24 @@ def _headers() -> Need:
 
 
 def _driver_library() -> Need:
-    """By the linker's cache, then by LD_LIBRARY_PATH, as Triton looks for it."""
-    folders = [os.environ["TRITON_LIBCUDA_PATH"]] if os.environ.get("TRITON_LIBCUDA_PATH") else _linked_folders()
-    if not folders:
-        folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    found = next((folder for folder in folders if folder and (Path(folder) / DRIVER_LIBRARY).exists()), "")
-    loaded = _loaded_from()
-    return Need(
-        "driver library",
-        found,
-        f"the linker does not find {DRIVER_LIBRARY}, the library of NVIDIA's driver",
-        f"export TRITON_LIBCUDA_PATH={loaded}" if loaded else "ldconfig",
-    )
+    """As Triton looks for it: by TRITON_LIBCUDA_PATH; else by the linker's cache, then by LD_LIBRARY_PATH."""
+    named, linked = os.environ.get("TRITON_LIBCUDA_PATH"), _linked_folders()
+    on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    if named:
+        folders, lacking = [named], f"TRITON_LIBCUDA_PATH={named} does not hold"
+    else:
+        folders, lacking = [] if linked is None else linked or on_path, "the linker does not find"
+    lacking += f" {DRIVER_LIBRARY}, the library of NVIDIA's driver"
+    if elsewhere := _loaded_from() or _with_driver_library(on_path):
+        mend = f"export TRITON_LIBCUDA_PATH={elsewhere}"
+    else:
+        mend = "unset TRITON_LIBCUDA_PATH" if named else "ldconfig"
+    return Need("driver library", _with_driver_library(folders), lacking, mend)
+
+
+def _with_driver_library(folders: Sequence[str]) -> str:
+    """The first folder that holds it; empty if none does."""
+    return next((folder for folder in folders if folder and (Path(folder) / DRIVER_LIBRARY).exists()), "")
 
 
 def _loaded_from() -> str:
@@ -164,16 +179,18 @@ def _loaded_from() -> str:
     return next((os.path.dirname(line.split()[-1]) for line in mapped if "/libcuda.so" in line), "")
 
 
-def _linked_folders() -> list[str]:
+def _linked_folders() -> list[str] | None:
+    """By the linker's cache; None without a linker, which Triton does not expect."""
     try:
         answer = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
+        return None
     return [os.path.dirname(line.split()[-1]) for line in answer.splitlines() if DRIVER_LIBRARY in line]
 
 
 def _cache() -> Need:
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # stays "~" for a user without a home, as in Triton
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     writable = os.access(existing, os.W_OK)
     lacking = f"its cache {folder} cannot be written"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,11 +31,6 @@ def free_bytes() -> int:
     return free_memory(device())
 
 
-def ranks_here() -> int:
-    """Processes that share this machine's memory, each with a GPU of its own: those of torchrun, else 1."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def default_seqlens() -> tuple[int, ...]:
     """Prompt lengths when the user names none."""
     return (DEFAULT_SEQLEN_GPU if device().type == "cuda" else DEFAULT_SEQLEN_CPU,)
@@ -59,7 +53,8 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
         raise MissingCapabilityError(
             f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, a program at a "
             f"time in NumPy, and the limit is {LONGEST_INTERPRETED:,} tokens.",
-            unusable_gpu() or f"Use --seq {LONGEST_INTERPRETED} or less here, or run on a machine with a GPU.",
+            unusable_gpu()
+            or f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} tokens together.",
         )
 
 

@@ -20,6 +20,7 @@ from ssdprof.checkpoint.definition import quiet_transformers
 from ssdprof.checkpoint.load import DType
 from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
 from ssdprof.environment.memory import free_memory, host_memory
+from ssdprof.environment.ranks import started
 from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits
@@ -77,7 +78,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     for kind in KINDS[1:]:
         if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
             return placed
-    # As it always was: the weights decide, and the segments are chosen, or refused, once they are loaded.
+    # By our estimate there is no room for what is computed.  The weights alone decide; the loaded model may refuse.
     try:
         limits.check_weights(subject.located, subject.layers, whole=subject.whole)
     except MissingCapabilityError as error:
@@ -111,7 +112,7 @@ def priced(placed: Placed, weights: Path | None) -> Placement:
 
 def check_disk(placed: Placed) -> None:
     """MissingCapabilityError unless the temporary folder has room for what transformers writes there, for each rank."""
-    free, needed = shutil.disk_usage(tempfile.gettempdir()).free, placed.rewritten_bytes * limits.ranks_here()
+    free, needed = shutil.disk_usage(tempfile.gettempdir()).free, placed.rewritten_bytes * started()
     if needed > free:
         raise MissingCapabilityError(
             f"transformers would write {needed:,} bytes of converted weights to the temporary folder, which has room "
@@ -225,10 +226,11 @@ class _Chooser:
         return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
     def _gpus(self) -> Sequence[int]:
-        if self._main == "cpu" or limits.ranks_here() > 1:
-            return () if self._main == "cpu" else (int(self._main),)
-        others = (index for index in range(torch.cuda.device_count()) if index != self._main)
-        return (int(self._main), *others)
+        """Those that this process may take, the one that computes first: only that one, if other ranks have theirs."""
+        if self._main == "cpu":
+            return ()
+        visible = range(torch.cuda.device_count()) if started() == 1 else ()
+        return (int(self._main), *(index for index in visible if index != self._main))
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
         """Bytes for weights at each place, beside those that what is computed takes."""
@@ -240,7 +242,7 @@ class _Chooser:
         if kind == "cpu-offload":
             # Segments collect inputs in main memory, which may be half of what is left then.
             inputs = 2 * self._subject.batch * self._seqlen * self._need.capture
-            yield "cpu", host_memory() // limits.ranks_here() - inputs
+            yield "cpu", host_memory() - inputs
         if kind == "disk-offload":
             yield "disk", 0
 

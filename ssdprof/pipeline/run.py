@@ -35,9 +35,10 @@ from ssdprof.pipeline.request import STEPS, CaptureRequest, Keep, ReplayRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject, find_to_replay, refuse_larger
 from ssdprof.progress import Watcher
+from ssdprof.report.format import plural
 from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.runs.shared import opened_by_first, recorder_of
-from ssdprof.schema import DType, LayerRef, RunReport
+from ssdprof.schema import DType, RunReport
 
 
 def run(
@@ -61,8 +62,8 @@ def run(
     if isinstance(found, Stored):
         return _run_stored(found, replay, keep, watcher, ranks)
     with opened_by_first(keep.out, request.model.model, ranks) as folder, ExitStack() as stack:
-        lineup = check(found, replay)
-        mine = _share(found.layers, ranks)
+        lineup = check(found, replay, ranks)
+        mine = ranks.share(found.layers) if ranks else found.layers
         loaded = load(request, found, watcher)
         dtype = dtype_name(loaded.model.dtype)
         report = draft(
@@ -100,10 +101,10 @@ def _answers_wanted(replay: ReplayRequest, lineup: Lineup) -> AnswersRequest:
 def _run_stored(
     stored: Stored, replay: ReplayRequest, keep: Keep, watcher: Watcher, ranks: Ranks | None
 ) -> tuple[Path, RunReport]:
-    lineup = check(stored, replay)
+    lineup = check(stored, replay, ranks)
     manifest, load_layer = store.load(stored.folder)
     dtype = stored_dims(stored.chosen[0]).dtype
-    mine = _share(stored.layers, ranks)
+    mine = ranks.share(stored.layers) if ranks else stored.layers
     chosen = [capture for capture in stored.chosen if capture.layer in mine]
     with opened_by_first(keep.out, stored.ref.repo_id, ranks) as folder:
         report = draft(
@@ -128,23 +129,17 @@ def _run_stored(
     return folder.path, recorder.report
 
 
-def _share(layers: tuple[LayerRef, ...], ranks: Ranks | None) -> tuple[LayerRef, ...]:
-    """The layers that this process replays.  BadInputError if there are fewer than processes."""
-    if ranks is None:
-        return layers
-    if ranks.count > len(layers):
-        raise BadInputError(
-            f"{ranks.count} ranks cannot share {len(layers)} layers.",
-            f"Start torchrun --nproc-per-node {len(layers)}, or take more layers.",
-        )
-    return ranks.share(layers)
-
-
-def check(found: Subject | Stored, replay: ReplayRequest) -> Lineup:
+def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = None) -> Lineup:
     """Who takes part.  Raises what keeps this machine from replaying what was found; `--dry-run` asks the same.
 
+    ranks: processes that share the layers.
     Loads nothing.  Whether a model's weights find room is for `placement.choose` to say.
     """
+    if ranks is not None and ranks.count > (layers := len(found.layers)):
+        raise BadInputError(
+            f"{ranks.count} ranks cannot share {plural(layers, 'layer')}.",
+            f"Start torchrun --nproc-per-node {layers}, or take more layers.",
+        )
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if why := unready(name):
             raise BadInputError(
@@ -169,9 +164,9 @@ def check(found: Subject | Stored, replay: ReplayRequest) -> Lineup:
 
 @contextmanager
 def _replaying(
-    recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, layers: int
+    recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, calls: int
 ) -> Iterator[OnLayer]:
-    """The context's value replays a layer and records what comes out.  dtype: of the model."""
+    """The context's value replays a layer and records what comes out.  dtype: of the model.  calls: to be expected."""
     cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
@@ -179,7 +174,7 @@ def _replaying(
         # In the interpreter NumPy would warn of lanes that a kernel masks.  Outputs are checked for NaN in any case.
         np.errstate(invalid="ignore", over="ignore"),
         ClockWatch() as clocks,
-        watcher.step("Replaying", layers, unit="layers") as advance,
+        watcher.step("Replaying", calls, unit="calls") as advance,
     ):
         if gpu:
             recorder.update(ceilings=measure_ceilings(gpu))
@@ -213,7 +208,8 @@ def _replaying(
             replay_layer(captured.layer, inputs, of_steps if step else options, captured.call)
             del inputs
             if gpu:
-                recorder.update(clocks=clocks.clocks, model_peak_bytes=peak_bytes(gpu))
+                recorder.update(clocks=clocks.clocks)
+                recorder.peaked(peak_bytes(gpu))
             advance(1)
 
         yield replay

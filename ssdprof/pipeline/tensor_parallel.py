@@ -8,6 +8,7 @@ from typing import Any
 from ssdprof import operators
 from ssdprof.capture.layout import token_major
 from ssdprof.errors import BadInputError
+from ssdprof.report.format import words
 from ssdprof.schema import CheckpointRef, LayerRef
 
 
@@ -16,14 +17,15 @@ def refuse(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks:
     if ranks == 1:
         return
     sharding = operators.get(layer.operator).sharding
+    fitting: list[int] = []
     if sharding is None:
         why = f"{operators.outline(layer.operator).layers} layers cannot be divided here"
-    else:
-        why = sharding.refusal(sizes, ranks)
+    elif why := sharding.refusal(sizes, ranks):
+        fitting = [number for number in range(2, max(sizes.values()) + 1) if not sharding.refusal(sizes, number)]
     if why:
         raise BadInputError(
             f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
-            "Give a number of ranks that divides its heads.",
+            f"Give {words(map(str, fitting), 'or')}." if fitting else "Leave out --tensor-parallel.",
         )
 
 

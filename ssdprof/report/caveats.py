@@ -35,9 +35,10 @@ def _of_results(report: RunReport) -> Iterator[str]:
     for group in groups(report):
         chunks = {case.dims.chunk_size for case in group.cases if case.dims.chunk_size is not None}
         if chunks and (longest := _longest_sequence(report, group)) is not None and longest <= min(chunks):
-            are = "is" if group.seqlen == 1 else "are"
+            one = group.tokens if group.call is None else f"A sequence of at most {fmt.tokens(longest)}"
+            are = "are" if group.call is None and group.seqlen > 1 else "is"
             yield (
-                f"{group.tokens} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
+                f"{one} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not put to the test."
             )
 

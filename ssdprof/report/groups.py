@@ -58,8 +58,8 @@ class Group:
 
     @property
     def tokens(self) -> str:
-        """ "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are decode steps."""
-        if self.steps and self.call:
+        """ "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or decode steps."""
+        if self.call and self.call.kind != "packed":
             return fmt.tokens(self.call.prompt_seqlen, self.batch)
         return fmt.tokens(self.seqlen, self.batch)
 
@@ -67,6 +67,11 @@ class Group:
     def where(self) -> str:
         """ "at 131,072 tokens", "in decode steps after 512 tokens"."""
         return call_words(self.call, self.seqlen, self.batch)
+
+    @property
+    def size(self) -> str:
+        """`where` without its preposition."""
+        return self.where.partition(" ")[2]
 
     @property
     def steps(self) -> bool:

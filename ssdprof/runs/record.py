@@ -83,6 +83,10 @@ class Recorder:
         """A case is done."""
         self.update(cases=(*self.report.cases, case))
 
+    def peaked(self, size: int) -> None:
+        """A process has taken `size` bytes of its GPU at most so far."""
+        self.update(model_peak_bytes=max(size, self.report.model_peak_bytes or 0))
+
     def answered(self, answers: Answers) -> None:
         """What is known of the answers to a prompt, in the place of what was known before."""
         others = (known for known in self.report.answers if known.seqlen != answers.seqlen)
@@ -99,6 +103,13 @@ class Recorder:
     def lost(self) -> str:
         """What became of other processes of the run, in a sentence; empty if nothing did."""
         return ""
+
+    @property
+    def kept(self) -> str:
+        """Where what was recorded is, in a sentence."""
+        if not self.begun:
+            return "Nothing had been compared yet, and no report is kept."
+        return f"What was done is kept in {self.folder.path}, marked as partial: {_count(self)}."
 
     @property
     def begun(self) -> bool:
@@ -119,15 +130,11 @@ def recorded(recorder: Recorder, watcher: Watcher) -> Iterator[Recorder]:
     except KeyboardInterrupt as interrupt:
         recorder.broken_off(interrupt)
         lost = f"{recorder.lost}  " if recorder.lost else ""
-        if not recorder.begun:
-            raise KeyboardInterrupt(f"{lost}Nothing had been compared yet, and no report is kept.") from None
-        raise KeyboardInterrupt(
-            f"{lost}What was done is kept in {recorder.folder.path}, marked as partial: {_count(recorder)}."
-        ) from None
+        raise KeyboardInterrupt(f"{lost}{recorder.kept}") from None
     except BaseException as error:
         recorder.broken_off(error)
         if recorder.begun:
-            watcher.say(f"Kept in {recorder.folder.path}, marked as partial: {_count(recorder)}.")
+            watcher.say(recorder.kept)
         raise
 
 

@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ssdprof.environment.ranks import FIRST, Ranks
 from ssdprof.errors import MissingCapabilityError, SsdprofError, library_message
 from ssdprof.runs.folder import RunFolder, opened, read
 from ssdprof.runs.record import Recorder
 from ssdprof.schema import CaseResult, LayerRef, RunReport
+
+_FOLDER = "folder"  # of the run, in the store
 
 
 class Unkept(RunFolder):
@@ -29,7 +32,7 @@ def opened_by_first(out: Path | None, model: str, ranks: Ranks | None) -> Iterat
         return
     with opened(out, model) as folder:
         if ranks is not None:
-            ranks.store.set("folder", str(folder.path.resolve()))
+            ranks.store.set(_FOLDER, str(folder.path.resolve()))
         yield folder
 
 
@@ -46,30 +49,57 @@ class Sender(Recorder):
 
     def finished(self, case: CaseResult) -> None:
         super().finished(case)
-        peak = self.report.model_peak_bytes
-        self._ranks.send(json.dumps({"case": case.model_dump(mode="json"), "peak_bytes": peak}))
+        self._ranks.send(json.dumps({"case": case.model_dump(mode="json")}))
         if FIRST in self._ranks.lost():
             raise self._ranks.gone((FIRST,))
 
+    def peaked(self, size: int) -> None:
+        super().peaked(size)
+        self._ranks.send(json.dumps({"peak_bytes": size}))
+
     def complete(self) -> None:
+        """Wait for the first rank to write the report.  MissingCapabilityError if it dies before."""
         super().complete()
         self._ranks.end()
+        for _ in self._ranks.waiting():
+            pass
 
     def broken_off(self, error: BaseException) -> None:
-        """Tell the first rank; if it is gone, write its name into the report that it left."""
-        if FIRST not in self._ranks.lost():
+        """Tell the first rank; if there is nobody to tell any more, keep what it would have kept."""
+        if self._ranks.ended or FIRST in self._ranks.lost():
+            with suppress(SsdprofError):  # its folder is gone
+                self._inherit()
+        elif self.report.state != "complete":
             why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
             self._ranks.send(json.dumps({"failed": why}))
-            return
-        with suppress(SsdprofError):  # it had written none
-            path, report = read(self._ranks.store.get("folder").decode()) if self._kept else (None, None)
-            if path is not None and report is not None:
-                RunFolder(path).write(_noted(report, self._ranks.gone((FIRST,)).message))
 
     @property
-    def _kept(self) -> bool:
-        kept: bool = self._ranks.store.check(["folder"])
-        return kept
+    def kept(self) -> str:
+        return f"Rank {self._ranks.rank} of {self._ranks.count} has sent what it had done to the first one."
+
+    def _inherit(self) -> None:
+        """Write all that ranks have sent into the first one's report, and its name if it died.
+
+        Every other rank does so, and each writes all of it.
+        """
+        if not self._ranks.store.check([_FOLDER]):
+            return
+        folder = RunFolder(Path(self._ranks.store.get(_FOLDER).decode()))
+        try:
+            left = read(folder.path)[1]
+        except SsdprofError:  # it had written none
+            empty = {"run_id": folder.path.name, "state": "partial", "captured_layers": (), "cases": ()}
+            left = self.report.model_copy(update=empty)
+        heir = Recorder(Unkept(folder.path), left)
+        known = {case.model_dump_json() for case in left.cases}
+        for text in self._ranks.sent():
+            message = json.loads(text)
+            if "case" not in message or CaseResult.model_validate(message["case"]).model_dump_json() not in known:
+                _take(heir, message)
+        if lost := self._ranks.lost():
+            heir.report = _noted(heir.report, self._ranks.gone(lost).message)
+        if heir.begun and heir.report != left:
+            folder.write(heir.report)
 
 
 class Gatherer(Recorder):
@@ -108,13 +138,16 @@ class Gatherer(Recorder):
             }
         )
         super().complete()
+        self._ranks.end()
 
-    def broken_off(self, error: BaseException) -> None:  # noqa: ARG002
+    def broken_off(self, error: BaseException) -> None:
         """Keep what the others had sent, and the name of one that is gone."""
         self._gather()
         if (why := self._why()) and self.begun:
             self.report = _noted(self.report, why)
             self.folder.write(self.report)
+        if why or isinstance(error, KeyboardInterrupt):  # else the others name this rank
+            self._ranks.end()
 
     @property
     def lost(self) -> str:
@@ -126,12 +159,7 @@ class Gatherer(Recorder):
             message = json.loads(text)
             if "failed" in message:
                 self._failures[rank] = message["failed"]
-            elif "layer" in message:
-                super().captured(LayerRef.model_validate(message["layer"]), message["remark"])
-            else:
-                peaks = (self.report.model_peak_bytes, message["peak_bytes"])
-                self.update(model_peak_bytes=max((peak for peak in peaks if peak is not None), default=None))
-                super().finished(CaseResult.model_validate(message["case"]))
+            _take(self, message)
 
     def _check(self) -> None:
         if why := self._why():
@@ -141,6 +169,16 @@ class Gatherer(Recorder):
         lost = [rank for rank in self._ranks.lost() if rank not in self._failures]
         told = [f"Rank {rank} of {self._ranks.count} ended: {why}." for rank, why in self._failures.items()]
         return " ".join([*([self._ranks.gone(lost).message] if lost else []), *told])
+
+
+def _take(recorder: Recorder, message: dict[str, Any]) -> None:
+    """Record what a rank sent."""
+    if "layer" in message:
+        recorder.captured(LayerRef.model_validate(message["layer"]), message["remark"])
+    elif "case" in message:
+        Recorder.finished(recorder, CaseResult.model_validate(message["case"]))  # a Gatherer's own would gather more
+    elif "peak_bytes" in message:
+        recorder.peaked(message["peak_bytes"])
 
 
 def recorder_of(folder: RunFolder, draft: RunReport, ranks: Ranks | None) -> Recorder:

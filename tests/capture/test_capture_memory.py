@@ -14,7 +14,8 @@ from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.layout import tensors
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import find_sites
-from ssdprof.environment.memory import host_memory
+from ssdprof.environment import memory
+from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
 
 GIB = 2**30
@@ -182,3 +183,10 @@ def test_free_memory_of_the_host() -> None:
     assert choose_segment_length(model, 100, tiny_models.layer_refs("mamba2")) == 100
     with pytest.raises(MissingCapabilityError, match="on cpu"):
         choose_segment_length(model, 2**40, tiny_models.layer_refs("mamba2"))
+
+
+def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would take half of it for captured inputs, and load a model into all of it without a GPU."""
+    monkeypatch.setattr(memory, "_available", lambda: 8000)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert host_memory() == free_memory(torch.device("cpu")) == 1000

@@ -56,8 +56,10 @@ def test_a_model_of_which_nothing_fits() -> None:
 def test_the_interpreter_takes_short_prompts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cpu"))
     limits.check_replay((16, limits.LONGEST_INTERPRETED))
-    with pytest.raises(MissingCapabilityError, match="interpreter"):
-        limits.check_replay((16, limits.LONGEST_INTERPRETED + 1))
+    for seqlens, batch in (((16, limits.LONGEST_INTERPRETED + 1), 1), ((limits.LONGEST_INTERPRETED // 2,), 3)):
+        with pytest.raises(MissingCapabilityError, match="interpreter") as caught:
+            limits.check_replay(seqlens, batch)
+        assert caught.value.hint == "Use a shorter --seq, or fewer or shorter sequences: 2,048 tokens together."
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     limits.check_replay((131072,))
 

@@ -21,6 +21,7 @@ from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
 from ssdprof.capture.sites import find_sites
 from ssdprof.checkpoint.load import REWRITTEN
+from ssdprof.environment import memory as memory_of
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, model, placement
@@ -79,7 +80,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu"))
     monkeypatch.setattr(limits, "free_bytes", lambda: gpus[0] if gpus else host)
     monkeypatch.setattr(placement, "free_memory", lambda device: gpus[device.index])
-    monkeypatch.setattr(placement, "host_memory", lambda: host)
+    monkeypatch.setattr(memory_of, "_available", lambda: host)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
 
 
@@ -141,9 +142,9 @@ def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     weights, more = asked(granite)[1].weight_bytes, beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
     assert choose(*asked(granite)).record.kind == "all-gpus"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert choose(*asked(granite)).record.kind == "cpu-offload"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "8")
     assert choose(*asked(granite)).record.kind == "disk-offload"
 
 
@@ -196,7 +197,7 @@ def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pyt
     placed = replace(choose(request, subject), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
     placement.check_disk(placed)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(placement, "choose", lambda *_: placed)
     monkeypatch.setattr(model, "fetch", None)
     planned = plan(subject, request)

@@ -8,7 +8,7 @@ make_report(change=lambda case: failed(case, "nonfinite") if ... else case)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ssdprof import schema
 from ssdprof.schema import CaseResult, Deviation, Interval, LayerRef, Match, PrecisionRecord, RunReport, Status
@@ -104,6 +104,13 @@ def make_prompt(seqlen: int, **fields: Any) -> schema.Prompt:
         token_sha256="9f" * 32,
     )
     return prompt.model_copy(update=fields)
+
+
+def served(case: CaseResult, kind: Literal["packed", "chunk"], prompt_seqlen: int, sequences: int = 1) -> CaseResult:
+    """The same of a packed call, or of the first of two chunks."""
+    count = 2 if kind == "chunk" else 1
+    call = schema.CallRef(kind=kind, number=1, count=count, prompt_seqlen=prompt_seqlen, sequences=sequences)
+    return case.model_copy(update={"call": call})
 
 
 def layer(index: int) -> LayerRef:

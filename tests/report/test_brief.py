@@ -7,7 +7,9 @@ from report.make import (
     RELAXED_FP16,
     failed,
     make_clocks,
+    make_prompt,
     make_report,
+    served,
     with_scale,
 )
 from report.test_terminal_report import printed
@@ -15,6 +17,7 @@ from report.test_terminal_report import printed
 from ssdprof.report import brief
 from ssdprof.report.origin import MEANINGS
 from ssdprof.runs import read
+from ssdprof.schema import Serving
 
 LINES = 40
 TWO = (EXACT_FP32, RELAXED_FP16)
@@ -113,3 +116,22 @@ def test_a_recorded_run_fits(request):
     assert len(text.splitlines()) <= LINES
     assert "weights: random" in text
     assert "3.54x [3.53, 3.54]" in text
+
+
+def test_what_a_server_sees_is_in_the_titles():
+    """Times of a chunked prefill are sums over its chunks: they are not those of a prompt of a chunk's length."""
+    chunks = make_report(seqlens=(1024,), precisions=TWO, change=lambda case: served(case, "chunk", 2048))
+    text = printed(brief.render(chunks), 160)
+    assert text.startswith("ssdprof: ibm-granite/granite-4.0-h-small, 2,048 tokens,")
+    for table in ("Speed", "Accuracy of the output"):
+        assert f"{table}, chunks of 1,024 tokens of 2,048 tokens, fused" in text
+    both = make_report(seqlens=(1024, 512), precisions=TWO, change=lambda case: served(case, "chunk", 1536))
+    text = printed(brief.render(both))
+    assert text.startswith("ssdprof: ibm-granite/granite-4.0-h-small, 1,536 tokens,")
+    for tokens in ("1,024", "512"):
+        assert f"\nchunks of {tokens} " in text
+    prompts = (make_prompt(1024, serving=Serving(packed=(512, 256, 128, 128))),)
+    packed = make_report(
+        seqlens=(1024,), precisions=TWO, prompts=prompts, change=lambda case: served(case, "packed", 1024, 4)
+    )
+    assert "Accuracy of the output, 1,024 tokens in 4 packed sequences, fused" in printed(brief.render(packed), 160)

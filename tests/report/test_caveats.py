@@ -1,8 +1,9 @@
 """What a reader must know to trust the numbers."""
 
-from report.make import EXACT_FP16, EXACT_FP32, make_checkpoint, make_clocks, make_report
+from report.make import EXACT_FP16, EXACT_FP32, make_checkpoint, make_clocks, make_prompt, make_report, served
 
 from ssdprof.report.caveats import caveats
+from ssdprof.schema import Serving
 
 
 def test_caveats_are_throttling_and_the_notes_of_the_run():
@@ -16,6 +17,16 @@ def test_caveats_are_throttling_and_the_notes_of_the_run():
 def test_a_prompt_of_one_chunk_does_not_test_the_states():
     (caveat,) = caveats(make_report(gpu=False, seqlens=(256, 257)))
     assert caveat.startswith("256 tokens are no more than one chunk of 256: no state is passed on")
+
+
+def test_packed_sequences_of_one_chunk_each_do_not_test_the_states():
+    """Together they are longer than a chunk."""
+    prompt = make_prompt(600, serving=Serving(packed=(200, 256, 144)))
+    report = make_report(
+        gpu=False, seqlens=(600,), prompts=(prompt,), change=lambda case: served(case, "packed", 600, sequences=3)
+    )
+    (caveat,) = caveats(report)
+    assert caveat.startswith("A sequence of at most 256 tokens is no more than one chunk of 256: no state is passed on")
 
 
 def test_the_demo_is_no_measure_of_speed():

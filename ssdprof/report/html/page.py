@@ -130,8 +130,8 @@ def _accuracy(report: RunReport, pictures: Pictures) -> Iterator[Block]:
     yield from (Block("heat", heat) for heat in maps)
     shown: list[Picture] = []
     for group in found:
-        shown += pictures(f"Error along the prompt, worst layer, {group.tokens}", run_plots.along_positions(group))
-        shown += pictures(f"Largest error of each layer, {group.tokens}", run_plots.largest_errors(group))
+        shown += pictures(f"Error along the prompt, worst layer, {group.size}", run_plots.along_positions(group))
+        shown += pictures(f"Largest error of each layer, {group.size}", run_plots.largest_errors(group))
     if shown:
         yield Block("pictures", tuple(shown))
 

@@ -55,7 +55,7 @@ def speedups(found: Sequence[Group]) -> str | None:
         for position, ratio in enumerate(ratios):
             axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        axes.set_xlabel(f"times as fast as {found[0].baseline}, by device time, {found[0].tokens}")
+        axes.set_xlabel(f"times as fast as {found[0].baseline}, by device time, {found[0].size}")
 
     if len(found) > 1:
         return draw(lines)

@@ -52,7 +52,7 @@ def _table(title: str, found: Sequence[Group], headers: Cells, rows: list[tuple[
     kept = [i for i, _ in enumerate(names) if len({keys[i] for keys, _ in rows}) > 1 or i == len(names) - 1]
     same = [rows[0][0][i] for i in range(len(names)) if i not in kept]
     if 0 not in kept:
-        same[0] = found[0].tokens
+        same[0] = found[0].size
     headers = headers if len(kept) == 1 else headers[:-1]
     hidden = len(rows) - _MOST_ROWS
     return Table(
@@ -67,12 +67,18 @@ def _table(title: str, found: Sequence[Group], headers: Cells, rows: list[tuple[
 
 def _rows(found: Sequence[Group], cells: Callable[[Group, Series], Cells | None]) -> Iterator[tuple[Cells, Cells]]:
     for group in found:
-        tokens = group.tokens.removesuffix(" tokens")
-        where = f"steps after {tokens}" if group.steps else tokens
         for name in group.compared:
             for series in group.series(name):
                 if shown := cells(group, series):
-                    yield (where, series.name, series.precision.short), shown
+                    yield (_where(group), series.name, series.precision.short), shown
+
+
+def _where(group: Group) -> str:
+    """ "16,384", "chunks of 8,192", "steps after 16,384"."""
+    if group.call is not None and group.call.kind == "chunk":
+        return f"chunks of {fmt.tokens(group.seqlen, group.batch)}".removesuffix(" tokens")
+    tokens = group.tokens.removesuffix(" tokens")
+    return f"steps after {tokens}" if group.steps else tokens
 
 
 def _speed(group: Group, series: Series) -> Cells | None:

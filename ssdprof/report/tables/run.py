@@ -219,7 +219,7 @@ def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) 
     places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
     for group in groups(report):
         for case in filter(wanted, group.cases):
-            tokens = group.tokens.removesuffix(" tokens") if group.call is None else group.where.partition(" ")[2]
+            tokens = group.tokens.removesuffix(" tokens") if group.call is None else group.size
             layers = places.setdefault(_case(case), {}).setdefault(tokens, [])
             layers.append(case.layer.index)
     if not places:
