@@ -9,7 +9,7 @@ from gluon_emulator import GDN, emulate
 
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
-from ssdprof.kernels.gdn.hopper.config import MOST_WAVES, WORTH_PARTS, HopperConfig
+from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
@@ -230,6 +230,7 @@ def test_a_cut_keeps_sms_busy_without_needless_segments(seqlen: int, heads: int)
     assert waves * config.segment <= one_wave + config.slow_parts
     if waves > 1:
         assert waves * config.segment < one_wave
+    assert (count - 1) * heads * config.slow_parts <= MOST_PARTS
 
 
 def test_a_first_segment_is_longer_only_where_that_is_possible_and_segments_are_not_short() -> None:

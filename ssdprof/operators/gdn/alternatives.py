@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ssdprof.kernels._gpu import sm_count
 from ssdprof.kernels._launch import LaunchCache
 from ssdprof.kernels.gdn import tuned
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.variants import HOPPER, PORTABLE, Call, Launch, Variant, hopper_plan
+from ssdprof.kernels.gdn.variants import HOPPER, PORTABLE, Call, Launch, Variant, hopper_cut, hopper_plan
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
@@ -51,8 +50,7 @@ class _Forced:
 
 
 def _leading(call: Call) -> HopperConfig:
-    chosen = HopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
-    return chosen.leading(call.inputs)
+    return hopper_cut(call).leading(call.inputs)
 
 
 LEADING = Variant(

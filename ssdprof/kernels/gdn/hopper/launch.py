@@ -146,7 +146,7 @@ class HopperLaunch:
     def _check(self, inputs: GDNInputs, config: HopperConfig) -> None:
         whole = config.stays or config.segment * CHUNK.value >= inputs.v.shape[1]
         if config.leads and (whole or config.slow_parts or inputs.cu_seqlens is not None):
-            raise ValueError("a longer first segment needs more than one of a sequence, without parts or packs")
+            raise ValueError("a longer first segment needs several segments, no parts and no packed sequences")
         if config.inverts and (inputs.use_qk_l2norm or not whole):
             raise ValueError("one launch takes whole sequences whose keys are normalised")
 

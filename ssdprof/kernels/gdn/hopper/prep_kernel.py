@@ -18,6 +18,7 @@ three value heads of a key head.  What it waits for most is latency: heads share
 instructions of the substitution (`inverse.py`) too, and the loads of g and beta are begun before that of k.
 """
 
+from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -60,11 +61,6 @@ STAGES = {
 }
 
 
-@gluon.constexpr_function
-def next_power_of_two(heads):
-    return 1 << (heads - 1).bit_length()
-
-
 @gluon.jit
 def begin_times_transposed(tile):
     """tile tile^T (i, j), to be waited for."""
@@ -85,7 +81,7 @@ def diagonal_of(product):
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
     """g and beta (head, i) of a program's heads, with a row of zeros after three: a warp has whole heads."""
     g_ptr, beta_ptr, g_strides, beta_strides = gates
-    o_h = gl.arange(0, next_power_of_two(AT_ONCE), gl.SliceLayout(1, by_head))
+    o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))
     inside = (o_h < AT_ONCE)[:, None] & (o_i < left)[None, :]
     o_h, o_i = (first_head + o_h).to(gl.int64)[:, None], o_i.to(gl.int64)[None, :]
@@ -97,7 +93,7 @@ def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
 @gluon.jit
 def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
     """Sums of g (head, i) since the chunk's start."""
-    o_h = gl.arange(0, next_power_of_two(AT_ONCE), gl.SliceLayout(1, by_head))[:, None]
+    o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))[:, None]
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))[None, :]
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
     gl.store(tile + o_h * CHUNK + o_i, sums(g, 1), mask=o_h < AT_ONCE)
@@ -106,7 +102,7 @@ def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: 
 @gluon.jit
 def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
     """Bounds of a chunk's heads.  squares: |k_i|^2, normalised if asked for."""
-    o_h = gl.arange(0, next_power_of_two(AT_ONCE), gl.SliceLayout(1, by_head))
+    o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
     grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
     bound = gl.sum(g + grows, 1)
     gl.store(bounds_ptr + (first_head + o_h).to(gl.int64) * slots + slot, bound, mask=o_h < AT_ONCE)
@@ -160,7 +156,7 @@ def _prep_kernel(
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
-    ROWS: gl.constexpr = next_power_of_two(AT_ONCE)
+    ROWS: gl.constexpr = next_power_of_2(AT_ONCE)
     PAIR: gl.constexpr = min(AT_ONCE, 2)
     PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # of a slot
     GROUP: gl.constexpr = HEADS // KEY_HEADS

@@ -143,9 +143,8 @@ def begin_ring(ring, FULL: gl.constexpr, EMPTY: gl.constexpr):
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
     """Says how many arrive: of the states' role each thread for itself, of other roles one for all.
 
-    Only barriers that the roles use: what roles are told may lie in the place of others, and memory must not have
-    another use while a barrier is in it (PTX ISA, mbarrier.init).  On an H200 that other processes shared, such a
-    kernel ended with an illegal memory access.
+    It begins only barriers that the roles use.  Triton may put the arguments of the roles where an idle barrier lies,
+    and PTX forbids another use of that memory before mbarrier.inval.
     """
     begin_ring(rings.keys, 2, STATE_THREADS + 1)  # by loads and gates; states and scores
     begin_ring(rings.values, 1, STATE_THREADS)
