@@ -45,7 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     environment = os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.knobs.cache, "dir", folder)
+        patch.setenv("TRITON_CACHE_DIR", folder)  # an attribute of knobs would stay set: undone, it is assigned
         yield
 
 
