@@ -187,6 +187,11 @@ class Published(Part):
     def _each(cls, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [one for value in values for one in _spelled_out(value)]
 
+    @field_validator("numbers", mode="before")
+    @classmethod
+    def _each_value(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one for group in groups for one in _of_each_value(group)]
+
     @model_validator(mode="after")
     def _names_fit(self) -> Published:
         if bool(self.runner) == bool(self.measure):
@@ -250,6 +255,13 @@ def _spelled_out(value: dict[str, Any]) -> list[dict[str, Any]]:
         key = " ".join(words[name] for name in apart)
         found.append({**_filled(plain, words), **({"key": key} if key else {})})
     return found
+
+
+def _of_each_value(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each value in `words_of`, which maps the value's name to the words of its table."""
+    shared = {key: one for key, one in numbers.items() if key != "words_of"}
+    words_of = numbers.get("words_of", {})
+    return [shared | {"value": value, "words": words} for value, words in words_of.items()] or [shared]
 
 
 def _filled(fields: Any, words: dict[str, str]) -> Any:

@@ -44,6 +44,14 @@ def test_a_claim_about_no_value_is_refused() -> None:
         document(claim=[{"words": "W", "quoted": "Q", "holds": "speed > 1"}])
 
 
+def test_several_values_are_beside_the_same_numbers() -> None:
+    quoted = {"1 x 1,024": 1.0}
+    words_of = {"speedup": "Faster", "least": "At least"}
+    found = document(numbers=[{"words_of": words_of, "quoted": quoted}, {"words": "Only quoted", "quoted": quoted}])
+    assert {one.value: one.words for one in found.numbers} == words_of | {"": "Only quoted"}
+    assert all(one.quoted == quoted for one in found.numbers)
+
+
 @pytest.mark.parametrize("name", documents.known())
 def test_every_document_can_be_measured(name: str) -> None:
     """Its commands are understood, its scripts are there."""
