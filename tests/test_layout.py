@@ -19,24 +19,25 @@ from ssdprof.cli import app
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ssdprof"
 
-MEASURING = {"errors", "schema", "progress", "capture", "environment", "operators", "kernels", "measure"}
+MEASURING = {"errors", "schema", "quantities", "progress", "capture", "environment", "operators", "kernels", "measure"}
 STAGES = MEASURING | {"checkpoint", "stalls", "runs", "files"}
 # What each part may import of ssdprof, beside itself.  The order is that of the data.
 MAY_IMPORT = {
     "errors": set(),
     "schema": set(),
+    "quantities": set(),
     "progress": set(),
     "files": {"errors"},
     "kernels": set(),
     "operators": {"errors", "schema", "kernels"},
     "checkpoint": {"errors", "schema", "progress"},
-    "capture": {"errors", "schema", "progress", "files", "operators", "kernels", "environment"},
-    "environment": {"errors", "schema", "kernels"},
+    "capture": {"errors", "schema", "quantities", "progress", "files", "operators", "kernels", "environment"},
+    "environment": {"errors", "schema", "quantities", "kernels"},
     "measure": {"errors", "schema", "operators", "kernels", "environment"},
     "stalls": MEASURING | {"tuning"},
     "bench": MEASURING | {"report", "files"},
     "tuning": MEASURING | {"report", "bench", "runs", "files"},
-    "report": {"errors", "schema"},
+    "report": {"errors", "schema", "quantities"},
     "runs": {"errors", "schema", "progress", "files", "environment"},
     "pipeline": STAGES | {"report"},
     "settings": {"errors", "schema"},

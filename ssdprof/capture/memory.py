@@ -9,6 +9,7 @@ from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.sites import find_sites
 from ssdprof.environment.memory import free_memory
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
@@ -73,4 +74,4 @@ def _most_layers(model: Any, seqlen: int, batch: int, free_bytes: int) -> int | 
 
 
 def _in_words(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB ({size:,} bytes)"
+    return f"{size_words(size)} ({size:,} bytes)"

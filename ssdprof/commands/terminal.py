@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ssdprof.errors import BadInputError, MissingCapabilityError, masked
+from ssdprof.quantities import size_words
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -142,25 +143,21 @@ def show_plan(plan: DryRun, as_json: bool) -> None:
         "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
         "prompt": f"{_tokens(plan.seqlens)}",
         "served": serving_words(plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel),
-        "download": _megabytes(plan.download_bytes),
-        "weights": f"{_megabytes(plan.weight_bytes)} loaded; {_megabytes(plan.free_bytes)} are free on {plan.device}",
+        "download": size_words(plan.download_bytes),
+        "weights": f"{size_words(plan.weight_bytes)} loaded; {size_words(plan.free_bytes)} are free on {plan.device}",
         "placement": placement_words(plan.placement) if plan.placement else "",
     }
     for name, value in rows.items():
         if value:
             console.print(Text(f"  {name:<10}{value}"))
     for file in plan.files:
-        size = _megabytes(file.size_bytes)
+        size = size_words(file.size_bytes)
         console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))
 
 
 def _tokens(seqlens: tuple[int, ...]) -> str:
     """ "1 token", "1,024, 16,384 tokens"."""
     return f"{', '.join(f'{seqlen:,}' for seqlen in seqlens)} {'token' if seqlens == (1,) else 'tokens'}"
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 _ETA_FROM = 3600.0  # seconds of progress that an ETA is estimated from: a layer may take minutes

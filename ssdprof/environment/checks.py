@@ -18,6 +18,7 @@ from ssdprof.environment.clocks import current_uuid, read
 from ssdprof.environment.machine import gpu, installed_version
 from ssdprof.environment.toolchain import needs, others_on_gpu, unusable_gpu
 from ssdprof.errors import masked
+from ssdprof.quantities import size_words
 from ssdprof.schema import Record
 
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
@@ -90,7 +91,7 @@ def _gpu() -> Iterator[Check]:
     else:
         yield Check(name="gpu", status="ok", detail=details)
     free, total = torch.cuda.mem_get_info()
-    yield Check(name="gpu memory", status="ok", detail=f"{_gib(free)} free of {_gib(total)}")
+    yield Check(name="gpu memory", status="ok", detail=f"{size_words(free)} free of {size_words(total)}")
     yield from _company(found.name)
     for need in needs():
         status: Literal["ok", "missing"] = "ok" if need.found else "missing"
@@ -203,9 +204,5 @@ def _cache() -> Check:
     free = shutil.disk_usage(existing).free
     if free < _ROOMY_BYTES:
         hint = "Large checkpoints will not fit: set HF_HOME to a larger disk."
-        return Check(name="cache", status="warn", detail=f"{_gib(free)} free", hint=hint)
-    return Check(name="cache", status="ok", detail=f"{_gib(free)} free")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+        return Check(name="cache", status="warn", detail=f"{size_words(free)} free", hint=hint)
+    return Check(name="cache", status="ok", detail=f"{size_words(free)} free")

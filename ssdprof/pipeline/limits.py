@@ -13,6 +13,7 @@ from ssdprof.environment.memory import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 
 DEFAULT_SEQLEN_GPU = 16384
@@ -75,8 +76,8 @@ def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool =
     if needed <= free:
         return
     raise MissingCapabilityError(
-        f"The weights of {located.ref.repo_id} need {_gib(needed)} ({needed:,} bytes) on {device()}; "
-        f"{_gib(free)} are free.",
+        f"The weights of {located.ref.repo_id} need {size_words(needed)} ({needed:,} bytes) on {device()}; "
+        f"{size_words(free)} are free.",
         what_fits(located, free, whole=whole),
     )
 
@@ -104,7 +105,3 @@ def memory_errors() -> Iterator[None]:
             f"{device()} ran out of memory: {str(error).splitlines()[0]}",
             "Use a shorter --seq, a shorter --segment, or --layers first:N with fewer layers.",
         ) from error
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

@@ -24,7 +24,7 @@ from ssdprof.environment.ranks import started
 from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits
-from ssdprof.report.placement import size_words
+from ssdprof.quantities import size_words
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 

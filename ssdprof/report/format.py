@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from decimal import ROUND_DOWN, Decimal
 
+from ssdprof.quantities import size_words, three_digits
 from ssdprof.schema import Interval
 
 MISSING = "-"
@@ -16,10 +17,10 @@ def duration(us: float | None) -> str:
     if us is None:
         return MISSING
     for unit, factor in (("µs", 1.0), ("ms", 1e3)):
-        text = _three_digits(us / factor)
+        text = three_digits(us / factor)
         if abs(float(text)) < 1000:
             return f"{text} {unit}"
-    return f"{_three_digits(us / 1e6)} s"
+    return f"{three_digits(us / 1e6)} s"
 
 
 def ratio(value: float | None) -> str:
@@ -92,16 +93,7 @@ def count(value: int | None) -> str:
 
 def size(value: int | None) -> str:
     """Bytes in binary units: "12.3 MiB"."""
-    if value is None:
-        return MISSING
-    if value < 1024:
-        return f"{value} B"
-    scaled = float(value)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        scaled /= 1024
-        if float(_three_digits(scaled)) < 1000 or unit == "TiB":
-            break
-    return f"{_three_digits(scaled)} {unit}"
+    return MISSING if value is None else size_words(value)
 
 
 def position(index: tuple[int, ...] | None) -> str:
@@ -134,15 +126,6 @@ def plural(number: int, noun: str) -> str:
 def tokens(seqlen: int, batch: int = 1) -> str:
     """ "1 token", "131,072 tokens", "32 x 1,024 tokens"."""
     return plural(seqlen, "token") if batch == 1 else f"{batch} x {plural(seqlen, 'token')}"
-
-
-def _three_digits(value: float) -> str:
-    if value == 0:
-        return "0"
-    digits = 2 - math.floor(math.log10(abs(value)))
-    rounded = round(value, digits)  # may carry into the next power of ten: 9.996 -> 10.0
-    decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
-    return f"{rounded:.{decimals}f}"
 
 
 def _ratio(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ssdprof.quantities import size_words
 from ssdprof.schema.placement import Held, Placement
 
 _PLACES = {"cpu": "in main memory", "disk": "on the disk"}
@@ -32,8 +33,3 @@ def _cost(placement: Placement) -> str:
         return f"a layer of {size} is read {how_often}, at a speed that is measured after the download"
     speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
     return f"a layer of {size} is read {how_often}, in {seconds:.2g} s at the measured {speed}"
-
-
-def size_words(size: int) -> str:
-    """ "1.5 GiB", or "15.0 MiB" of a small one."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

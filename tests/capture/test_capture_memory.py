@@ -17,6 +17,7 @@ from ssdprof.capture.sites import find_sites
 from ssdprof.environment import memory
 from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.quantities import size_words
 
 GIB = 2**30
 
@@ -148,7 +149,7 @@ def test_too_little_memory_says_how_much_was_needed_and_what_fits() -> None:
     with pytest.raises(MissingCapabilityError) as raised:
         choose_segment_length(model, SEQLEN, layers, free_bytes=needed // 2)
     assert raised.value.exit_code == ExitCode.MISSING_CAPABILITY
-    assert f"131,072 tokens needs {needed / GIB:.1f} GiB ({needed:,} bytes)" in raised.value.message
+    assert f"131,072 tokens needs {size_words(needed)} ({needed:,} bytes)" in raised.value.message
     assert f"({needed // 2:,} bytes) are free" in raised.value.message
     suggested = re.search(r"--seq (\d+)", raised.value.hint)
     assert suggested is not None

@@ -18,6 +18,7 @@ from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.placement import choose
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import find
+from ssdprof.quantities import size_words
 from ssdprof.schema.placement import PlacementKind
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
@@ -116,10 +117,6 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
-def gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +130,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     embedding = model.get_input_embeddings().weight.nbytes
     computed = placement.bytes_beside_weights(request, subject)
     least = layer + embedding + computed
-    assert f"| {name} | {gib(layer)} | {gib(least)} |" in PAGE.read_text()
+    assert f"| {name} | {size_words(layer)} | {size_words(least)} |" in PAGE.read_text()
 
     gpu_with(monkeypatch, least + 2**20)  # for the layers' buffers
     assert choose(request, subject).record.kind == "disk-offload"
@@ -142,7 +139,11 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     for kind in kinds:
         with pytest.raises(MissingCapabilityError, match="does not fit on cuda:0 layer by layer") as caught:
             choose(replace(request, placement=kind), subject)
-        for words in (f"largest layer has {gib(layer)}", f"embedding {gib(embedding)}", f"takes {gib(computed)}"):
+        for words in (
+            f"largest layer has {size_words(layer)}",
+            f"embedding {size_words(embedding)}",
+            f"takes {size_words(computed)}",
+        ):
             assert words in caught.value.message
         assert caught.value.hint.startswith("Use a shorter --seq.")
 

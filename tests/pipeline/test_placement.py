@@ -232,7 +232,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     found = priced(Placed(record=record), granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
     words = placement_words(found)
-    assert "1 layer (0.9 GiB) on cuda:0, 3 layers (2.8 GiB) on the disk" in words
+    assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
     in_memory = record.model_copy(update={"held": (Held(place="cpu", layers=4, weight_bytes=4 * GB),)})
     assert priced(Placed(record=in_memory), None).seconds_per_layer == pytest.approx(0.5)
