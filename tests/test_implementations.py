@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from ssdprof import kernels, runs
 from ssdprof.cli import app
+from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.measure import rehearsal
 from ssdprof.measure.oracle import oracle_output
@@ -125,6 +128,16 @@ def test_what_a_kernel_prints_is_no_data(here: Path, command: str) -> None:
     result = CliRunner().invoke(app, [command, "demo", *words, "--impl", "unfused,my_kernels:talking", "--json"])
     assert json.loads(result.stdout)["state"] == "complete"
     assert {"imported", "called"} <= set(result.stderr.split())
+
+
+def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> None:
+    with only_data_on_stdout():
+        ctypes.CDLL(None).puts(b"of the C library")  # in its buffer until that is flushed
+        os.write(1, b"of a system call\n")
+    print("data")
+    found = capfd.readouterr()
+    assert found.out == "data\n"
+    assert set(found.err.splitlines()) == {"of the C library", "of a system call"}
 
 
 @pytest.mark.slow

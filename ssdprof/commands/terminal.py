@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import ctypes
 import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -88,9 +89,17 @@ def err() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def only_data_on_stdout() -> AbstractContextManager[Any]:
-    """Around a job: what kernels of the user or of other libraries print goes to stderr."""
-    return redirect_stdout(sys.stderr)
+@contextmanager
+def only_data_on_stdout() -> Iterator[None]:
+    """Around a job: what kernels of the user or of other libraries print, in Python or in C, goes to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "wb") as stdout, redirect_stdout(sys.stderr):
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)  # the C library's buffers; Python's are its own
+            os.dup2(stdout.fileno(), 1)
 
 
 def print_json(value: Any) -> None:
