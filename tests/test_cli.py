@@ -74,7 +74,7 @@ def test_wrong_usage_is_2_and_only_on_stderr(words: list[str]) -> None:
 @pytest.mark.parametrize("command", ["run", "capture"])
 @pytest.mark.parametrize("seq", ["0", "-5", "128q", "", "1k,,2k", "1e3", "99999999m"])
 def test_a_prompt_length_that_is_none(command: str, seq: str) -> None:
-    assert "is not a prompt length" in refused(2, command, "demo", "--seq", seq)
+    assert "is not a number of tokens" in refused(2, command, "demo", "--seq", seq)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)])
@@ -126,7 +126,7 @@ def test_prefill_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     error = refused(3, "prefill", "demo", "--seq", "1k")
     assert "Prefill times need an NVIDIA GPU" in error
-    assert "'long' is not a prompt length" in refused(2, "prefill", "demo", "--seq", "long")
+    assert "'long' is not a number of tokens" in refused(2, "prefill", "demo", "--seq", "long")
 
 
 def test_a_model_that_is_nowhere() -> None:

@@ -371,7 +371,7 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssdprof.pipeline.limits.free_bytes", lambda: 1 << 20)
     answer = Answer("run", "demo", *SEQ)
     assert answer.code == 3
-    assert "and 1.0 MiB are free" in answer.err
+    assert "and 1.00 MiB are free" in answer.err
     assert "take a smaller model" in answer.err
 
 

@@ -151,7 +151,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
         (("--seq", "1m", "--batch", "64"), "67,108,864 tokens are too many for one call"),
         (("--chunked-prefill", "8", "--segment", "8"), "--chunked-prefill and --segment exclude each other"),
         (("--chunked-prefill", "1"), "--chunked-prefill 1 would be decoding"),
-        (("--chunked-prefill", "8q"), "'8q' is not a prompt length"),
+        (("--chunked-prefill", "8q"), "'8q' is not a number of tokens"),
         (("--batch", "0"), "--batch"),
         (("--decode", "-1"), "--decode"),
     ],

@@ -52,13 +52,13 @@ class ModelOptions:
         typer.Option(metavar="MODEL", help="Take the tokenizer from another model.", show_default="the model's own"),
     ] = None
     segment: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Tokens per forward call of the model.", show_default="by length"),
+        str | None,
+        typer.Option(metavar="N", help="Tokens per forward call of the model: 8192, or 8k.", show_default="by length"),
     ] = None
 
     def request(self) -> CaptureRequest:
         """Raises BadInputError."""
-        from ssdprof.capture.prompt import parse_seqs
+        from ssdprof.capture.prompt import parse_seq, parse_seqs
         from ssdprof.capture.select import check_layers
         from ssdprof.errors import BadInputError
         from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
@@ -72,7 +72,7 @@ class ModelOptions:
                 text=self.prompt_file or self.prompt, seqlens=None if self.seq is None else parse_seqs(self.seq)
             ),
             layers=self.layers,
-            segment_length=self.segment,
+            segment_length=None if self.segment is None else parse_seq(self.segment),
         )
 
 

@@ -156,7 +156,7 @@ def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
 
 
 def parse_serving(
-    batch: int, packed: str | None, chunk: str | None, decode: int, *, seq: str | None, segment: int | None
+    batch: int, packed: str | None, chunk: str | None, decode: int, *, seq: str | None, segment: str | None
 ) -> ServingRequest:
     """The options of that name.  BadInputError for what cannot be read, and for what does not go together."""
     excluding = "exclude each other"

@@ -24,7 +24,7 @@ def bench(*words: str) -> tuple[int, str, str]:
         (["--shape", "mamba3"], "'mamba3' is not a known shape"),
         (["--shape", "80x64x300x1"], "80x64x300x1 is not measured: N is at most 256"),
         (["--shape", "80x64x512x1"], "N is at most 256"),
-        (["--seq", "many"], "'many' is not a prompt length"),
+        (["--seq", "many"], "'many' is not a number of tokens"),
         (["--against", "vllm"], "There is no implementation 'vllm' of ssd"),
         (["--impl", "fused,fussed"], "Did you mean fused?"),
         (["--impl", "fused,"], "--impl has an empty name"),

@@ -26,7 +26,7 @@ def test_the_request_of_a_model() -> None:
         prompt_file=Path("prompt.txt"),
         revision="v1",
         tokenizer="other",
-        segment=512,
+        segment="1k",
         placement="cpu-offload",
         batch=3,
         decode=4,
@@ -35,7 +35,7 @@ def test_the_request_of_a_model() -> None:
         model=ModelRequest(model="demo", revision="v1", tokenizer="other"),
         prompt=PromptRequest(text=Path("prompt.txt"), seqlens=(1024, 2048), serving=ServingRequest(batch=3, decode=4)),
         layers="first:2",
-        segment_length=512,
+        segment_length=1024,
         placement="cpu-offload",
     )
 

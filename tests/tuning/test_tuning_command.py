@@ -37,7 +37,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     ("words", "complaint"),
     [
         (["ssd", "--shape", "mamba3"], "'mamba3' is not a known shape"),
-        (["ssd", "--seq", "many"], "'many' is not a prompt length"),
+        (["ssd", "--seq", "many"], "'many' is not a number of tokens"),
         (["ssd", "--dtype", "int8"], "does not know 'int8'"),
         (["ssd", "--out", "nowhere/found.json"], "There is no folder nowhere"),
         (["ssd", "captures", "--shape", "mamba2-2.7b"], "go without captures"),
