@@ -35,12 +35,12 @@ Field = tuple[Any, Any]  # a parameter's type; a number, a tensor's place among 
 class Driver:
     """The functions of the CUDA driver that a launch needs.  They return a status: 0 if all is well.
 
-    None of them waits for the GPU, so they keep Python's global lock, which takes longer to get than some of them.
-    Raises OSError or AttributeError if they are not there.
+    Other threads of Python may run meanwhile: a launch waits where too many are queued.  Raises OSError or
+    AttributeError if the functions are not there.
     """
 
     def __init__(self) -> None:
-        library = ctypes.PyDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
         pointer, uint = ctypes.c_void_p, ctypes.c_uint
         self.launch = library.cuLaunchKernel
         self.launch.argtypes = [pointer, *[uint] * 7, *[pointer] * 3]
