@@ -14,7 +14,7 @@ from ssdprof.kernels.registry import Plan
 from ssdprof.measure.amdahl import predicted_speedup
 from ssdprof.measure.call import UnfitError
 from ssdprof.measure.faults import first_line, refuse_if_lost
-from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
+from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval
 from ssdprof.pipeline.prefill_contender import Contender
 from ssdprof.schema import Status
 from ssdprof.schema.prefill import CallTime, PartTime, PrefillCase, PrefillSpeedup
@@ -105,7 +105,7 @@ def _speedup(own: Found, base: Found, operator_calls: int, smallest_difference: 
     return PrefillSpeedup(
         ratio=ratio(base.samples, own.samples),
         interval=interval,
-        verdict=verdict(interval, smallest_difference),
+        verdict=interval.verdict(smallest_difference),
         predicted=predicted,
     )
 

@@ -15,7 +15,7 @@ from ssdprof.measure.call import Call
 from ssdprof.measure.engine import device_times, objection, verify
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval, verdict
+from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval
 from ssdprof.measure.timing import Bench
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tuning import Calls, Config
@@ -239,4 +239,4 @@ def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
 
 
 def _verdict(committed: Samples, samples: Samples, *, smallest_difference: float = MARGIN) -> Verdict:
-    return verdict(ratio_interval(committed, samples), smallest_difference)
+    return ratio_interval(committed, samples).verdict(smallest_difference)
