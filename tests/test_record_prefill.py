@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from ssdprof.schema import Interval, LayerRef, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, Interval, LayerRef
 from ssdprof.schema.prefill import CallTime, PrefillCase, PrefillLength, PrefillSpeedup
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "record_prefill.py"
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def case(name: str, call_us: float, version: str = "", speedup: float | None = N
         implementation=name,
         version=version,
         surroundings="bundled",
-        precision=EXACT,
+        precision=EXACT_FP32,
         status="passed",
         call=CallTime(median_us=call_us, interval_us=interval, recordings=3, samples=3),
         speedup=speedup and PrefillSpeedup(ratio=speedup, interval=Interval(low=1.11, high=1.13), verdict="faster"),

@@ -29,15 +29,14 @@ from ssdprof.pipeline.model import load
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_length import LengthTimer
 from ssdprof.pipeline.prefill_record import GrowingReport, Keep
-from ssdprof.pipeline.replay import COMPARED
-from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.request import COMPARED, CaptureRequest
 from ssdprof.pipeline.step_clock import StepClock
 from ssdprof.pipeline.subject import Subject, refuse_large
 from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes, of_absent
-from ssdprof.schema import DType, Gates, PrecisionRecord, RunReport
+from ssdprof.schema import EXACT_FP32, DType, Gates, PrecisionRecord, RunReport
 from ssdprof.schema.gates import NO_GATES
 from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
 
@@ -154,7 +153,7 @@ def prefill_of_run(
     request = PrefillRequest(
         model=asked,
         lineup=line_up(COMPARED, COMPARED[0], subject.layers),
-        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        precision=EXACT_FP32,
         surroundings=SURROUNDINGS,
         smallest_difference=smallest_difference,
     )

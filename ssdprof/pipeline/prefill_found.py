@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.amdahl import predicted_speedup
-from ssdprof.measure.call import UnfitError
-from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.faults import status_of
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval
 from ssdprof.pipeline.prefill_contender import Contender
 from ssdprof.schema import Status
@@ -51,17 +49,10 @@ def judging(found: Found, device: torch.device, label: str) -> Iterator[None]:
     """
     try:
         yield
-    except UnfitError as error:
-        found.status, found.reason = error.status, str(error)
-    except UnsupportedError as error:
-        found.status, found.reason = "refused", str(error)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        found.status, found.reason = "out of memory", first_line(error)
     except BadInputError:
         raise
     except Exception as error:
-        refuse_if_lost(device, label, error)
-        found.status, found.reason = "failed", f"{type(error).__name__}: {first_line(error)}"
+        found.status, found.reason = status_of(error, device, label)
 
 
 def case_of(contender: Contender, found: Found, left_to_model: tuple[str, ...]) -> PrefillCase:
