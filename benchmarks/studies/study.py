@@ -7,11 +7,13 @@ import json
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from tabulate import tabulate
@@ -25,8 +27,12 @@ from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.files import write_text
 from ssdprof.measure.faults import first_line
+from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench, time_in_turns
+
+Cell = TypeVar("Cell")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +82,53 @@ class Result:
         }
 
 
-class Study(Protocol):
-    """One run of all cells."""
+class Study(ABC, Generic[Cell]):
+    """One run of all cells.  budget: seconds.  folder: where the result is kept after each cell."""
 
-    result: Result
+    device = "cuda"
 
+    def __init__(self, name: str, budget: float, folder: Path) -> None:
+        self.result = Result(study=name)
+        self.budget = budget
+        self.folder = folder
+
+    @cached_property
+    def bench(self) -> CudaBench:
+        return CudaBench(torch.device(self.device))
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - self.result.seconds
+
+    @abstractmethod
     def run(self) -> None: ...
 
+    @abstractmethod
+    def measure(self, cell: Cell) -> None: ...
+
+    @abstractmethod
     def keep(self) -> dict[str, Any]:
         """Writes <study>.json, and returns what it holds."""
+
+    def measure_all(self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float) -> None:
+        """The GPU's limits, then every cell for which `seconds` of the budget are left; the others are named."""
+        self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
+        for cell in cells:
+            if self.left < seconds:
+                self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
+                continue
+            self.measure(cell)
+            self.keep()
+            print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
+
+    def library(self, name: str, load: Callable[[], T]) -> T | None:
+        """What `load` returns; None, and `name` is missing, if that cannot be imported here."""
+        try:
+            return load()
+        except ImportError as error:
+            self.result.missing[name] = f"it cannot be imported here: {error}"
+            return None
 
 
 Pages = Callable[[Mapping[str, Any], Path], None]  # (what <study>.json holds, folder) writes the other two files
@@ -105,7 +149,7 @@ def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
     return parser
 
 
-def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study], pages: Pages) -> int:
+def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study[Any]], pages: Pages) -> int:
     """Measures, or with --from writes the pages of a result again.  The exit code."""
     if options.file:
         pages(stored(name, options.file), options.file.parent)
