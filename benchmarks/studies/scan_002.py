@@ -24,7 +24,8 @@ from inter_chunk.counters import Watched, count
 from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge
 from inter_chunk.values import values_of
-from study import Study, carried_out, end, options_of, row, save, timed, write_pages
+from study import Study, carried_out, end, options_of, row, timed
+from study_result import save, write_pages
 
 from ssdprof.errors import SsdprofError
 from ssdprof.measure.faults import first_line, refuse_if_lost

@@ -27,7 +27,8 @@ from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 from selective_scan.reference import Judge, scan
 from selective_scan.values import values_of
-from study import Study, carried_out, end, gpu_of, options_of, published, row, save, timed, write_pages
+from study import Study, carried_out, end, options_of, row, timed
+from study_result import gpu_of, published, save, write_pages
 
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import first_line, refuse_if_lost

@@ -71,7 +71,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "recorded_launches", launches.recorded)
     monkeypatch.setattr(module, "counted_launches", launches.counted)
     monkeypatch.setattr(module, "timed", timed)
-    monkeypatch.setattr(study.environment, "collect", lambda: ENVIRONMENT)
+    monkeypatch.setattr("study_result.environment.collect", lambda: ENVIRONMENT)
     for name, size in (("BATCH", 1), ("HEADS", 1), ("DSTATE", 4)):
         monkeypatch.setattr(module, name, size, raising=False)
     if module is scan_002:
