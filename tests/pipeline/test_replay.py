@@ -48,10 +48,8 @@ def inputs() -> SSDInputs:
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, RunSSD], None]:
+def register(registries_of_its_own: None) -> Callable[[str, RunSSD], None]:  # noqa: ARG001
     """Adds an implementation for the length of a test."""
-    kernels.names("ssd")
-    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
 
     def add(name: str, run: RunSSD) -> None:
         plan = Plan(variant="stand-in", launches=1, config={"block": 16})
