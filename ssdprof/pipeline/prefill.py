@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -105,39 +106,38 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())
     dtype, rehearsals = _dtype(loaded.whole), Rehearsals(request.first_call_s)
     with ClockWatch() as clocks, limits.memory_errors():
-        for surroundings in request.surroundings:
-            for seqlen, ids in sorted({ids.shape[1]: ids for ids in loaded.ids}.items()):
-                if clock.left() == 0:
-                    report.leave_out(seqlen, surroundings, f"the budget of {request.budget:g} s was spent")
-                    continue
-                prompted = Prompted(
+        prompts = {ids.shape[1]: ids for ids in loaded.ids}
+        for surroundings, seqlen in product(request.surroundings, sorted(prompts)):
+            if clock.left() == 0:
+                report.leave_out(seqlen, surroundings, f"the budget of {request.budget:g} s was spent")
+                continue
+            what = f"{seqlen:,} tokens, {surroundings} surroundings"
+            timer = LengthTimer(
+                prompted=Prompted(
                     model=loaded.whole,
-                    ids=ids.to(device).expand(request.batch, -1),
+                    ids=prompts[seqlen].to(device).expand(request.batch, -1),
                     segment_length=request.model.segment_length
                     or choose_segment_length(loaded.whole, seqlen, subject.layers, batch=request.batch),
                     sites=sites,
                     layer=subject.layers[len(subject.layers) // 2],
                     bundled=bundled,
-                )
-                what = f"{seqlen:,} tokens, {surroundings} surroundings"
-                timer = LengthTimer(
-                    prompted=prompted,
-                    contenders=tuple(contenders(request, sites, dtype, surroundings, rehearsals)),
-                    baseline=request.lineup.baseline,
-                    bench=bench,
-                    profile=profile,
-                    seconds=request.seconds,
-                    smallest_difference=request.smallest_difference,
-                    clock=clock.within(what),
-                )
-                report.begin(timer)
-                with watcher.step(f"Prefill of {what}"):
-                    timer.run()
-                if timer.unseen:
-                    spent = f"the budget of {request.budget:g} s was spent"
-                    report.leave_out(seqlen, surroundings, spent, timer.unseen)
-                clocks.poll()
-                report.keep(clocks=clocks.clocks)
+                ),
+                contenders=tuple(contenders(request, sites, dtype, surroundings, rehearsals)),
+                baseline=request.lineup.baseline,
+                bench=bench,
+                profile=profile,
+                seconds=request.seconds,
+                smallest_difference=request.smallest_difference,
+                clock=clock.within(what),
+            )
+            report.begin(timer)
+            with watcher.step(f"Prefill of {what}"):
+                timer.run()
+            if timer.unseen:
+                spent = f"the budget of {request.budget:g} s was spent"
+                report.leave_out(seqlen, surroundings, spent, timer.unseen)
+            clocks.poll()
+            report.keep(clocks=clocks.clocks)
     return report.keep(state="complete")
 
 
