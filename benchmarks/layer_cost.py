@@ -17,10 +17,10 @@ from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench, time_in_turns
 from ssdprof.pipeline.replay import ReplayOptions, replay_layer
-from ssdprof.schema import LayerRef, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, LayerRef, PrecisionRecord
 
 PRECISIONS = (
-    PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+    EXACT_FP32,
     PrecisionRecord(intermediates="relaxed", state_dtype="fp32"),
 )
 

@@ -23,13 +23,12 @@ import torch
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.schema import CheckpointRef, LayerRef, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef
 from ssdprof.schema.stalls import Launched
 from ssdprof.stalls import collect, ncu
 
 NO_SOURCE = ("LaunchStats", "Occupancy", "SpeedOfLight")
 SEQLEN, HEADS, HEADDIM, DSTATE = 16384, 48, 64, 128
-PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 def draw() -> SSDInputs:
@@ -93,7 +92,7 @@ def main(out: Path) -> None:
                 layer=index,
                 seqlen=SEQLEN,
                 implementation=implementation,
-                precision=PRECISION,
+                precision=EXACT_FP32,
             )
             launched[name] = collect.launch(job)
             profile(job, launched[name], program, out / f"{name}.ncu-rep")

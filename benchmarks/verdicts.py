@@ -36,10 +36,10 @@ from ssdprof import __version__, environment
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench
+from ssdprof.pipeline.request import COMPARED
 
 SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LENGTHS = (1024, 4096, 16384, 65536)
-IMPLEMENTATIONS = ("unfused", "fused")
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
 def jobs(counts: dict[str, int]) -> Iterator[tuple[str, Place]]:
     """Both kinds mixed, each spread evenly over shapes, lengths and implementations."""
     draw = random.Random(0)
-    places = list(product(SHAPES, LENGTHS, IMPLEMENTATIONS))
+    places = list(product(SHAPES, LENGTHS, COMPARED))
     wanted = []
     for kind, count in counts.items():
         draw.shuffle(places)

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import signal
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -73,6 +74,11 @@ def masked(text: str) -> str:
     """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of servers."""
     text = re.sub(r"hf_\w+", "hf_...", text)
     return re.sub(r"(?<=://)[^/\s]*@", "...@", text)
+
+
+def how_ended(exit_code: int) -> str:
+    """How a process ended, as `subprocess` gives its exit code: "exit code 3", "SIGSEGV"."""
+    return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
 
 
 LONGEST_WORD = 200  # a path may be long

@@ -29,6 +29,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The implementations and operators that the test registers are gone after it; what is bundled stays registered."""
+    from ssdprof import kernels, operators
+    from ssdprof.kernels import registry
+
+    kernels.get("ssd", "reference")  # registers all that are bundled, and their modules do so only once
+    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
+    monkeypatch.setattr(operators, "_registered", dict(operators._registered))
+
+
+@pytest.fixture
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs in a folder of its own, and prints without colours."""
     monkeypatch.chdir(tmp_path)

@@ -117,17 +117,19 @@ def outcome(folder: Path) -> SsdprofError | None:
     """Take `folder` as far as its first operator's inputs; the error that a user would see, if any."""
     import torch
 
-    from ssdprof import checkpoint
     from ssdprof.capture.layers import capture_layers
     from ssdprof.capture.prompt import build_prompt
+    from ssdprof.checkpoint.fetched import fetch
+    from ssdprof.checkpoint.load import load_model
+    from ssdprof.checkpoint.located import locate
 
     try:
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
-            located = checkpoint.locate(str(folder))
+            located = locate(str(folder))
             layers = located.ref.layers[:1]
-            local = checkpoint.fetch(located, deepest_layer=layers[0].index)
+            local = fetch(located, deepest_layer=layers[0].index)
             ids, _ = build_prompt(local.tokenizer_folder, TOKENS)
-            model = checkpoint.load_model(local, device="cpu")
+            model = load_model(local, device="cpu")
             capture_layers(model, ids, layers, ref=located.ref, segment_length=TOKENS, on_layer=lambda _: None)
     except SsdprofError as error:
         return error

@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import call
 
-from ssdprof import kernels, runs
+from ssdprof import runs
 from ssdprof.kernels import registry
 from ssdprof.measure.oracle import oracle_output
 from ssdprof.runs.document import SCHEMA_FILE
@@ -27,10 +27,8 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+def register(registries_of_its_own: None) -> Register:  # noqa: ARG001
     """Adds an implementation for the length of a test; and makes a plain one of the baseline, which is slow here."""
-    kernels.get("ssd", "unfused")  # registers all that there are
-    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
 
     def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
         plan = registry.Plan(variant="torch", launches=0)

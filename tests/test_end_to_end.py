@@ -270,7 +270,6 @@ def fused_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise UnsupportedError("fused: no such state size")
 
-    kernels.names("ssd")
     fused = replace(kernels.get("ssd", "fused"), plan=refuse, run=refuse)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), fused)
 

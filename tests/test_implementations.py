@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ssdprof import kernels, runs
+from ssdprof import runs
 from ssdprof.cli import app
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.kernels import UnsupportedError, registry
@@ -39,15 +39,16 @@ def call(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_empty_folder: None,  # noqa: ARG001
+    registries_of_its_own: None,  # noqa: ARG001
+) -> Path:
     """An empty folder that Python imports from, and a quick baseline: kernels are slow in the interpreter."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("my_kernels", "bad_kernels", "tiny"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    kernels.get("ssd", "unfused")  # registers all that there are
-    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
     for key, old in list(registry._implementations.items()):
         if key[1] in ("unfused", "fused"):
             registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))

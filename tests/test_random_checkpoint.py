@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.sites import find_sites
-from ssdprof.checkpoint import locate
 from ssdprof.checkpoint.describe import describe
 from ssdprof.checkpoint.families import known
+from ssdprof.checkpoint.located import locate
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.runs.notes import notes
 from ssdprof.schema import Prompt

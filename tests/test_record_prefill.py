@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+import record_prefill
 
-from ssdprof.schema import Interval, LayerRef, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, Interval, LayerRef
 from ssdprof.schema.prefill import CallTime, PrefillCase, PrefillLength, PrefillSpeedup
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "record_prefill.py"
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
-
-
-@pytest.fixture(scope="module")
-def record() -> Any:
-    spec = importlib.util.spec_from_file_location("record_prefill", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -36,13 +20,13 @@ def record() -> Any:
         (90, 90),
     ],
 )
-def test_a_run_gets_its_limit_and_what_later_ones_do_not_need(record: Any, left_s: float, allowed_s: float) -> None:
-    first, *later = record.RUNS
-    assert [run.limit_s for run in record.RUNS] == [130, 90, 150]
-    assert record.allowance(first, later, left_s) == allowed_s
+def test_a_run_gets_its_limit_and_what_later_ones_do_not_need(left_s: float, allowed_s: float) -> None:
+    first, *later = record_prefill.RUNS
+    assert [run.limit_s for run in record_prefill.RUNS] == [130, 90, 150]
+    assert record_prefill.allowance(first, later, left_s) == allowed_s
 
 
-def test_a_command_that_does_not_end_is_interrupted_and_may_write_what_it_has(record: Any, tmp_path: Path) -> None:
+def test_a_command_that_does_not_end_is_interrupted_and_may_write_what_it_has(tmp_path: Path) -> None:
     waiting, written = tmp_path / "waiting", tmp_path / "written"
     program = (
         "import pathlib, time\n"
@@ -51,7 +35,7 @@ def test_a_command_that_does_not_end_is_interrupted_and_may_write_what_it_has(re
         "except KeyboardInterrupt:\n"
         f"    pathlib.Path({str(written)!r}).touch(); raise SystemExit(130)\n"
     )
-    assert record.run_within([sys.executable, "-c", program], -7.0, to_stop_s=10) == 130
+    assert record_prefill.run_within([sys.executable, "-c", program], -7.0, to_stop_s=10) == 130
     assert written.exists()
 
 
@@ -61,21 +45,21 @@ def case(name: str, call_us: float, version: str = "", speedup: float | None = N
         implementation=name,
         version=version,
         surroundings="bundled",
-        precision=EXACT,
+        precision=EXACT_FP32,
         status="passed",
         call=CallTime(median_us=call_us, interval_us=interval, recordings=3, samples=3),
         speedup=speedup and PrefillSpeedup(ratio=speedup, interval=Interval(low=1.11, high=1.13), verdict="faster"),
     )
 
 
-def test_claims_stand_beside_what_was_measured(record: Any) -> None:
+def test_claims_stand_beside_what_was_measured() -> None:
     cases = (case("unfused", 112), case("fused", 100, speedup=1.12), case("mamba_ssm", 115, "2.3"))
     layer = LayerRef(index=0, name="layers.0.mixer", operator="ssd")
     lengths = [
         PrefillLength(seqlen=seqlen, batch=1, segment_length=seqlen, operator_calls=64, layer=layer, cases=cases)
         for seqlen in (16_384, 131_072)
     ]
-    said = record.beside_claims(lengths, record.CLAIMS["mamba2-2.7b"])
+    said = record_prefill.beside_claims(lengths, record_prefill.CLAIMS["mamba2-2.7b"])
     rows = [line for line in said.splitlines() if line.startswith("| 1")]
     assert rows == [
         "| 131,072 | roughly a 8-13% end-to-end speedup | bundled | unfused | +12.0% | +11.0% to +13.0% |",

@@ -11,7 +11,6 @@ beside it, without a GPU.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,20 +24,18 @@ from inter_chunk.counters import Watched, count
 from inter_chunk.inputs import InterChunkInputs, draw
 from inter_chunk.reference import Judge
 from inter_chunk.values import values_of
-from study import Result, carried_out, end, options_of, row, save, timed, write_pages
+from study import Study, carried_out, end, options_of, row, timed
+from study_result import save, write_pages
 
 from ssdprof.errors import SsdprofError
 from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import counted_launches, recorded_launches
-from ssdprof.measure.roofline import measure_ceilings
-from ssdprof.measure.timing import CudaBench
 from ssdprof.report.plots.canvas import draw as drawn
 from ssdprof.schema import Launch
 
 MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
 NCU_SECONDS = 40
 NAME = "scan-002"
-DEVICE = "cuda"
 CELL_SECONDS = 0.8
 COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
 
@@ -46,37 +43,19 @@ COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
 Run = Callable[[], torch.Tensor | peer.Passed]
 
 
-class Study:
-    """One run of all cells, then of ncu.  folder: where the result is kept after each cell."""
+class StatePassing(Study[Cell]):
+    """One run of all cells, then of ncu."""
 
     def __init__(self, budget: float, folder: Path, *, with_ncu: bool = True) -> None:
-        self.result = Result(study=NAME)
-        self.budget = budget
-        self.folder = folder
+        super().__init__(NAME, budget, folder)
         self.with_ncu = with_ncu
         self.watched: list[Watched] = []
         self.counters: list[dict[str, Any]] = []
-        self.peer: peer.MambaSsm | None = None
-        try:
-            self.peer = peer.MambaSsm()
-        except ImportError as error:
-            self.result.missing[peer.NAME] = f"mamba_ssm cannot be imported here: {error}"
-
-    def left(self) -> float:
-        return self.budget - self.result.seconds
+        self.peer = self.library(peer.NAME, peer.MambaSsm)
 
     def run(self) -> None:
-        bench = CudaBench(torch.device(DEVICE))
-        copy_gb_per_s = measure_ceilings(bench.device).copy_gb_per_s
-        self.result.values["copy_gb_per_s"] = copy_gb_per_s
         reserved = NCU_SECONDS if self.with_ncu else 0
-        for cell in cells():
-            if self.left() - reserved < CELL_SECONDS:
-                self.result.missing[f"the cell {cell}"] = f"the budget of {self.budget:.0f} s was spent"
-                continue
-            self.measure(cell, bench, copy_gb_per_s)
-            self.keep()
-            print(f"{self.result.seconds:.0f} s: {cell}", file=sys.stderr, flush=True)
+        self.measure_all(cells(), "the cell {}".format, seconds=CELL_SECONDS + reserved)
         if self.with_ncu:
             self.count()
         else:
@@ -88,9 +67,9 @@ class Study:
         self.result.more["counters"] = self.counters
         return save(self.result, self.folder)
 
-    def measure(self, cell: Cell, bench: CudaBench, copy_gb_per_s: float) -> None:
+    def measure(self, cell: Cell) -> None:
         inputs = draw(
-            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device=DEVICE
+            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device=self.device
         )
         judge, kernels = Judge(inputs), (of_rank if cell["rank"] else diagonal)(cell["dim"])
         found, counts, facts, outputs = {}, {}, {}, {}
@@ -100,7 +79,7 @@ class Study:
                     with counted_launches() as launched:
                         found[name] = kernel(inputs)
                 except Exception as error:  # whatever its compiler or its launch raises: the others go on without it
-                    refuse_if_lost(bench.device, name, error)
+                    refuse_if_lost(self.bench.device, name, error)
                     self.result.wrong.append(f"{name} at {cell}: {first_line(error)}")
                     continue
                 counts[name] = len(launched)
@@ -114,7 +93,7 @@ class Study:
         baselines = {name: outputs[base] for name in outputs if (base := baseline_of(name)) in outputs}
         for name, out in outputs.items():
             facts[name]["same_bits"] = name in baselines and torch.equal(out, baselines[name])
-        floor_us = inputs.least_bytes() / copy_gb_per_s / 1e3
+        floor_us = inputs.least_bytes() / self.result.values["copy_gb_per_s"] / 1e3
 
         runs: dict[str, Run] = {name: partial(kernels[name], inputs) for name in outputs}
         run, known = self.peer_call(cell, inputs)
@@ -128,7 +107,7 @@ class Study:
             now, first = ((one,) if isinstance(one, torch.Tensor) else one for one in (out, firsts[name]))
             return "" if all(map(torch.equal, now, first)) else "other bits after the timed loop"
 
-        times, untimed, wrong = timed(runs, bench, CELL_SECONDS, changed)
+        times, untimed, wrong = timed(runs, self.bench, CELL_SECONDS, changed)
         self.result.missing |= {f"{name} at {cell}": why for name, why in (untimed | wrong).items()}
         for name in facts:
             self.result.rows.append(row(cell, name, times.get(name), **facts[name], floor_us=floor_us))
@@ -147,7 +126,7 @@ class Study:
             with recorded_launches() as launches, counted_launches() as launched:
                 out = peer.leaving(run(), own)
         except Exception as error:
-            refuse_if_lost(torch.device(DEVICE), peer.NAME, error)
+            refuse_if_lost(self.bench.device, peer.NAME, error)
             self.result.missing[f"{peer.NAME} at {cell}"] = first_line(error)
             return None, {}
         known = facts_of(launches[0], len(launched), Judge(own), out)
@@ -163,7 +142,7 @@ class Study:
     def count(self) -> None:
         """By ncu, in another process."""
         try:
-            self.counters = count(self.watched, timeout_s=max(self.left(), 20.0))
+            self.counters = count(self.watched, timeout_s=max(self.left, 20.0))
         except SsdprofError as error:
             self.result.missing[COUNTED] = f"{error.message} {error.hint}"
 
@@ -195,7 +174,7 @@ def main() -> int:
     options = parser.parse_args()
     with torch.no_grad():
         return carried_out(
-            NAME, options, lambda: Study(options.budget, options.out, with_ncu=not options.without_ncu), pages
+            NAME, options, lambda: StatePassing(options.budget, options.out, with_ncu=not options.without_ncu), pages
         )
 
 

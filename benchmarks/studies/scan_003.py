@@ -11,7 +11,6 @@ pages of a result again, beside it, without a GPU.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,17 +27,15 @@ from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 from selective_scan.reference import Judge, scan
 from selective_scan.values import values_of
-from study import Result, carried_out, end, gpu_of, options_of, published, row, save, timed, write_pages
+from study import Study, carried_out, end, options_of, row, timed
+from study_result import gpu_of, published, save, write_pages
 
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import first_line, refuse_if_lost
 from ssdprof.measure.launches import counted_launches, recorded_launches
-from ssdprof.measure.roofline import measure_ceilings
-from ssdprof.measure.timing import CudaBench
 from ssdprof.report.plots.canvas import draw as drawn
 
 NAME = "scan-003"
-DEVICE = "cuda"
 CELL_SECONDS = 0.8  # of sampling by our clock
 WARM_SECONDS = 0.15  # of the source's clock, for each contender
 LOOP = "a loop in Python"
@@ -47,30 +44,16 @@ Found = dict[str, torch.Tensor]
 Run = Callable[[], Found]
 
 
-class Study:
-    """One run of all cells.  folder: where the result is kept after each cell."""
+class SelectiveScan(Study[Cell]):
+    """One run of all cells."""
 
     def __init__(self, budget: float, folder: Path) -> None:
-        self.result = Result(study=NAME)
-        self.budget = budget
-        self.folder = folder
+        super().__init__(NAME, budget, folder)
         self.launches: dict[tuple[str, str], dict[str, Any]] = {}
-        self.bench = CudaBench(torch.device(DEVICE))
-        self.peer: MambaSsm | None = None
-        try:
-            self.peer = MambaSsm()
-        except ImportError as error:
-            self.result.missing[PEER] = f"it cannot be imported here: {error}"
+        self.peer = self.library(PEER, MambaSsm)
 
     def run(self) -> None:
-        self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
-        for cell in cells():
-            if self.budget - self.result.seconds < 2 * CELL_SECONDS:
-                self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
-                continue
-            self.measure(cell)
-            self.keep()
-            print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
+        self.measure_all(cells(), words, seconds=2 * CELL_SECONDS)
 
     def keep(self) -> dict[str, Any]:
         """What the file holds now."""
@@ -79,10 +62,10 @@ class Study:
 
     def measure(self, cell: Cell) -> None:
         of_pass, seqlen = cell
-        layer = draw_layer(batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device=DEVICE)
+        layer = draw_layer(batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device=self.device)
         inputs, dy = layer.scan_inputs(), None
         if of_pass == "forward and backward":
-            dy = torch.randn(inputs.x.shape, device=DEVICE).to(inputs.x.dtype)
+            dy = torch.randn(inputs.x.shape, device=self.device).to(inputs.x.dtype)
         runs, facts = self.verified(cell, layer, inputs, dy)
         outputs = {name: run() for name, run in runs.items()}
 
@@ -211,7 +194,7 @@ def pages(content: Mapping[str, Any], folder: Path) -> None:
 
 def main() -> int:
     options = options_of(__doc__, seconds=150).parse_args()
-    return carried_out(NAME, options, lambda: Study(options.budget, options.out), pages)
+    return carried_out(NAME, options, lambda: SelectiveScan(options.budget, options.out), pages)
 
 
 if __name__ == "__main__":

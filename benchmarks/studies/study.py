@@ -1,32 +1,29 @@
-"""What the runners of the studies share: their command line, timing calls in turns, and the files of a result."""
+"""What the runners of the studies share: their command line, and the measuring of cells in turn."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from tabulate import tabulate
+from study_result import Result, stored
 
-sys.path.append(str(Path(__file__).parents[1]))  # `reproducing` lies there, and Python looks beside the runner only
-from reproducing import judging, published, rendering
-from reproducing import result as results
-
-from ssdprof import __version__, environment
 from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
-from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.files import write_text
+from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.measure.faults import first_line
+from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaBench, time_in_turns
+
+Cell = TypeVar("Cell")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,52 +36,53 @@ class Time:
     call_us: float
 
 
-@dataclass(kw_only=True)
-class Result:
-    """What a runner found.
+class Study(ABC, Generic[Cell]):
+    """One run of all cells.  budget: seconds.  folder: where the result is kept after each cell."""
 
-    rows: a record per cell and contender.  values: the numbers that claims are about, by name.  wrong: outputs of ours.
-    missing: what was not measured, and why.  more: what else belongs into the file.
-    """
+    device = "cuda"
 
-    study: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    values: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
+    def __init__(self, name: str, budget: float, folder: Path) -> None:
+        self.result = Result(study=name)
+        self.budget = budget
+        self.folder = folder
+
+    @cached_property
+    def bench(self) -> CudaBench:
+        return CudaBench(torch.device(self.device))
 
     @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - self.result.seconds
 
-    def document(self) -> dict[str, Any]:
-        words = ("python", f"benchmarks/studies/{Path(sys.argv[0]).name}", *sys.argv[1:])
-        return {
-            "study": self.study,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": results.typed(words),
-            "ssdprof_version": __version__,
-            "environment": environment.collect().model_dump(mode="json"),
-            "seconds": round(self.seconds, 1),
-            "values": self.values,
-            "missing": self.missing,
-            "wrong": self.wrong,
-            "rows": self.rows,
-            **self.more,
-        }
-
-
-class Study(Protocol):
-    """One run of all cells."""
-
-    result: Result
-
+    @abstractmethod
     def run(self) -> None: ...
 
+    @abstractmethod
+    def measure(self, cell: Cell) -> None: ...
+
+    @abstractmethod
     def keep(self) -> dict[str, Any]:
         """Writes <study>.json, and returns what it holds."""
+
+    def measure_all(self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float) -> None:
+        """The GPU's limits, then every cell for which `seconds` of the budget are left; the others are named."""
+        self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
+        for cell in cells:
+            if self.left < seconds:
+                self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
+                continue
+            self.measure(cell)
+            self.keep()
+            print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
+
+    def library(self, name: str, load: Callable[[], T]) -> T | None:
+        """What `load` returns; None, and `name` is missing, if that cannot be imported here."""
+        try:
+            return load()
+        except ImportError as error:
+            self.result.missing[name] = f"it cannot be imported here: {error}"
+            return None
 
 
 Pages = Callable[[Mapping[str, Any], Path], None]  # (what <study>.json holds, folder) writes the other two files
@@ -105,7 +103,7 @@ def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
     return parser
 
 
-def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study], pages: Pages) -> int:
+def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study[Any]], pages: Pages) -> int:
     """Measures, or with --from writes the pages of a result again.  The exit code."""
     if options.file:
         pages(stored(name, options.file), options.file.parent)
@@ -178,62 +176,3 @@ def exit_code(result: Result, so_far: int) -> int:
     for line in result.wrong:
         print(f"wrong: {line}", file=sys.stderr)
     return int(ExitCode.GATE_FAILED) if result.wrong else so_far
-
-
-# --- files
-
-
-def number(value: Any) -> str:
-    """A cell of a table: floats have four or five significant digits, None is empty."""
-    if isinstance(value, float):
-        return judging.number(value)
-    return "" if value is None else str(value)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown, without the columns that are empty."""
-    lines = [[number(cell) for cell in line] for line in rows]
-    kept = [i for i in range(len(head)) if any(line[i] for line in lines)]
-    cut = [[line[i] for i in kept] for line in lines]
-    return tabulate(cut, [head[i] for i in kept], "pipe", disable_numparse=True)
-
-
-def ticks(panel: Any, values: Iterable[int]) -> None:
-    """Names the measured places of a logarithmic x axis, and no others."""
-    places = sorted(set(values))
-    panel.set_xticks(places, [f"{place:,}" for place in places], rotation=45 if max(places, default=0) > 999 else 0)
-    panel.minorticks_off()
-
-
-def gpu_of(content: Mapping[str, Any]) -> str:
-    """The GPU that measured a result, as torch calls it; "no GPU" if there was none."""
-    return results.understood(content["study"], published.load(content["study"]), content).gpu
-
-
-def save(result: Result, folder: Path) -> dict[str, Any]:
-    """Writes <study>.json, whole or partial, and returns what it holds."""
-    content = result.document()
-    stated = published.load(result.study)
-    understood = results.understood(result.study, stated, content)
-    content["claims"] = [vars(one) for one in judging.claims(stated, understood.values, understood.gpu)]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{result.study}.json", json.dumps(content, indent=1) + "\n")
-    return content
-
-
-def write_pages(content: Mapping[str, Any], folder: Path, sections: Mapping[str, str], plot: str) -> None:
-    """<study>.md, with its claims first, and <study>.svg, of what <study>.json holds."""
-    name = content["study"]
-    stated = published.load(name)
-    page = rendering.as_markdown(stated, results.understood(name, stated, content), sections)
-    write_text(folder / f"{name}.svg", plot)
-    write_text(folder / f"{name}.md", page)
-    print(page)
-
-
-def stored(study: str, file: Path) -> dict[str, Any]:
-    """What `save` wrote.  Raises BadInputError for any other file."""
-    content = dict(results.load(study, published.load(study), file).stored)
-    if "rows" not in content:
-        raise BadInputError(f"{file} has no rows: it is no result of a runner.", "Give the JSON file that --out wrote.")
-    return content

@@ -16,7 +16,6 @@ from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.operator import Operator
 
 BY_TOKEN = "recurrent"  # takes part where sequences are a few tokens long
-_FP32_STATES = schema.PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ def line_up(
         if one.kind != "bundled":
             return one.precisions(cell.dtype, tuple(wanted))
         if one.name in once:
-            return (_FP32_STATES,)
+            return (schema.EXACT_FP32,)
         return exact if one.name == operator.baseline else wanted
 
     def contender(one: Named, precision: schema.PrecisionRecord) -> Contender:

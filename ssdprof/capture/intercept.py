@@ -47,12 +47,12 @@ class CallCount:
     steps: int = 0  # for one token with a cached state: the model computes them itself
 
 
+Handler = Callable[[OperatorCall], Result]
+OnStep = Callable[[OperatorCall], object]
+
+
 @contextmanager
-def intercept(
-    sites: Sequence[Site],
-    handler: Callable[[OperatorCall], Result],
-    on_step: Callable[[OperatorCall], object] | None = None,
-) -> Iterator[CallCount]:
+def intercept(sites: Sequence[Site], handler: Handler, on_step: OnStep | None = None) -> Iterator[CallCount]:
     """While the context is open, `handler` computes every operator call of `sites`.
 
     on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
@@ -60,43 +60,7 @@ def intercept(
     The model is as before when the context closes, whatever ended it.  The handler's exceptions pass through the
     model's forward unchanged.
     """
-    count = CallCount()
-    running: list[Site] = []  # the mixer that has started and has not yet called its operator
-
-    def replacement(function: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call_handler(*args: Any, **kwargs: Any) -> Any:
-            if not running:
-                raise BadInputError(f"{function} was called outside the mixers that were found, or twice by one.")
-            site = running.pop()
-            bound = bind(site.operator, site.mixer, args, kwargs)
-            count.calls += 1
-            call = OperatorCall(
-                site, bound.inputs, bound.wants_final_state, bound.remark, lambda: original(*args, **kwargs)
-            )
-            out, final_state = handler(call)
-            if bound.wants_final_state:
-                return out, final_state
-            return (out, None) if operators.get(site.operator).door.always_a_pair else out
-
-        return call_handler
-
-    def counted(step: Callable[..., Any]) -> Callable[..., Any]:
-        def call_step(*args: Any, **kwargs: Any) -> Any:
-            site = running.pop() if running else None
-            count.steps += 1
-            if on_step is not None:
-                if site is None:
-                    raise BadInputError("A decode step was computed outside the mixers that were found.")
-                bound = bind(site.operator, site.mixer, args, kwargs, step=True)
-                on_step(
-                    OperatorCall(
-                        site, bound.inputs, bound.wants_final_state, bound.remark, lambda: step(*args, **kwargs)
-                    )
-                )
-            return step(*args, **kwargs)
-
-        return call_step
-
+    wrappers = _Wrappers(handler, on_step)
     with ExitStack() as restore:
 
         def replace(namespace: dict[str, Any], name: str, wrapped: Callable[..., Any]) -> None:
@@ -104,14 +68,70 @@ def intercept(
             namespace[name] = wrapped
 
         for site in sites:
-
-            def enter(_module: torch.nn.Module, _args: Any, site: Site = site) -> None:
-                running[:] = [site]
-
-            restore.callback(site.mixer.register_forward_pre_hook(enter).remove)
+            restore.callback(site.mixer.register_forward_pre_hook(wrappers.entered(site)).remove)
         for site in {(id(site.namespace), site.function): site for site in sites}.values():
             namespace, step = site.namespace, operators.get(site.operator).door.step
-            replace(namespace, site.function, replacement(site.function, namespace[site.function]))
+            replace(namespace, site.function, wrappers.operator(site.function, namespace[site.function]))
             if step in namespace:
-                replace(namespace, step, counted(namespace[step]))
-        yield count
+                replace(namespace, step, wrappers.step(namespace[step]))
+        yield wrappers.count
+
+
+class _Wrappers:
+    """What stands in the place of the model's functions, and knows whose call each is."""
+
+    def __init__(self, handler: Handler, on_step: OnStep | None) -> None:
+        self.count = CallCount()
+        self._handler = handler
+        self._on_step = on_step
+        self._running: Site | None = None  # the mixer that has started and has not yet called its operator
+
+    def entered(self, site: Site) -> Callable[..., None]:
+        """A hook before a site's mixer."""
+
+        def enter(_module: torch.nn.Module, _args: Any) -> None:
+            self._running = site
+
+        return enter
+
+    def operator(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of `original`, the function of a modeling file that computes the operator."""
+
+        def call_handler(*args: Any, **kwargs: Any) -> Any:
+            site = self._caller()
+            if site is None:
+                raise BadInputError(f"{name} was called outside the mixers that were found, or twice by one.")
+            self.count.calls += 1
+            call = _bound(site, original, args, kwargs)
+            out, final_state = self._handler(call)
+            if call.wants_final_state:
+                return out, final_state
+            return (out, None) if operators.get(site.operator).door.always_a_pair else out
+
+        return call_handler
+
+    def step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of `original`, the function that computes one token with a cached state."""
+
+        def call_step(*args: Any, **kwargs: Any) -> Any:
+            site = self._caller()
+            self.count.steps += 1
+            if self._on_step is not None:
+                if site is None:
+                    raise BadInputError("A decode step was computed outside the mixers that were found.")
+                self._on_step(_bound(site, original, args, kwargs, step=True))
+            return original(*args, **kwargs)
+
+        return call_step
+
+    def _caller(self) -> Site | None:
+        """The mixer that has started, once."""
+        site, self._running = self._running, None
+        return site
+
+
+def _bound(
+    site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
+) -> OperatorCall:
+    bound = bind(site.operator, site.mixer, args, kwargs, step=step)
+    return OperatorCall(site, bound.inputs, bound.wants_final_state, bound.remark, lambda: original(*args, **kwargs))

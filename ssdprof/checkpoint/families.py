@@ -211,11 +211,6 @@ FAMILIES: tuple[FamilyRow, ...] = (
 )
 
 
-def supported() -> tuple[FamilyRow, ...]:
-    """Every family, for `ssdprof models`."""
-    return FAMILIES
-
-
 def family_named(typed: str) -> FamilyRow | None:
     """The family whose name the user typed; None when `typed` is no family name."""
     return next((row for row in FAMILIES if typed.casefold() in map(str.casefold, row.typed)), None)

@@ -105,11 +105,6 @@ class Located:
         return self.weights.bytes(self.description.depth(deepest_layer), head=head)
 
 
-def weight_bytes(located: Located, deepest_layer: int | None = None) -> int:
-    """As `Located.weight_bytes`."""
-    return located.weight_bytes(deepest_layer)
-
-
 RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
 
 

@@ -19,14 +19,13 @@ def models(as_json: options.Json = False) -> None:
     Any other checkpoint of a listed model type works too.
     """
     from ssdprof import operators
-    from ssdprof.checkpoint import families
+    from ssdprof.checkpoint.families import FAMILIES
 
-    rows = families.supported()
     if as_json:
-        terminal.print_json([asdict(row) for row in rows])
+        terminal.print_json([asdict(row) for row in FAMILIES])
         return
     console = terminal.out()
-    for row in rows:
+    for row in FAMILIES:
         console.print(f"[bold]{row.title}[/bold]  {operators.outline(row.operator).title}, model type {row.model_type}")
         if row.typed:
             console.print(f"  {' or '.join(row.typed)} takes {row.flagship}")

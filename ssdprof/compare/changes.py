@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ssdprof.schema import Interval, Verdict
+from ssdprof.schema import Interval
 from ssdprof.schema.comparison import Change
 from ssdprof.schema.rows import Measured
 
@@ -27,16 +27,9 @@ def mean(changes: Sequence[Change], smallest_difference: float) -> Change:
     return _judged(ratio, width, smallest_difference)
 
 
-def verdict(interval: Interval, smallest_difference: float) -> Verdict:
-    """The rule of `measure.statistics.verdict`, which needs NumPy: the whole interval is beyond the difference."""
-    if interval.low > 1 + smallest_difference:
-        return "faster"
-    return "slower" if interval.high < 1 / (1 + smallest_difference) else "no difference"
-
-
 def _judged(log_ratio: float, half_width: float, smallest_difference: float) -> Change:
     interval = Interval(low=math.exp(log_ratio - half_width), high=math.exp(log_ratio + half_width))
-    return Change(ratio=math.exp(log_ratio), interval=interval, verdict=verdict(interval, smallest_difference))
+    return Change(ratio=math.exp(log_ratio), interval=interval, verdict=interval.verdict(smallest_difference))
 
 
 def _half_width(interval: Interval) -> float:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ssdprof.compare.changes import verdict
 from ssdprof.errors import BadInputError, nearest
 from ssdprof.schema.comparison import Change, Condition, Pair
 from ssdprof.schema.gates import TOLERANCE_NAMES
@@ -150,7 +149,7 @@ def _number(value: float, metric: Value) -> str:
 
 
 def _slower(asked: Asked, change: Change, *, by_speedup: bool) -> str:
-    if verdict(change.interval, asked.limit) != "slower":
+    if change.interval.verdict(asked.limit) != "slower":
         return ""
     interval = change.interval
     if by_speedup:

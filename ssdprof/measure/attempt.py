@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
-
-from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.accuracy import check_output
-from ssdprof.measure.call import Call, Run, UnfitError
-from ssdprof.measure.faults import first_line, refuse_if_interrupted, refuse_if_lost
+from ssdprof.measure.call import Call, Run
+from ssdprof.measure.faults import status_of
 from ssdprof.measure.launches import recorded_launches
 from ssdprof.measure.memory import run_and_measure
 from ssdprof.operators.operator import Output
-from ssdprof.schema import Launch, Memory, Status
+from ssdprof.schema import Fault, Launch, Memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """output: None unless the status is "passed", which here says only that it ran.  plan: None if there was none."""
 
-    status: Status
+    status: Literal["passed"] | Fault
     reason: str = ""
     plan: Plan | None = None
     output: Output | None = None
@@ -55,16 +53,9 @@ def attempt(call: Call, run: Run | None = None) -> Attempt:
         check_output(output, call.inputs)
         if damage := call.damage():
             return Attempt(status="failed", reason=damage, plan=plan)
-    except UnfitError as error:
-        return Attempt(status=error.status, reason=str(error), plan=plan)
-    except UnsupportedError as error:
-        return Attempt(status="refused", reason=str(error), plan=plan)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return Attempt(status="out of memory", reason=first_line(error), plan=plan)
     except Exception as error:
-        refuse_if_interrupted(error)
-        refuse_if_lost(call.device, call.implementation, error)
-        return Attempt(status="failed", reason=f"{type(error).__name__}: {first_line(error)}", plan=plan)
+        status, reason = status_of(error, call.device, call.implementation)
+        return Attempt(status=status, reason=reason, plan=plan)
     # without a Triton kernel that could be asked, the plan says how it ran
     planned = Launch(kernel=call.implementation, config=dict(plan.config))
     return Attempt(status="passed", plan=plan, output=output, memory=memory, launches=tuple(launches) or (planned,))

@@ -13,7 +13,7 @@ from ssdprof import schema
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
 
 Run = Callable[[], Output]
@@ -22,7 +22,7 @@ Run = Callable[[], Output]
 class UnfitError(Exception):
     """A call that must not be made here; the message says why, `status` what becomes of its case."""
 
-    def __init__(self, status: schema.Status, reason: str) -> None:
+    def __init__(self, status: schema.Fault, reason: str) -> None:
         super().__init__(reason)
         self.status = status
 
@@ -70,7 +70,7 @@ def call_of(
     damage: Callable[[], str] = lambda: "",
 ) -> Call:
     """The call of an implementation.  The other arguments: see `Call`."""
-    wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
+    wanted = precision_of(precision)
     return Call(
         implementation=implementation.name,
         label=label or f"{implementation.name} {precision}",

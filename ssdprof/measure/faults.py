@@ -1,4 +1,4 @@
-"""What an error in a kernel really is: a GPU that is lost for this process, and by which kernel, or an interrupt."""
+"""What an error in a kernel is: the status of its case, a GPU that is lost for this process, or an interrupt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,27 @@ from typing import TypeVar
 import torch
 
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels import UnsupportedError
+from ssdprof.measure.call import UnfitError
+from ssdprof.schema import Fault
 
 T = TypeVar("T")
+
+
+def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fault, str]:
+    """The status of a case whose implementation raised an error, and the reason.
+
+    culprit: what the implementation is called.  Raises what `refuse_if_interrupted` and `refuse_if_lost` raise.
+    """
+    if isinstance(error, UnfitError):
+        return error.status, str(error)
+    if isinstance(error, UnsupportedError):
+        return "refused", str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out of memory", first_line(error)
+    refuse_if_interrupted(error)
+    refuse_if_lost(device, culprit, error)
+    return "failed", type_and_message(error)
 
 
 def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
@@ -52,6 +71,11 @@ def _answers(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def type_and_message(error: BaseException) -> str:
+    """ "RuntimeError: CUDA error: an illegal memory access was encountered"."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

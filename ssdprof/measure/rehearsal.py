@@ -20,16 +20,16 @@ import threading
 from collections.abc import Hashable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ssdprof import operators, schema
-from ssdprof.errors import MissingCapabilityError, printable
+from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.attempt import Attempt, attempt
 from ssdprof.measure.call import Call, UnfitError, call_of
-from ssdprof.measure.faults import first_line
+from ssdprof.measure.faults import type_and_message
 from ssdprof.measure.guard import GuardedInputs, guarded_allocations, unwritten
 from ssdprof.operators import own, tensors
 from ssdprof.operators.named import Named
@@ -44,7 +44,7 @@ _CALL, _VERDICT, _WORDS = "call.pt", "verdict.json", "words.txt"
 class Verdict(schema.Record):
     """What came of a first call.  status: "passed" says only that it may be made here."""
 
-    status: schema.Status
+    status: Literal["passed"] | schema.Fault
     reason: str = ""
 
 
@@ -123,9 +123,9 @@ def _death(code: int, limit_s: float, last_words: str) -> str:
     if code == _STOPPED:
         return f"its first call was stopped after {limit_s:g} s"
     if code < 0:
-        return f"its first call ended its process by {signal.Signals(-code).name}"
+        return f"its first call ended its process by {how_ended(code)}"
     words = printable(last_words)
-    return f"its first call ended its process with exit code {code}{f': {words}' if words else ''}"
+    return f"its first call ended its process with {how_ended(code)}{f': {words}' if words else ''}"
 
 
 # --- in the other process
@@ -169,7 +169,7 @@ def _attempt(call: Call) -> Attempt:
         return attempt(call)
     except MissingCapabilityError as error:  # the GPU is lost for this process, which ends here
         cause = error.__cause__ or error
-        return Attempt(status="failed", reason=f"{type(cause).__name__}: {first_line(cause)}")
+        return Attempt(status="failed", reason=type_and_message(cause))
 
 
 if __name__ == "__main__":

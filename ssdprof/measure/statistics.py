@@ -1,4 +1,4 @@
-"""Medians, ratios, their intervals, and verdicts.  Plain arrays; no GPU.
+"""Medians, ratios and their intervals.  Plain arrays; no GPU.
 
 Samples come in recordings.  Within a recording, graph, workspace and output stay where they are; the next recording
 places them anew.  Rounds of one recording therefore share an error that more rounds do not reduce, and every interval
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,18 +59,6 @@ def ratio_interval(baseline: Samples, other: Samples) -> Interval:
     one recording to the next, which both saw, does not widen the interval.
     """
     return _interval(_medians(baseline) / _medians(other))
-
-
-def verdict(ratio: Interval, smallest_difference: float) -> Literal["faster", "slower", "no difference"]:
-    """What an interval of the ratio allows to say.
-
-    A difference counts if the whole interval is beyond it.  If A is faster than B, then B is slower than A.
-    """
-    if ratio.low > 1 + smallest_difference:
-        return "faster"
-    if ratio.high < 1 / (1 + smallest_difference):
-        return "slower"
-    return "no difference"
 
 
 def settled(samples: Iterable[Samples], smallest_difference: float) -> bool:

@@ -24,7 +24,7 @@ from ssdprof.measure.call import Run
 from ssdprof.measure.events import cuda_event
 from ssdprof.measure.faults import blaming
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, spread, verdict
+from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, spread
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup, Timing, WarmSpeedup, WarmTiming
 
@@ -94,10 +94,10 @@ class Sampled:
             baseline=name,
             call_ratio=ratio(baseline.call, self.call),
             call_interval=call_interval,
-            call_verdict=verdict(call_interval, smallest_difference),
+            call_verdict=call_interval.verdict(smallest_difference),
             device_ratio=ratio(baseline.device, self.device),
             device_interval=device_interval,
-            verdict=verdict(device_interval, smallest_difference),
+            verdict=device_interval.verdict(smallest_difference),
             smallest_difference=smallest_difference,
             warm=self._warm_speedup(baseline, smallest_difference),
         )
@@ -109,7 +109,7 @@ class Sampled:
         return WarmSpeedup(
             ratio=ratio(baseline.warm, self.warm),
             interval=interval,
-            verdict=verdict(interval, smallest_difference),
+            verdict=interval.verdict(smallest_difference),
         )
 
 

@@ -1,10 +1,11 @@
-"""The names of dtypes in stored records."""
+"""The dtypes and precisions of stored records, as torch and the kernels have them."""
 
 from typing import Literal
 
 import torch
 
 from ssdprof import schema
+from ssdprof.kernels.precision import Precision
 
 _BY_NAME: dict[schema.DType, torch.dtype] = {
     "fp64": torch.float64,
@@ -42,3 +43,12 @@ def stored_dtype_name(dtype: torch.dtype) -> schema.StoredDType:
 def stored_dtype_named(name: schema.StoredDType) -> torch.dtype:
     """The inverse of `stored_dtype_name`."""
     return _STORED[name]
+
+
+def precision_of(record: schema.PrecisionRecord) -> Precision:
+    return Precision(intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype))
+
+
+def precision_record(precision: Precision) -> schema.PrecisionRecord:
+    """The inverse of `precision_of`."""
+    return schema.PrecisionRecord(intermediates=precision.intermediates, state_dtype=dtype_name(precision.state_dtype))

@@ -23,7 +23,7 @@ from ssdprof.operators import own
 from ssdprof.operators.drawing import InputDType, PeerSource
 from ssdprof.operators.dtypes import input_dtype
 from ssdprof.operators.operator import Operator
-from ssdprof.schema import DType, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, DType, PrecisionRecord
 
 Kind = Literal["bundled", "library", "own"]
 
@@ -168,5 +168,5 @@ def _own(operator: Operator[Any], name: str, reference: str) -> Named:
         kind="own",
         implementation=own.implementation(operator, name, function),
         source=reference,
-        fixed=None if own.takes_precision(function) else lambda _dtype: (own.PRECISION,),
+        fixed=None if own.takes_precision(function) else lambda _dtype: (EXACT_FP32,),
     )

@@ -19,10 +19,8 @@ from ssdprof.kernels import _triton as _triton  # a kernel of the user's is defi
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.operators.operator import Operator, Output
-from ssdprof.schema import PrecisionRecord
 
 GROUP = "ssdprof.implementations"
-PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")  # of a function that is told none
 
 
 def entry_points() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ssdprof.errors import BadInputError
-from ssdprof.pipeline.request import IMPLEMENTATIONS, parse_percent
+from ssdprof.pipeline.request import COMPARED, parse_percent
 from ssdprof.schema import DType, PrecisionRecord
 from ssdprof.schema.answers import AnswerGate
 
@@ -27,7 +27,7 @@ class AnswersRequest:
     """
 
     precisions: Callable[[DType], tuple[PrecisionRecord, ...]]
-    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    implementations: tuple[str, ...] = COMPARED
     reference: Reference = "auto"
     weights: Weights = "auto"
     per_layer: bool = False

@@ -18,9 +18,8 @@ from ssdprof.capture.head import hidden_states, logits
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels import UnsupportedError
 from ssdprof.measure.answers import Comparison, bands, compare_logits, first_nonfinite, joined, rows_that_fit
-from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.faults import first_line, status_of
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits, reference
@@ -29,7 +28,7 @@ from ssdprof.pipeline.model import Loaded
 from ssdprof.pipeline.subject import Subject
 from ssdprof.pipeline.substitute import Compute, by_layer, implemented, precisions_of, substituted
 from ssdprof.progress import Watcher
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 from ssdprof.schema.answers import AnswerCase, Answers, AnswerStatus, Generated
 
 OnAnswers = Callable[[Answers], object]
@@ -128,7 +127,7 @@ class PromptAnswers:
         for change, moved in noises.items():
             yield Case(
                 implementation=reference.baseline_name(sites),
-                precision=reference.EXACT,
+                precision=EXACT_FP32,
                 compute=moved(reference.baseline(sites)),
                 layers=self._layers,
                 change=change,
@@ -171,17 +170,12 @@ class PromptAnswers:
             if (position := first_nonfinite(found)) is not None:
                 return result("nonfinite", f"the distribution at position {position:,} is not finite")
             generated = None if case.layer is not None else self._generated(case)
-        except UnsupportedError as error:
-            return result("refused", str(error))
         except MissingCapabilityError as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
             return result("out of memory", first_line(error.__cause__))
-        except torch.OutOfMemoryError as error:  # of the logits
-            return result("out of memory", first_line(error))
         except Exception as error:
-            refuse_if_lost(self._prompt.ids.device, case.implementation, error)
-            return result("failed", f"{type(error).__name__}: {first_line(error)}")
+            return result(*status_of(error, self._prompt.ids.device, case.implementation))
         return result("compared", bands=bands(found), generated=generated)
 
     def _comparison(self, hidden: torch.Tensor) -> Comparison:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ssdprof.checkpoint import Located
 from ssdprof.checkpoint.families import siblings_that_fit
+from ssdprof.checkpoint.located import Located
 from ssdprof.environment.memory import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError

@@ -17,8 +17,8 @@ from ssdprof.capture.head import logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prompt import build_prompt
-from ssdprof.checkpoint import LocalCheckpoint, fetch, load_model
-from ssdprof.checkpoint.load import DType
+from ssdprof.checkpoint.fetched import LocalCheckpoint, fetch
+from ssdprof.checkpoint.load import DType, load_model
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject

@@ -15,8 +15,8 @@ from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.memory import SEGMENT_LENGTHS
 from ssdprof.capture.prefill import split_prompt
 from ssdprof.capture.rehearsal import rehearse
-from ssdprof.checkpoint import LocalCheckpoint, meta_model
 from ssdprof.checkpoint.definition import quiet_transformers
+from ssdprof.checkpoint.fetched import LocalCheckpoint, meta_model
 from ssdprof.checkpoint.load import DType
 from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
 from ssdprof.environment.memory import free_memory, host_memory

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,14 @@ from ssdprof.pipeline.model import load
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_length import LengthTimer
 from ssdprof.pipeline.prefill_record import GrowingReport, Keep
-from ssdprof.pipeline.replay import COMPARED
-from ssdprof.pipeline.request import CaptureRequest
+from ssdprof.pipeline.request import COMPARED, CaptureRequest
 from ssdprof.pipeline.step_clock import StepClock
 from ssdprof.pipeline.subject import Subject, refuse_large
 from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes, of_absent
-from ssdprof.schema import DType, Gates, PrecisionRecord, RunReport
+from ssdprof.schema import EXACT_FP32, DType, Gates, PrecisionRecord, RunReport
 from ssdprof.schema.gates import NO_GATES
 from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
 
@@ -106,39 +106,38 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())
     dtype, rehearsals = _dtype(loaded.whole), Rehearsals(request.first_call_s)
     with ClockWatch() as clocks, limits.memory_errors():
-        for surroundings in request.surroundings:
-            for seqlen, ids in sorted({ids.shape[1]: ids for ids in loaded.ids}.items()):
-                if clock.left() == 0:
-                    report.leave_out(seqlen, surroundings, f"the budget of {request.budget:g} s was spent")
-                    continue
-                prompted = Prompted(
+        prompts = {ids.shape[1]: ids for ids in loaded.ids}
+        for surroundings, seqlen in product(request.surroundings, sorted(prompts)):
+            if clock.left() == 0:
+                report.leave_out(seqlen, surroundings, f"the budget of {request.budget:g} s was spent")
+                continue
+            what = f"{seqlen:,} tokens, {surroundings} surroundings"
+            timer = LengthTimer(
+                prompted=Prompted(
                     model=loaded.whole,
-                    ids=ids.to(device).expand(request.batch, -1),
+                    ids=prompts[seqlen].to(device).expand(request.batch, -1),
                     segment_length=request.model.segment_length
                     or choose_segment_length(loaded.whole, seqlen, subject.layers, batch=request.batch),
                     sites=sites,
                     layer=subject.layers[len(subject.layers) // 2],
                     bundled=bundled,
-                )
-                what = f"{seqlen:,} tokens, {surroundings} surroundings"
-                timer = LengthTimer(
-                    prompted=prompted,
-                    contenders=tuple(contenders(request, sites, dtype, surroundings, rehearsals)),
-                    baseline=request.lineup.baseline,
-                    bench=bench,
-                    profile=profile,
-                    seconds=request.seconds,
-                    smallest_difference=request.smallest_difference,
-                    clock=clock.within(what),
-                )
-                report.begin(timer)
-                with watcher.step(f"Prefill of {what}"):
-                    timer.run()
-                if timer.unseen:
-                    spent = f"the budget of {request.budget:g} s was spent"
-                    report.leave_out(seqlen, surroundings, spent, timer.unseen)
-                clocks.poll()
-                report.keep(clocks=clocks.clocks)
+                ),
+                contenders=tuple(contenders(request, sites, dtype, surroundings, rehearsals)),
+                baseline=request.lineup.baseline,
+                bench=bench,
+                profile=profile,
+                seconds=request.seconds,
+                smallest_difference=request.smallest_difference,
+                clock=clock.within(what),
+            )
+            report.begin(timer)
+            with watcher.step(f"Prefill of {what}"):
+                timer.run()
+            if timer.unseen:
+                spent = f"the budget of {request.budget:g} s was spent"
+                report.leave_out(seqlen, surroundings, spent, timer.unseen)
+            clocks.poll()
+            report.keep(clocks=clocks.clocks)
     return report.keep(state="complete")
 
 
@@ -154,7 +153,7 @@ def prefill_of_run(
     request = PrefillRequest(
         model=asked,
         lineup=line_up(COMPARED, COMPARED[0], subject.layers),
-        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        precision=EXACT_FP32,
         surroundings=SURROUNDINGS,
         smallest_difference=smallest_difference,
     )

@@ -17,7 +17,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.rehearsal import Rehearsals
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.named import Named
 from ssdprof.pipeline.parts import marking, parts_marked
 from ssdprof.pipeline.substitute import Compute, substituted
@@ -46,9 +46,7 @@ class Contender:
 
     @property
     def _precision(self) -> Precision:
-        return Precision(
-            intermediates=self.precision.intermediates, state_dtype=dtype_named(self.precision.state_dtype)
-        )
+        return precision_of(self.precision)
 
     def compute(self, call: OperatorCall) -> Result:
         result: Result = self.implementation(call).run(call.inputs, self._precision)

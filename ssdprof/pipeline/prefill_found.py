@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.amdahl import predicted_speedup
-from ssdprof.measure.call import UnfitError
-from ssdprof.measure.faults import first_line, refuse_if_lost
-from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, verdict
+from ssdprof.measure.faults import status_of
+from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval
 from ssdprof.pipeline.prefill_contender import Contender
 from ssdprof.schema import Status
 from ssdprof.schema.prefill import CallTime, PartTime, PrefillCase, PrefillSpeedup
@@ -51,17 +49,10 @@ def judging(found: Found, device: torch.device, label: str) -> Iterator[None]:
     """
     try:
         yield
-    except UnfitError as error:
-        found.status, found.reason = error.status, str(error)
-    except UnsupportedError as error:
-        found.status, found.reason = "refused", str(error)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        found.status, found.reason = "out of memory", first_line(error)
     except BadInputError:
         raise
     except Exception as error:
-        refuse_if_lost(device, label, error)
-        found.status, found.reason = "failed", f"{type(error).__name__}: {first_line(error)}"
+        found.status, found.reason = status_of(error, device, label)
 
 
 def case_of(contender: Contender, found: Found, left_to_model: tuple[str, ...]) -> PrefillCase:
@@ -105,7 +96,7 @@ def _speedup(own: Found, base: Found, operator_calls: int, smallest_difference: 
     return PrefillSpeedup(
         ratio=ratio(base.samples, own.samples),
         interval=interval,
-        verdict=verdict(interval, smallest_difference),
+        verdict=interval.verdict(smallest_difference),
         predicted=predicted,
     )
 

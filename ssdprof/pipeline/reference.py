@@ -20,9 +20,8 @@ from ssdprof.measure.oracle import oracle_output
 from ssdprof.operators import tensors
 from ssdprof.pipeline.answers_request import Reference as Wanted
 from ssdprof.pipeline.substitute import Compute, implemented
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32
 
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 LONGEST_S = 300.0  # that the oracle may take for all of a prompt's runs, by its time on a piece
 PIECE = 2048  # tokens from which the estimate is made
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -44,7 +43,7 @@ def oracle(call: OperatorCall) -> Result:
 
 def baseline(sites: Sequence[Site]) -> Compute:
     """The operator's baseline implementation, exact, with fp32 states."""
-    return implemented(baseline_name(sites), EXACT, sites)
+    return implemented(baseline_name(sites), EXACT_FP32, sites)
 
 
 def baseline_name(sites: Sequence[Site]) -> str:
@@ -71,7 +70,7 @@ def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
 
 
 def _baseline(prompt: PromptRun, remark: str) -> Reference:
-    return Reference(compute=baseline(prompt.sites), name=f"{baseline_name(prompt.sites)} {EXACT}", remark=remark)
+    return Reference(compute=baseline(prompt.sites), name=f"{baseline_name(prompt.sites)} {EXACT_FP32}", remark=remark)
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:

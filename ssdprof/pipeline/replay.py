@@ -25,13 +25,9 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Bench, CudaBench
 from ssdprof.operators import tensors
 from ssdprof.operators.named import Roster
+from ssdprof.pipeline.request import COMPARED
 from ssdprof.progress import Advance, Unwatched, Watcher
-from ssdprof.schema import CallRef, CaseResult, Ceilings, DType, Intermediates, LayerRef, PrecisionRecord
-
-_INTERMEDIATES: tuple[Intermediates, ...] = ("exact", "relaxed")
-_STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
-PRECISIONS = tuple(PrecisionRecord(intermediates=i, state_dtype=s) for i in _INTERMEDIATES for s in _STATE_DTYPES)
-COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
+from ssdprof.schema import CallRef, CaseResult, Ceilings, LayerRef, PrecisionRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +43,9 @@ class ReplayOptions:
     on_timed: called after each timed group, while the GPU is still warm from it.
     """
 
-    precisions: tuple[PrecisionRecord, ...] = PRECISIONS
+    precisions: tuple[PrecisionRecord, ...]
     implementations: tuple[str, ...] = COMPARED
-    baseline: str = "unfused"
+    baseline: str = COMPARED[0]
     roster: Roster | None = None
     rehearsals: Rehearsals = field(default_factory=Rehearsals)
     timed: bool = True

@@ -10,16 +10,16 @@ from typing import Literal
 from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Tokens
-from ssdprof.schema import NO_GATES, Cast, DType, Gates, PrecisionRecord, StepsAsked, precisions_for
+from ssdprof.schema import EXACT_FP32, NO_GATES, Cast, DType, Gates, PrecisionRecord, StepsAsked, precisions_for
 from ssdprof.schema.placement import PlacementKind
 
 Dtypes = Literal["exact", "relaxed", "all"]
-IMPLEMENTATIONS = ("unfused", "fused")
+COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 # A step is computed in fp32 throughout, whatever the precision of the prompt.
 STEPS = StepsAsked(
     implementations=("unfused_step", "recurrent"),
-    precisions=(PrecisionRecord(intermediates="exact", state_dtype="fp32"),),
+    precisions=(EXACT_FP32,),
     baseline="unfused_step",
 )
 
@@ -87,8 +87,8 @@ class ReplayRequest:
 
     intermediates: Dtypes = "all"
     states: tuple[DType, ...] | None = None
-    implementations: tuple[str, ...] = IMPLEMENTATIONS
-    baseline: str = "unfused"
+    implementations: tuple[str, ...] = COMPARED
+    baseline: str = COMPARED[0]
     first_call_s: float = 180.0
     smallest_difference: float = 0.01
     warm: bool = False
@@ -137,9 +137,7 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
     if "" in names:
-        raise BadInputError(
-            f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(IMPLEMENTATIONS)}."
-        )
+        raise BadInputError(f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}.")
     return names
 
 

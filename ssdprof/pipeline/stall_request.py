@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssdprof.pipeline.request import COMPARED
 from ssdprof.schema import PrecisionRecord
 from ssdprof.stalls import collect
 
@@ -22,7 +23,7 @@ class StallRequest:
     where: str | None = None
     layer: int | None = None
     seqlen: int | None = None
-    implementations: tuple[str, ...] = ("unfused", "fused")
+    implementations: tuple[str, ...] = COMPARED
     precision: PrecisionRecord
     timeout_s: float = collect.TIMEOUT_S
     out: Path | None = None

@@ -24,13 +24,11 @@ from ssdprof.pipeline.stall_inputs import Captured
 from ssdprof.pipeline.stall_request import StallRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.progress import Watcher
-from ssdprof.schema import CheckpointRef, PrecisionRecord, RunReport
+from ssdprof.schema import EXACT_FP32, CheckpointRef, RunReport
 from ssdprof.schema.stalls import Launched, Profiled, Recorded, StallReport
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report
-
-DEFAULT_PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 def from_files(paths: Sequence[Path]) -> StallReport:
@@ -60,7 +58,7 @@ def profile_run(
     """
     _require_gpu()
     wanted = stall_inputs.middle_layer(asked, report)
-    request = StallRequest(layer=int(wanted.layers), precision=DEFAULT_PRECISION, tuned=tuned, command=report.command)
+    request = StallRequest(layer=int(wanted.layers), precision=EXACT_FP32, tuned=tuned, command=report.command)
     with (
         _made(folder / stall_files.FOLDER, overwrite=False) as out,
         stall_inputs.of_ended_run(wanted, folder, request, watcher) as captured,

@@ -11,7 +11,7 @@ from ssdprof import operators
 from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.capture.select import select_layers
-from ssdprof.checkpoint import Located, locate
+from ssdprof.checkpoint.located import Located, locate
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import boundaries
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest

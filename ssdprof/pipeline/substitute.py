@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from ssdprof import operators
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.capture.sites import Site
-from ssdprof.kernels.precision import Precision
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.named import resolve
 from ssdprof.schema import DType, PrecisionRecord
 
@@ -22,7 +21,7 @@ def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) ->
     Raises what `resolve` and `Named.present` raise.  The result raises UnsupportedError for what the implementation
     does not do.
     """
-    wanted = Precision(intermediates=precision.intermediates, state_dtype=dtype_named(precision.state_dtype))
+    wanted = precision_of(precision)
     runs = {
         operator: resolve(operators.get(operator), name).present.run for operator in {site.operator for site in sites}
     }

@@ -87,12 +87,10 @@ def _weighted(values: Sequence[float], times_us: Sequence[float]) -> float:
 
 
 def _common(verdicts: Iterable[Verdict | None], interval: Interval, smallest_difference: float) -> Verdict | None:
-    """The verdict that all layers share; otherwise that of the sum's interval, by the rule of `measure.statistics`."""
+    """The verdict that all layers share; otherwise that of the sum's interval."""
     different = set(verdicts)
     if len(different) == 1:
         return different.pop()
     if None in different:
         return None
-    if interval.low > 1 + smallest_difference:
-        return "faster"
-    return "slower" if interval.high < 1 / (1 + smallest_difference) else "no difference"
+    return interval.verdict(smallest_difference)

@@ -7,8 +7,10 @@ names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `sc
 from ssdprof.schema.accuracy import SLICES, TOLERANCES, Deviation, Match, TensorAccuracy
 from ssdprof.schema.answers import AnswerCase, AnswerGate, Answers
 from ssdprof.schema.base import (
+    EXACT_FP32,
     SCHEMA_VERSION,
     DType,
+    Fault,
     Intermediates,
     PrecisionRecord,
     Record,
@@ -38,6 +40,7 @@ from ssdprof.schema.speed import (
 )
 
 __all__ = [
+    "EXACT_FP32",
     "NO_GATES",
     "SCHEMA_VERSION",
     "SLICES",
@@ -57,6 +60,7 @@ __all__ = [
     "Deviation",
     "Dims",
     "Environment",
+    "Fault",
     "Gates",
     "Gpu",
     "Intermediates",

@@ -13,6 +13,7 @@ DType = Literal["fp64", "fp32", "fp16", "bf16"]
 StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
 Intermediates = Literal["exact", "relaxed"]
 Status = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
+Fault = Literal["refused", "out of memory", "failed"]  # the status of a call that raised an error
 
 
 class Record(BaseModel):
@@ -35,6 +36,9 @@ class PrecisionRecord(Record):
     def short(self) -> str:
         """ "exact, fp32", for the column of a table."""
         return f"{self.intermediates}, {self.state_dtype}"
+
+
+EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 def precisions_for(

@@ -6,12 +6,23 @@ from typing import Literal
 
 from ssdprof.schema.base import Record
 
+Verdict = Literal["faster", "slower", "no difference"]
+
 
 class Interval(Record):
     """A confidence interval of 95 %."""
 
     low: float
     high: float
+
+    def verdict(self, smallest_difference: float) -> Verdict:
+        """What the interval of a ratio allows to say.
+
+        A difference counts if the whole interval is beyond it.  If A is faster than B, then B is slower than A.
+        """
+        if self.low > 1 + smallest_difference:
+            return "faster"
+        return "slower" if self.high < 1 / (1 + smallest_difference) else "no difference"
 
 
 class Spread(Record):
@@ -45,9 +56,6 @@ class Timing(Record):
     call_spread: Spread | None = None  # None in reports from before it was recorded
     device_spread: Spread | None = None
     warm: WarmTiming | None = None  # if it was asked for
-
-
-Verdict = Literal["faster", "slower", "no difference"]
 
 
 class WarmSpeedup(Record):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssdprof.environment.checks import find_ncu
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.errors import MissingCapabilityError, how_ended
 
 OLDEST = (2023, 1)  # the first that knows Hopper's counters well
 RANGE = "ssdprof"  # NVTX range around the one call that is profiled
@@ -199,7 +199,7 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or "Error" in line]
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
-    how = f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
+    how = how_ended(returncode)
     return MissingCapabilityError(
         f"A process of the profile failed ({how}){f'; its last words: {last[:300]}' if last else '.'}",
         "ssdprof doctor may say why.",

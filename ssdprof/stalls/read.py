@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 from ssdprof.stalls import unpack
 from ssdprof.stalls.raw import RawKernel, RawReport
 
@@ -66,7 +66,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
             )
         if child.returncode != 0:
             words = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            how = f"signal {-child.returncode}" if child.returncode < 0 else "".join(words)
+            how = how_ended(child.returncode) if child.returncode < 0 else "".join(words)
             raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
         return unpack.parse(out.read_text(encoding="utf-8"))
 

@@ -22,7 +22,7 @@ from ssdprof.kernels import UnsupportedError
 from ssdprof.measure.call import Call, call_of
 from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.measure.occupancy import Limits, occupancy
-from ssdprof.operators.dtypes import dtype_name
+from ssdprof.operators.dtypes import precision_record
 from ssdprof.operators.named import Named, resolve
 from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Launched, Refusal
@@ -108,9 +108,7 @@ def warm_up(named: Named, call: Call) -> Launched:
     return Launched(
         implementation=named.name,
         variant=call.plan().variant,
-        precision=PrecisionRecord(
-            intermediates=call.precision.intermediates, state_dtype=dtype_name(call.precision.state_dtype)
-        ),
+        precision=precision_record(call.precision),
         launch_count=len(count),
         launches=tuple(launches),
         occupancy_pct=tuple(one.warps_pct if one else None for one in found),

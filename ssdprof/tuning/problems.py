@@ -17,7 +17,7 @@ from ssdprof.capture.manifest import is_capture
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.drawing import Cell
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Operator
 from ssdprof.tuning.search import Problem
 
@@ -131,4 +131,4 @@ def _precision(dtype: schema.DType, intermediates: schema.Intermediates) -> Prec
     """fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench."""
     (own,) = parse_dtypes(dtype)
     (wanted,) = schema.precisions_for(own, intermediates, None)
-    return Precision(intermediates=intermediates, state_dtype=dtype_named(wanted.state_dtype))
+    return precision_of(wanted)

@@ -13,9 +13,9 @@ from ssdprof.kernels.registry import Plan
 from ssdprof.measure.attempt import attempt
 from ssdprof.measure.call import Call
 from ssdprof.measure.engine import device_times, objection, verify
-from ssdprof.measure.faults import first_line
+from ssdprof.measure.faults import type_and_message
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval, verdict
+from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval
 from ssdprof.measure.timing import Bench
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tuning import Calls, Config
@@ -198,8 +198,7 @@ class _Search:
         own = self._problem.inputs if inputs is None else inputs
 
         def untimed(config: Config, error: Exception) -> None:
-            why = f"{type(error).__name__}: {first_line(error)}"
-            self._trials[config] = self._untimed(config, "does not run", why)
+            self._trials[config] = self._untimed(config, "does not run", type_and_message(error))
 
         calls = {config: [self._call(config, one) for one in own] for config in configs}
         return device_times(calls, self._bench, plan, on_untimed=untimed)
@@ -239,4 +238,4 @@ def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
 
 
 def _verdict(committed: Samples, samples: Samples, *, smallest_difference: float = MARGIN) -> Verdict:
-    return verdict(ratio_interval(committed, samples), smallest_difference)
+    return ratio_interval(committed, samples).verdict(smallest_difference)

@@ -27,10 +27,10 @@ from ssdprof.operators.named import Named
 from ssdprof.operators.ssd.drawing import draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.ssd.shapes import SSDShape
+from ssdprof.schema import EXACT_FP32
 
 SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
-EXACT = schema.PrecisionRecord(intermediates="exact", state_dtype="fp32")
 CEILINGS = schema.Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and what it costs
 HOPPER = Limits(warps=64, blocks=32, shared_bytes=233_472)
@@ -73,7 +73,7 @@ def contender(
     *,
     chunk_sizes: tuple[int, ...] = (),
     ours: bool = True,
-    precision: schema.PrecisionRecord = EXACT,
+    precision: schema.PrecisionRecord = EXACT_FP32,
     spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output,
     wrong_chunk: int = 0,
 ) -> Contender:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import triton
-from fakes import CELL, EXACT
+from fakes import CELL
 from triton.runtime import Autotuner, _async_compile
 
 from ssdprof.bench.contenders import line_up
@@ -25,6 +25,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.named import resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.schema import EXACT_FP32
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
 
@@ -319,7 +320,7 @@ def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch,
 
 def test_peers_line_up_before_ours(checkout: Path) -> None:
     names = [resolve(SSD, "unfused"), resolve(SSD, f"published={checkout}")]
-    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (EXACT,), names, CHUNK_SIZES)
+    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (EXACT_FP32,), names, CHUNK_SIZES)
     assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
         ("published", "exact, fp32 states", False),
         ("published", "exact, fp16 states", False),

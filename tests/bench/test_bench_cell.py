@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import CELL, EXACT, FakeBench, contender, measured
+from fakes import CELL, FakeBench, contender, measured
 
 from ssdprof import operators, schema
 from ssdprof.bench.contenders import line_up
@@ -19,7 +19,7 @@ from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
-from ssdprof.schema import precisions_for
+from ssdprof.schema import EXACT_FP32, precisions_for
 
 SLOW = contender("slow", lambda _: 300.0, ours=False)
 FAST = contender("fast", lambda _: 100.0)
@@ -177,11 +177,11 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     states = inputs.initial_states if operator == "ssd" else inputs.initial_state
     assert states.abs().sum() > 0, "a step begins with a state"
     longer = replace(cell, tokens=Tokens(sequences=3, seqlen=33))
-    assert "recurrent" not in [one.name for one in line_up(record, longer, (EXACT,), bundled(operator), ())]
+    assert "recurrent" not in [one.name for one in line_up(record, longer, (EXACT_FP32,), bundled(operator), ())]
 
 
 def test_precisions_follow_the_inputs_dtype() -> None:
-    assert precisions_for("fp16", "exact", None) == (EXACT,)
+    assert precisions_for("fp16", "exact", None) == (EXACT_FP32,)
     assert [str(one) for one in precisions_for("fp16", "all", None)] == ["exact, fp32 states", "relaxed, fp16 states"]
     assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
 

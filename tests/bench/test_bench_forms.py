@@ -28,11 +28,10 @@ from ssdprof.operators.drawing import Cell, Peer, PeerSource, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.ssd.shapes import SSDShape
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32
 
 GDN, SSD = operators.get("gdn"), operators.get("ssd")
 CPU = torch.device("cpu")
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 SHAPES: dict[str, Any] = {
     "gdn": GDNShape(name="tiny", key_heads=2, value_heads=8, key_dim=16, value_dim=16),
     "ssd": SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1),
@@ -111,7 +110,7 @@ def named(*names: str) -> list[Named]:
 
 
 def test_forms_take_part_once_with_exact_intermediates_where_they_are_named() -> None:
-    both = tuple(EXACT.model_copy(update={"intermediates": one}) for one in ("exact", "relaxed"))
+    both = tuple(EXACT_FP32.model_copy(update={"intermediates": one}) for one in ("exact", "relaxed"))
     contenders = line_up(GDN, cell("gdn"), both, named("fused", "fused_portable", "fused_portable"), ())
     assert [(one.name, str(one.precision)) for one in contenders] == [
         ("fused", "exact, fp32 states"), ("fused", "relaxed, fp32 states"), ("fused_portable", "exact, fp32 states"),
@@ -127,7 +126,7 @@ def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> N
     plan = portable.present.plan(inputs, Precision())
     assert (plan.variant, plan.launches) == ("interpreter", 2)
     assert plan.reason.startswith("asked for; ")
-    (judged,) = judge(line_up(GDN, cell("gdn"), (EXACT,), (portable,), ())[-1].entries(GDN, inputs))
+    (judged,) = judge(line_up(GDN, cell("gdn"), (EXACT_FP32,), (portable,), ())[-1].entries(GDN, inputs))
     assert judged.verdict.status == "passed", judged.verdict.reason
 
 
@@ -164,7 +163,7 @@ def peer(operator: str, name: str, cost: float) -> PeerSource:
         return registry.Plan(variant="triton", launches=1)
 
     implementation = Implementation(operator=operator, name=name, run=run, plan=plan)
-    loaded = Peer(implementation=implementation, version="9.9", precisions=lambda _dtype: (EXACT,))
+    loaded = Peer(implementation=implementation, version="9.9", precisions=lambda _dtype: (EXACT_FP32,))
     return PeerSource(load=lambda _checkout: loaded, hint="")
 
 

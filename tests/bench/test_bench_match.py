@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import CELL, EXACT, contender
+from fakes import CELL, contender
 
 from ssdprof.bench import judge as judging
 from ssdprof.bench.contenders import Entry
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 HALF = PrecisionRecord(intermediates="exact", state_dtype="bf16")
 UNFUSED = contender("unfused", lambda _: 1.0, chunk_sizes=CHUNK_SIZES)
@@ -32,9 +32,9 @@ def test_with_unfused_at_the_same_chunk_size_if_there_is_one() -> None:
         if (found := judging.reference_of(one, entries, "unfused"))
     }
     assert named == {
-        ("fused", EXACT, None): ("unfused", 128),
-        ("chunked", EXACT, 128): ("unfused", 128),
-        ("chunked", EXACT, 256): ("unfused", 256),
+        ("fused", EXACT_FP32, None): ("unfused", 128),
+        ("chunked", EXACT_FP32, 128): ("unfused", 128),
+        ("chunked", EXACT_FP32, 256): ("unfused", 256),
         ("fused", HALF, None): ("unfused", 128),
     }
 

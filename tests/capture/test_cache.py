@@ -6,9 +6,11 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof import checkpoint
 from ssdprof.capture.cache import counting_cache
 from ssdprof.capture.prefill import prefill
+from ssdprof.checkpoint.fetched import fetch
+from ssdprof.checkpoint.load import load_model
+from ssdprof.checkpoint.located import locate
 
 FP32_ROUNDING = 5e-5
 
@@ -16,8 +18,8 @@ FP32_ROUNDING = 5e-5
 @pytest.mark.parametrize("name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"])
 def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path) -> None:
     tiny_models.shared(name).save_pretrained(tmp_path)
-    local = checkpoint.fetch(checkpoint.locate(str(tmp_path)), deepest_layer=1)
-    model = checkpoint.load_model(local, device="cpu")
+    local = fetch(locate(str(tmp_path)), deepest_layer=1)
+    model = load_model(local, device="cpu")
     assert counting_cache(model) is not None
     ids = tiny_models.prompt(90)
     whole = prefill(model, ids, segment_length=90)

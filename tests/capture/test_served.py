@@ -111,8 +111,8 @@ def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
         assert_close(oracle(one.inputs)[0], outs)
 
 
-def test_inputs_without_sequence_bounds_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_registered", {})
+@pytest.mark.usefixtures("registries_of_its_own")
+def test_inputs_without_sequence_bounds_cannot_be_packed() -> None:
     operators.register(toy.OPERATOR)
     inputs = toy.ToyInputs(x=torch.randn(1, 8, 2, 4), a=-torch.rand(1, 8, 2))
     with pytest.raises(BadInputError, match="Sequences of toy layers cannot be packed") as raised:

@@ -16,8 +16,10 @@ from huggingface_hub import constants
 from minihub import TOKEN, MiniHub
 from safetensors.torch import save_file
 
-from ssdprof import checkpoint
 from ssdprof.checkpoint import hub as hub_module
+from ssdprof.checkpoint.fetched import fetch
+from ssdprof.checkpoint.load import load_model
+from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import DEFAULT_TOKENIZER, PICKLE
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
@@ -27,7 +29,7 @@ Save = Callable[[str], Path]
 
 def failure(model: str, **options: str) -> SsdprofError:
     with pytest.raises(SsdprofError) as caught:
-        checkpoint.fetch(checkpoint.locate(model, **options))
+        fetch(locate(model, **options))
     assert caught.value.hint
     return caught.value
 
@@ -56,7 +58,7 @@ def granite(layer_types: list[str]) -> dict[str, object]:
 def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Save) -> None:
     folder = saved("granitemoehybrid")
     commit = hub.publish("org/tiny", folder)
-    located = checkpoint.locate("org/tiny")
+    located = locate("org/tiny")
     assert hub.downloads() == ["config.json"]
     assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("hub", "org/tiny", commit)
 
@@ -66,19 +68,19 @@ def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Sa
         info.name: (folder / info.name).stat().st_size for info in planned
     }
     lines: list[str] = []
-    local = checkpoint.fetch(located, deepest_layer=0, progress=lines.append)
+    local = fetch(located, deepest_layer=0, progress=lines.append)
     assert len(lines) == 1
     assert "org/tiny" in lines[0]
     assert sorted(hub.downloads()) == sorted(info.name for info in planned)
     shards = json.loads((folder / INDEX).read_text())["weight_map"]
     unneeded = set(shards.values()) - {info.name for info in planned}
     assert unneeded
-    assert len(checkpoint.load_model(local, device="cpu").layers) == 1
+    assert len(load_model(local, device="cpu").layers) == 1
 
     hub.log.clear()
-    again = checkpoint.locate("org/tiny")
+    again = locate("org/tiny")
     assert all(info.cached for info in again.files(0))
-    checkpoint.fetch(again, deepest_layer=0, progress=lines.append)
+    fetch(again, deepest_layer=0, progress=lines.append)
     assert hub.downloads() == []
     assert len(lines) == 1
 
@@ -88,7 +90,7 @@ def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Sa
     for name in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf"):
         (folder / name).write_bytes(b"not wanted")
     hub.publish("org/tiny", folder)
-    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    fetch(locate("org/tiny"))
     wanted = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}
     assert {name for name in hub.downloads() if not name.startswith("model-0")} == wanted
 
@@ -96,8 +98,8 @@ def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Sa
 def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: Save) -> None:
     folder = saved("granitemoehybrid")
     hub.publish("org/tiny", folder)
-    located = checkpoint.locate("org/tiny")
-    assert located.weight_bytes(1) == checkpoint.locate(str(folder)).weight_bytes(1)
+    located = locate("org/tiny")
+    assert located.weight_bytes(1) == locate(str(folder)).weight_bytes(1)
     parts = [request for request in hub.log if request.range is not None]
     assert parts
     assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
@@ -106,31 +108,31 @@ def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: 
 def test_a_revision_is_resolved_once_and_stays(hub: MiniHub, saved: Save, copied: Save) -> None:
     hub.publish("org/tiny", saved("mamba2"))
     commit = hub.publish("org/tiny", copied("mamba2"), revision="v1")
-    located = checkpoint.locate("org/tiny", revision="v1")
+    located = locate("org/tiny", revision="v1")
     assert located.ref.revision == commit
     hub.publish("org/tiny", saved("bamba"), revision="v1")  # the branch moves on; the run does not
-    assert checkpoint.fetch(located).ref.model_type == "mamba2"
-    assert checkpoint.locate("org/tiny", revision=commit).ref.revision == commit
+    assert fetch(located).ref.model_type == "mamba2"
+    assert locate("org/tiny", revision=commit).ref.revision == commit
     by_branch = [request for request in hub.log if "/resolve/v1/" in request.path]
     assert len(by_branch) == 3  # of config.json: whether the hub is there, then HEAD and GET
 
 
 def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save) -> None:
     hub.publish("ibm-granite/granite-4.0-h-small", saved("granitemoehybrid"))
-    located = checkpoint.locate("ibm-granite/granite-4.0")
+    located = locate("ibm-granite/granite-4.0")
     assert located.ref.requested == "ibm-granite/granite-4.0"
     assert located.ref.repo_id == "ibm-granite/granite-4.0-h-small"
     assert "ibm-granite/granite-4.0-h-tiny" in located.ref.siblings
     assert located.ref.repo_id not in located.ref.siblings
     assert "taking ibm-granite/granite-4.0-h-small" in located.notes[0]
-    assert checkpoint.locate("ibm-granite/granite-4.0-h-small").ref.siblings == ()
+    assert locate("ibm-granite/granite-4.0-h-small").ref.siblings == ()
 
 
 def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, saved: Save) -> None:
     hub.publish("ibm-ai-platform/Bamba-9B", saved("bamba"))
     hub.publish("org/tiny", saved("bamba"))
-    assert checkpoint.locate("ibm-ai-platform/Bamba-9B").ref.trained_context == 4096
-    assert checkpoint.locate("org/tiny").ref.trained_context == 262144  # max_position_embeddings
+    assert locate("ibm-ai-platform/Bamba-9B").ref.trained_context == 4096
+    assert locate("org/tiny").ref.trained_context == 262144  # max_position_embeddings
 
 
 def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
@@ -145,10 +147,10 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
     hub.publish("state-spaces/mamba2-130m", main)
     hub.publish("state-spaces/mamba2-130m", pull_request, revision="refs/pr/1")
 
-    names = [info.name for info in checkpoint.locate("state-spaces/mamba2-130m").files()]
+    names = [info.name for info in locate("state-spaces/mamba2-130m").files()]
     assert PICKLE in names
     assert f"{DEFAULT_TOKENIZER}/tokenizer.json" in names
-    local = checkpoint.fetch(checkpoint.locate("state-spaces/mamba2-130m", revision="refs/pr/1"))
+    local = fetch(locate("state-spaces/mamba2-130m", revision="refs/pr/1"))
     assert (local.folder / "model.safetensors").is_symlink()
     assert local.tokenizer_name == DEFAULT_TOKENIZER
     assert local.ref.trained_context == 2048
@@ -163,13 +165,13 @@ def test_a_broken_connection_continues_where_it_broke(
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, of 10 MB otherwise
     hub.publish("org/tiny", saved("mamba2"))
-    located = checkpoint.locate("org/tiny")
+    located = locate("org/tiny")
     shard = next(info for info in located.files(0) if info.name.endswith(".safetensors"))
     hub.cut(shard.name, 1200)
-    local = checkpoint.fetch(located, deepest_layer=0)
+    local = fetch(located, deepest_layer=0)
     ranges = [request.range for request in hub.log if request.path.endswith(shard.name) and request.method == "GET"]
     assert ranges == [None, "bytes=1000-"]
-    checkpoint.load_model(local, device="cpu")
+    load_model(local, device="cpu")
 
 
 @pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
@@ -202,7 +204,7 @@ def test_a_connection_that_keeps_dropping_ends(hub: MiniHub, saved: Save, monkey
 
 def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    located = checkpoint.locate("org/tiny")
+    located = locate("org/tiny")
     shards = [info.name for info in located.files() if info.name.endswith(".safetensors")]
     path = hub_module.HubRepo.path
 
@@ -214,9 +216,9 @@ def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, mo
     with monkeypatch.context() as patch:
         patch.setattr(hub_module.HubRepo, "path", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.fetch(located)
+            fetch(located)
     hub.log.clear()
-    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    fetch(locate("org/tiny"))
     assert hub.downloads() == [shards[-1]]
 
 
@@ -232,23 +234,23 @@ def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied:
 
 def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, saved: Save) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    located = checkpoint.locate("org/tiny")
+    located = locate("org/tiny")
     assert located.weight_bytes(0) > 0  # reads the headers on the hub
     shard = next(info.name for info in located.files(0) if info.name.endswith(".safetensors"))
     copy = located.source.path(shard).resolve()
     copy.write_bytes(copy.read_bytes()[:-1])
     with pytest.raises(ModelUnavailableError, match="truncated or corrupt"):
-        checkpoint.fetch(located, deepest_layer=0)
+        fetch(located, deepest_layer=0)
 
 
 def test_too_little_disk_is_said_before_the_download(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    located = checkpoint.locate("org/tiny")
+    located = locate("org/tiny")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
     with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
-        checkpoint.fetch(located)
+        fetch(located)
     assert "HF_HOME" in caught.value.hint
     assert not [name for name in hub.downloads() if name.endswith(".safetensors")]
 
@@ -289,7 +291,7 @@ def test_a_private_repo_looks_missing_until_the_token_is_there(
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "the token's account" in failure("org/private").hint
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert checkpoint.fetch(checkpoint.locate("org/private")).ref.repo_id == "org/private"
+    assert fetch(locate("org/private")).ref.repo_id == "org/private"
 
 
 def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +305,7 @@ def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch
     assert "not on the list" in failure("org/gated").message
     assert "hf_wrong" not in str(vars(failure("org/gated")))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert checkpoint.fetch(checkpoint.locate("org/gated")).ref.repo_id == "org/gated"
+    assert fetch(locate("org/gated")).ref.repo_id == "org/gated"
 
 
 def test_an_unknown_revision_names_those_there_are(hub: MiniHub, saved: Save) -> None:
@@ -353,12 +355,12 @@ def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) 
 def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.publish("org/tiny", saved("mamba2"))
     hub.publish("org/other", saved("bamba"))
-    checkpoint.fetch(checkpoint.locate("org/tiny"), deepest_layer=0)
+    fetch(locate("org/tiny"), deepest_layer=0)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.log.clear()
-    located = checkpoint.locate("org/tiny")
+    located = locate("org/tiny")
     assert located.ref.revision == commit
-    checkpoint.load_model(checkpoint.fetch(located, deepest_layer=0), device="cpu")
+    load_model(fetch(located, deepest_layer=0), device="cpu")
     assert hub.log == []
 
     error = failure("org/other")
@@ -367,15 +369,15 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
     assert error.hint == "In the cache: org/tiny."
 
     with pytest.raises(ModelUnavailableError, match="only partly in the cache"):  # its other layers were never fetched
-        checkpoint.fetch(located, deepest_layer=2)
+        fetch(located, deepest_layer=2)
 
 
 def test_a_hub_that_cannot_be_reached(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # the client tries again for 23 s where nothing is cached
     hub.publish("org/tiny", saved("mamba2"))
-    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    fetch(locate("org/tiny"))
     hub.close()
-    assert checkpoint.fetch(checkpoint.locate("org/tiny")).ref.repo_id == "org/tiny"
+    assert fetch(locate("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert f"the hub at {hub.url} cannot be reached" in error.message
@@ -386,7 +388,7 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    checkpoint.locate("org/tiny")  # config.json only
+    locate("org/tiny")  # config.json only
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
@@ -396,9 +398,9 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
 def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     hub.publish("org/tiny", saved("mamba2"))
-    checkpoint.fetch(checkpoint.locate("org/tiny"))
+    fetch(locate("org/tiny"))
     hub.down = 503
-    assert checkpoint.fetch(checkpoint.locate("org/tiny")).ref.repo_id == "org/tiny"
+    assert fetch(locate("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "answered 503" in error.message
@@ -450,12 +452,12 @@ def test_a_pasted_address_and_a_revision_behind_an_at(hub: MiniHub, saved: Save,
     hub.publish("org/tiny", saved("mamba2"))
     commit = hub.publish("org/tiny", copied("bamba"), revision="v1")
     for typed in (f"{hub.url}/org/tiny/tree/v1", "org/tiny@v1"):
-        ref = checkpoint.locate(typed).ref
+        ref = locate(typed).ref
         assert (ref.requested, ref.repo_id, ref.revision) == (typed, "org/tiny", commit)
 
 
 def test_the_tokenizer_of_the_demo_model(saved: Save) -> None:
-    local = checkpoint.fetch(checkpoint.locate(str(saved("mamba2")), tokenizer="demo"))
+    local = fetch(locate(str(saved("mamba2")), tokenizer="demo"))
     assert local.tokenizer_name == "demo"
     assert (local.tokenizer_folder / "tokenizer.json").is_file()
 
@@ -485,11 +487,12 @@ def test_a_folder_has_no_revisions(saved: Save) -> None:
 def test_the_clients_variables_count(hub: MiniHub, saved: Save, tmp_path: Path, offline: bool) -> None:
     hub.publish("org/private", saved("mamba2"), private=True)
     code = (
-        "from ssdprof import checkpoint, errors\n"
-        "try: print(*sorted(i.name for i in checkpoint.fetch(checkpoint.locate('org/private')).ref.layers[0]))\n"
+        "from ssdprof import errors\n"
+        "from ssdprof.checkpoint.fetched import fetch\n"
+        "from ssdprof.checkpoint.located import locate\n"
+        "try: print(fetch(locate('org/private')).ref.revision)\n"
         "except errors.SsdprofError as error: print(int(error.exit_code), error.message)"
     )
-    code = code.replace("*sorted(i.name for i in ", "").replace(".ref.layers[0])", ".ref.revision")
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     environment = {**os.environ, **settings, "HF_HUB_OFFLINE": "1" if offline else "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ssdprof import checkpoint
+from ssdprof.checkpoint.fetched import fetch
+from ssdprof.checkpoint.load import load_model
+from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import PICKLE
 from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError
 
@@ -38,8 +40,8 @@ ORIGINAL_CONFIG = {
 
 
 def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
-    local = checkpoint.fetch(checkpoint.locate(str(folder), **options), deepest_layer=deepest_layer)
-    return checkpoint.load_model(local, device="cpu")
+    local = fetch(locate(str(folder), **options), deepest_layer=deepest_layer)
+    return load_model(local, device="cpu")
 
 
 def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -69,9 +71,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def test_a_cut_model_computes_what_the_whole_one_does(
     saved: Callable[[str], Path], name: str, deepest_layer: int | None
 ) -> None:
-    located = checkpoint.locate(str(saved(name)))
-    local = checkpoint.fetch(located, deepest_layer=deepest_layer)
-    model = checkpoint.load_model(local, device="cpu")
+    located = locate(str(saved(name)))
+    local = fetch(located, deepest_layer=deepest_layer)
+    model = load_model(local, device="cpu")
     ids = tiny_models.prompt(40)
     whole = layer_outputs(tiny_models.shared(name), ids)
     cut = layer_outputs(model, ids)
@@ -84,8 +86,8 @@ def test_a_cut_model_computes_what_the_whole_one_does(
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Callable[[str], Path], name: str) -> None:
-    located = checkpoint.locate(str(saved(name)))
-    model = checkpoint.load_model(checkpoint.fetch(located, head=True), device="cpu")
+    located = locate(str(saved(name)))
+    model = load_model(fetch(located, head=True), device="cpu")
     ids = tiny_models.prompt(40)
     with torch.no_grad():
         assert torch.equal(model(ids, use_cache=False).logits, tiny_models.shared(name)(ids, use_cache=False).logits)
@@ -95,7 +97,7 @@ def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Callable
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
 def test_a_cut_model_needs_fewer_files(saved: Callable[[str], Path], name: str) -> None:
-    located = checkpoint.locate(str(saved(name)))
+    located = locate(str(saved(name)))
     few, many = located.files(0), located.files()
     assert {info.name for info in few} < {info.name for info in many}
     assert not [info.name for info in many if info.name.endswith((".py", ".bin"))]
@@ -105,8 +107,8 @@ def test_a_cut_model_needs_fewer_files(saved: Callable[[str], Path], name: str) 
 
 
 def test_the_layers_of_a_located_model_are_modules_of_the_loaded_one(saved: Callable[[str], Path]) -> None:
-    located = checkpoint.locate(str(saved("zamba2")))
-    model = checkpoint.load_model(checkpoint.fetch(located), device="cpu")
+    located = locate(str(saved("zamba2")))
+    model = load_model(fetch(located), device="cpu")
     for layer in located.ref.layers:
         assert hasattr(model.get_submodule(layer.name.removeprefix("model.")), "A_log")
 
@@ -144,11 +146,11 @@ def test_a_vision_language_repo_gives_its_language_model(
     tensors["mtp.layers.0.mlp.gate_proj.weight"] = torch.zeros(3, 3)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    located = checkpoint.locate(str(tmp_path))
+    located = locate(str(tmp_path))
     assert located.ref.model_type == whole_type
     assert located.ref.layers[0].name == "model.language_model.layers.0.linear_attn"
-    model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=1), device="cpu")
-    with_head = checkpoint.load_model(checkpoint.fetch(located, head=True), device="cpu")
+    model = load_model(fetch(located, deepest_layer=1), device="cpu")
+    with_head = load_model(fetch(located, head=True), device="cpu")
     assert torch.equal(with_head.lm_head.weight, tiny_models.shared(text_type).lm_head.weight)
     whole = layer_outputs(tiny_models.shared(text_type), tiny_models.prompt(20))
     cut = layer_outputs(model, tiny_models.prompt(20))
@@ -157,7 +159,7 @@ def test_a_vision_language_repo_gives_its_language_model(
 
 
 def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Callable[[str], Path]) -> None:
-    local = checkpoint.fetch(checkpoint.locate(str(saved("granitemoehybrid"))), deepest_layer=0)
+    local = fetch(locate(str(saved("granitemoehybrid"))), deepest_layer=0)
     folder = local.folder
     assert all(file.is_symlink() for file in folder.glob("*.safetensors"))
     assert not list(folder.rglob("*.py"))
@@ -173,18 +175,18 @@ def test_where_symlinks_fail_the_shards_are_linked_or_copied(
         raise OSError("no symlinks here")
 
     monkeypatch.setattr("ssdprof.checkpoint.view._WAYS", (refuse, shutil.copyfile))
-    local = checkpoint.fetch(checkpoint.locate(str(saved("mamba2"))), deepest_layer=0)
+    local = fetch(locate(str(saved("mamba2"))), deepest_layer=0)
     shards = list(local.folder.glob("*.safetensors"))
     assert shards
     assert not any(file.is_symlink() for file in shards)
-    checkpoint.load_model(local, device="cpu")
+    load_model(local, device="cpu")
 
 
 def test_a_checkpoint_without_tokenizer_says_so_only_when_it_is_wanted(copied: Callable[[str], Path]) -> None:
     folder = copied("mamba2")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    local = checkpoint.fetch(checkpoint.locate(str(folder)))
+    local = fetch(locate(str(folder)))
     with pytest.raises(BadInputError, match="no tokenizer"):
         _ = local.tokenizer_folder
 
@@ -193,16 +195,16 @@ def test_a_tokenizer_from_another_folder(saved: Callable[[str], Path], copied: C
     folder = copied("mamba2")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    located = checkpoint.locate(str(folder), tokenizer=str(saved("bamba")))
+    located = locate(str(folder), tokenizer=str(saved("bamba")))
     assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
-    local = checkpoint.fetch(located)
+    local = fetch(located)
     assert local.tokenizer_name == "tiny-bamba"
     assert AutoTokenizer.from_pretrained(local.tokenizer_folder)("word9")["input_ids"] == [9]
 
 
 def test_a_folder_that_is_no_tokenizer_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="holds no tokenizer"):
-        checkpoint.fetch(checkpoint.locate(str(saved("mamba2")), tokenizer=str(tmp_path)))
+        fetch(locate(str(saved("mamba2")), tokenizer=str(tmp_path)))
 
 
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
@@ -213,10 +215,10 @@ def test_every_spelling_of_no_limit_loads(copied: Callable[[str], Path], limit: 
 
 
 def test_the_demo_goes_the_same_way() -> None:
-    located = checkpoint.locate("demo")
+    located = locate("demo")
     assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("demo", "demo", None)
     assert len(located.ref.layers) >= 3
-    model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=1), device="cpu")
+    model = load_model(fetch(located, deepest_layer=1), device="cpu")
     assert len(model.layers) == 2
 
 
@@ -231,8 +233,8 @@ def test_nan_weights_load(copied: Callable[[str], Path]) -> None:
 def test_weights_in_16_bit_stay_so(tmp_path: Path) -> None:
     tiny_models.build("granitemoehybrid", torch.bfloat16).save_pretrained(tmp_path)
     assert {parameter.dtype for parameter in load(tmp_path, 0).parameters()} == {torch.bfloat16}
-    local = checkpoint.fetch(checkpoint.locate(str(tmp_path)), deepest_layer=0)
-    model = checkpoint.load_model(local, device="cpu", dtype=torch.float32)
+    local = fetch(locate(str(tmp_path)), deepest_layer=0)
+    model = load_model(local, device="cpu", dtype=torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
@@ -252,9 +254,9 @@ def test_fp8_weights_are_decoded(copied: Callable[[str], Path]) -> None:
     everything_else += [f"model.layers.0.{part}" for part in ("linear_attn", "mlp.up_proj", "mlp.down_proj")]
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": everything_else}
     edit_config(folder, quantization_config=quantization)
-    located = checkpoint.locate(str(folder))
+    located = locate(str(folder))
     assert located.ref.quantization == "fp8"
-    model = checkpoint.load_model(checkpoint.fetch(located, deepest_layer=0), device="cpu")
+    model = load_model(fetch(located, deepest_layer=0), device="cpu")
     weight = model.layers[0].mlp.gate_proj.weight
     assert weight.dtype == torch.float32
     assert (weight == 0.5).all()
@@ -330,11 +332,11 @@ def test_the_original_format_loads(
     if form == "safetensors":
         (original_folder / PICKLE).unlink()
         save_file(original_state(), original_folder / "model.safetensors")
-    located = checkpoint.locate(str(original_folder), tokenizer=str(saved("mamba2")))
+    located = locate(str(original_folder), tokenizer=str(saved("mamba2")))
     assert located.ref.model_type == "mamba2"
     assert located.files()[1].name == ("model.safetensors" if form == "safetensors" else PICKLE)
-    local = checkpoint.fetch(located, deepest_layer=deepest_layer)
-    model = checkpoint.load_model(local, device="cpu", dtype=torch.float32)
+    local = fetch(located, deepest_layer=deepest_layer)
+    model = load_model(local, device="cpu", dtype=torch.float32)
     expected = tiny_models.build("mamba2", torch.float16).float().backbone
     for layer in model.layers:
         layer.mixer.A_log = expected.layers[layer.layer_idx].mixer.A_log = (
@@ -357,8 +359,8 @@ def test_the_original_format_loads_with_its_head(
     if tied:
         state.pop("lm_head.weight", None)
     torch.save(state, original_folder / PICKLE)
-    located = checkpoint.locate(str(original_folder), tokenizer=str(saved("mamba2")))
-    model = checkpoint.load_model(checkpoint.fetch(located, head=True), device="cpu")
+    located = locate(str(original_folder), tokenizer=str(saved("mamba2")))
+    model = load_model(fetch(located, head=True), device="cpu")
     assert torch.equal(model.lm_head.weight, head)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ssdprof.checkpoint import locate
+from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.names import close_names, parse_repo
 from ssdprof.errors import BadInputError
 
@@ -82,7 +82,7 @@ def test_an_empty_name_is_not_the_current_folder(typed: str) -> None:
 
 def test_names_are_judged_without_torch() -> None:
     code = (
-        "import sys; from ssdprof.checkpoint import locate\n"
+        "import sys; from ssdprof.checkpoint.located import locate\n"
         "locate('demo')\n"
         "print([name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules])"
     )

@@ -12,11 +12,13 @@ import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
 
-from ssdprof import checkpoint
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.head import logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.prefill import Feed
+from ssdprof.checkpoint.fetched import fetch, meta_model
+from ssdprof.checkpoint.load import load_model
+from ssdprof.checkpoint.located import Located, locate
 from ssdprof.checkpoint.placing import DeviceMap, infer, largest_streamed, weights_by_place
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import Serving
@@ -51,9 +53,9 @@ def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def some_room(located: checkpoint.Located) -> tuple[Any, DeviceMap]:
+def some_room(located: Located) -> tuple[Any, DeviceMap]:
     """The model on the meta device, and a map with room for the embedding, two layers, and one that is streamed."""
-    model = checkpoint.meta_model(located)
+    model = meta_model(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
     mapped = infer(model, {"cpu": room, "disk": 0})
@@ -66,11 +68,11 @@ def some_room(located: checkpoint.Located) -> tuple[Any, DeviceMap]:
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     saved: Saved, name: str, segment_length: int
 ) -> None:
-    located = checkpoint.locate(str(saved(name)))
-    local = checkpoint.fetch(located)
+    located = locate(str(saved(name)))
+    local = fetch(located)
     _, mapped = some_room(located)
-    whole = checkpoint.load_model(local, device="cpu")
-    streamed = checkpoint.load_model(local, device="cpu", device_map=mapped.places)
+    whole = load_model(local, device="cpu")
+    streamed = load_model(local, device="cpu", device_map=mapped.places)
     assert any(parameter.is_meta for parameter in streamed.parameters())
     check_same(captured(streamed, name, segment_length), captured(whole, name, segment_length))
     assert any(parameter.is_meta for parameter in streamed.parameters())
@@ -79,8 +81,8 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
 def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
     """As with a GPU: the weights of layers lie in main memory and are brought to the device that computes, the CPU."""
-    local = checkpoint.fetch(checkpoint.locate(str(saved(name))), head=True)
-    whole, offloaded = (checkpoint.load_model(local, device="cpu") for _ in range(2))
+    local = fetch(locate(str(saved(name))), head=True)
+    whole, offloaded = (load_model(local, device="cpu") for _ in range(2))
     base = offloaded.base_model_prefix
     places = {f"{base}.{child}": CPU for child, _ in offloaded.base_model.named_children() if child != "layers"}
     places |= {child: CPU for child, _ in offloaded.named_children() if child != base}
@@ -110,7 +112,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
 
 
 def test_what_lies_where(saved: Saved) -> None:
-    located = checkpoint.locate(str(saved("granitemoehybrid")))
+    located = locate(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
     found = weights_by_place(model, mapped)
     assert {place: layers for place, (layers, _) in found.items()} == {"cpu": 2, "disk": 2}
@@ -122,7 +124,7 @@ def test_what_lies_where(saved: Saved) -> None:
 
 
 def test_places_of_gpus_come_first(saved: Saved) -> None:
-    located = checkpoint.locate(str(saved("granitemoehybrid")))
+    located = locate(str(saved("granitemoehybrid")))
     model, _ = some_room(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
@@ -138,5 +140,5 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
 
 @pytest.mark.parametrize("room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}])
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
-    model = checkpoint.meta_model(checkpoint.locate(str(saved("granitemoehybrid"))))
+    model = meta_model(locate(str(saved("granitemoehybrid"))))
     assert infer(model, room) is None

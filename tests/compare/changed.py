@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from report.make import EXACT_FP32, RELAXED_FP32, make_environment, make_report
+from report.make import RELAXED_FP32, make_environment, make_report
 
-from ssdprof.schema import CaseResult, Environment, Interval, RunReport
+from ssdprof.schema import EXACT_FP32, CaseResult, Environment, Interval, RunReport
 
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 

@@ -13,7 +13,7 @@ import pytest
 from compare.changed import FUSED, fused, other_machine, run, slowed
 from fakes import contender, measured
 from fakes import report as bench_report
-from report.make import EXACT_FP32, RELAXED_FP32, failed, make_checkpoint, make_prompt
+from report.make import RELAXED_FP32, failed, make_checkpoint, make_prompt
 
 from ssdprof.bench.schema import BenchReport
 from ssdprof.bench.schema import dump as dump_bench
@@ -23,7 +23,7 @@ from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
 from ssdprof.errors import BadInputError
 from ssdprof.runs import document
-from ssdprof.schema import CaseResult
+from ssdprof.schema import EXACT_FP32, CaseResult
 from ssdprof.schema.comparison import Comparison, Pair
 from ssdprof.schema.stalls import KernelStalls, Resources, Stage, StallReport, Throughput
 

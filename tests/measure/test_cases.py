@@ -3,9 +3,9 @@
 import pytest
 
 from ssdprof.measure.cases import Case, batches_of, groups_of
-from ssdprof.pipeline.replay import PRECISIONS
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import PrecisionRecord, precisions_for
 
+ALL = precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))
 RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
 
 
@@ -14,7 +14,7 @@ def labels(cases: list[Case] | tuple[Case, ...]) -> list[str]:
 
 
 def test_all_six_precisions_make_three_groups_of_equal_states() -> None:
-    groups = groups_of(PRECISIONS, ("unfused", "fused"), "unfused")
+    groups = groups_of(ALL, ("unfused", "fused"), "unfused")
     assert [len(group) for group in groups] == [4, 4, 4]
     assert labels(groups[1]) == [
         "unfused exact, fp16 states",
@@ -43,7 +43,7 @@ def test_a_library_is_the_baseline_at_equal_states_where_it_has_them() -> None:
 
 @pytest.mark.parametrize("capacity", [0, 2, 3, 4, 5, 8, 11, 12, 100])
 def test_every_batch_holds_its_baselines_and_fits(capacity: int) -> None:
-    groups = groups_of(PRECISIONS, ("unfused", "fused"), "unfused")
+    groups = groups_of(ALL, ("unfused", "fused"), "unfused")
     batches = batches_of(groups, capacity)
     for batch in batches:
         assert len(batch) <= max(capacity, 2)
@@ -54,7 +54,7 @@ def test_every_batch_holds_its_baselines_and_fits(capacity: int) -> None:
 
 
 def test_one_batch_when_everything_fits_and_one_per_pair_when_nothing_does() -> None:
-    groups = groups_of(PRECISIONS, ("unfused", "fused"), "unfused")
+    groups = groups_of(ALL, ("unfused", "fused"), "unfused")
     assert len(batches_of(groups, 12)) == 1
     assert len(batches_of(groups, 8)) == 2
     assert len(batches_of(groups, 2)) == 9
@@ -62,7 +62,7 @@ def test_one_batch_when_everything_fits_and_one_per_pair_when_nothing_does() -> 
 
 def test_a_split_group_loses_nobody_after_an_open_batch() -> None:
     small = groups_of([RELAXED_FP16], ("fused",), "unfused")
-    large = groups_of(PRECISIONS[::3], ("a", "b", "c"), "unfused")
+    large = groups_of(ALL[::3], ("a", "b", "c"), "unfused")
     batches = batches_of((*small, *large), 3)
     assert labels(batches[0]) == labels(small[0])
     assert {case for batch in batches[1:] for case in batch} == set(large[0])

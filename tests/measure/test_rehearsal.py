@@ -17,9 +17,7 @@ from ssdprof.measure import rehearsal
 from ssdprof.measure.call import UnfitError
 from ssdprof.measure.rehearsal import Rehearsals, judged
 from ssdprof.operators.named import Named, resolve
-from ssdprof.schema import PrecisionRecord
-
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,7 @@ def named(function: str, operator: str = "ssd") -> Named:
 def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
     try:
-        Rehearsals(limit_s).require(named(function, operators.of(inputs).name), inputs, EXACT)
+        Rehearsals(limit_s).require(named(function, operators.of(inputs).name), inputs, EXACT_FP32)
     except UnfitError as error:
         return error.status, str(error)
     return "passed", ""
@@ -76,7 +74,7 @@ def test_a_good_kernel_passes(make: Any) -> None:
     ],
 )
 def test_what_a_bad_kernel_does_is_told(function: str, status: str, reason: str) -> None:
-    found = judged(named(function).present, ssd(), EXACT)
+    found = judged(named(function).present, ssd(), EXACT_FP32)
     assert found.status == status
     assert reason in found.reason
 
@@ -86,7 +84,7 @@ def test_a_kernel_of_the_other_operator_is_looked_after_as_well() -> None:
         ("changing", "it changes its inputs: q"),
         ("incomplete", "it leaves 64 elements of out unwritten"),
     ):
-        found = judged(named(function, "gdn").present, gdn(), EXACT)
+        found = judged(named(function, "gdn").present, gdn(), EXACT_FP32)
         assert (found.status, found.reason) == ("failed", reason)
 
 
@@ -126,12 +124,12 @@ def test_each_precision_and_form_of_inputs_is_rehearsed_once(monkeypatch: pytest
     monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
     rehearsals, given = Rehearsals(), ssd()
     for _ in range(2):
-        rehearsals.require(named("good"), given, EXACT)
-        rehearsals.require(named("good"), replace(given, x=given.x + 1), EXACT)  # contiguous
-        rehearsals.require(named("good"), given, EXACT.model_copy(update={"state_dtype": "bf16"}))
-        rehearsals.require(named("good"), replace(given, chunk_size=64), EXACT)
+        rehearsals.require(named("good"), given, EXACT_FP32)
+        rehearsals.require(named("good"), replace(given, x=given.x + 1), EXACT_FP32)  # contiguous
+        rehearsals.require(named("good"), given, EXACT_FP32.model_copy(update={"state_dtype": "bf16"}))
+        rehearsals.require(named("good"), replace(given, chunk_size=64), EXACT_FP32)
         with pytest.raises(UnfitError, match="seen before"):
-            rehearsals.require(named("nan"), given, EXACT)
+            rehearsals.require(named("nan"), given, EXACT_FP32)
     assert len(made) == 5
 
 
@@ -149,6 +147,6 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     given = ssd()
     assert torch.isfinite(given.x).all()
     with pytest.raises(UnfitError) as told:
-        Rehearsals().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT)
+        Rehearsals().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT_FP32)
     expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
     assert str(told.value) == f"ValueError: {expected}"

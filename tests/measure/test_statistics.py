@@ -14,7 +14,6 @@ from ssdprof.measure.statistics import (
     ratio_interval,
     settled,
     steady,
-    verdict,
 )
 from ssdprof.schema import Interval
 
@@ -93,15 +92,15 @@ def test_a_difference_counts_if_the_whole_interval_is_beyond_the_smallest(
     low: float, high: float, expected: str
 ) -> None:
     interval, mirrored = Interval(low=low, high=high), Interval(low=1 / high, high=1 / low)
-    assert verdict(interval, 0.01) == expected
+    assert interval.verdict(0.01) == expected
     opposite = {"faster": "slower", "slower": "faster"}
-    assert verdict(mirrored, 0.01) == opposite.get(expected, expected)
+    assert mirrored.verdict(0.01) == opposite.get(expected, expected)
 
 
 def test_without_a_smallest_difference_any_proven_one_counts() -> None:
-    assert verdict(Interval(low=1.0001, high=1.2), 0.0) == "faster"
-    assert verdict(Interval(low=0.8, high=0.9999), 0.0) == "slower"
-    assert verdict(Interval(low=1.0, high=1.2), 0.0) == "no difference"
+    assert Interval(low=1.0001, high=1.2).verdict(0.0) == "faster"
+    assert Interval(low=0.8, high=0.9999).verdict(0.0) == "slower"
+    assert Interval(low=1.0, high=1.2).verdict(0.0) == "no difference"
 
 
 def test_settled_asks_every_pair() -> None:

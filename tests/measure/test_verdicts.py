@@ -15,7 +15,7 @@ import torch
 
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.statistics import ratio_interval, verdict
+from ssdprof.measure.statistics import ratio_interval
 from ssdprof.measure.timing import Recording, Run, time_in_turns
 from ssdprof.schema import Speedup
 
@@ -102,7 +102,7 @@ def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: flo
 
     for _ in range(300):
         one, other = sample_in_turns(set_up, SamplingPlan(seconds=math.inf)).values()
-        verdicts.append(verdict(ratio_interval(one, other), SamplingPlan().smallest_difference))
+        verdicts.append(ratio_interval(one, other).verdict(SamplingPlan().smallest_difference))
     assert verdicts.count("no difference") >= 294
 
 

@@ -13,10 +13,9 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get
 from ssdprof.operators.named import kind_of, known, resolve
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 
 MODULE = """
@@ -66,7 +65,7 @@ def test_what_is_bundled(operator: object, form: str) -> None:
     for name in ("unfused", "fused", "recurrent", form):
         found = resolve(operator, name)  # type: ignore[arg-type]
         assert (found.name, found.kind, found.present.name) == (name, "bundled", name)
-        assert found.precisions("bf16", (EXACT, RELAXED)) == (EXACT, RELAXED)
+        assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
 
 
 def test_a_library_that_is_not_there_says_why() -> None:
@@ -86,7 +85,7 @@ def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
     found = resolve(SSD, "mamba_ssm")
     assert (found.present.name, found.source) == ("mamba_ssm", "9.9")
-    assert list(map(str, found.precisions("fp16", (EXACT, RELAXED)))) == ["exact, fp16 states"]
+    assert list(map(str, found.precisions("fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
     assert found.on(torch.device("cuda")) is found
     absent = found.on(torch.device("cpu"))
     assert (absent.implementation, absent.absent) == (
@@ -125,14 +124,14 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
     assert (found.kind, found.source) == ("own", "kernels_of_a_user:plain")
     x = torch.ones(1)
     assert found.present.run(x, Precision()) == (x, x)
-    assert found.precisions("bf16", (EXACT, RELAXED)) == (EXACT,)
+    assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
     assert sys.path[-1] == str(here), "what is imported later is found too, and hides no installed module"
     assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
 
 
 def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> None:
     found = resolve(SSD, "kernels_of_a_user:told")
-    assert found.precisions("bf16", (EXACT, RELAXED)) == (EXACT, RELAXED)
+    assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
     with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
         found.present.run(None, Precision())
 

@@ -14,7 +14,7 @@ from fakes import CEILINGS, HOPPER, RAN, FakeBench
 from operators import toy
 from typer.testing import CliRunner
 
-from ssdprof import kernels, operators, runs
+from ssdprof import operators, runs
 from ssdprof.bench import run as bench_run
 from ssdprof.bench.schema import load
 from ssdprof.capture.captured import CapturedLayer
@@ -33,14 +33,9 @@ LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels.get("ssd", "reference")  # the bundled ones stay registered when the test is over
-    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
-    monkeypatch.setattr(operators, "_registered", {})
+def registered(registries_of_its_own: None, in_empty_folder: None) -> None:  # noqa: ARG001
     operators.register(toy.OPERATOR)
     toy.register_implementations()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
 
 
 def drawn(seqlen: int = SEQLEN) -> toy.ToyInputs:

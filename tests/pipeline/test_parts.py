@@ -11,9 +11,7 @@ from ssdprof.capture.sites import find_sites
 from ssdprof.measure.gpu_trace import Work, work
 from ssdprof.pipeline.parts import _modules, marking, part_times, parts_marked
 from ssdprof.pipeline.substitute import implemented, substituted
-from ssdprof.schema import PrecisionRecord
-
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+from ssdprof.schema import EXACT_FP32
 
 
 def names(model_name: str) -> dict[str, list[str]]:
@@ -59,7 +57,7 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
     model = tiny_models.shared("granitemoehybrid")
     sites = find_sites(model)
     ids = tiny_models.prompt(24)
-    compute = implemented("reference", EXACT, sites)
+    compute = implemented("reference", EXACT_FP32, sites)
     with parts_marked(model, sites), substituted(sites, marking(compute)):
         trace = cpu_trace(lambda: prefill(model, ids, 24))
     found = {part.name: part for part in part_times(work(trace))}

@@ -23,11 +23,9 @@ from ssdprof.pipeline.replay import COMPARED
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Unwatched
 from ssdprof.runs.record import draft
-from ssdprof.schema import Asked, Gates, PrecisionRecord, Prompt
+from ssdprof.schema import EXACT_FP32, Asked, Gates, PrecisionRecord, Prompt
 from ssdprof.schema.prefill import PrefillReport
 from ssdprof.schema.prefill_rows import broken_gates
-
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 class Stopwatch(FakeBench):
@@ -58,7 +56,7 @@ def wanted(*seqlens: int, layers: str = "all", **changes: Any) -> PrefillRequest
     settings: dict[str, Any] = {"surroundings": ("model",), "seconds": 0.01} | changes
     request = asked(*seqlens, layers=layers)
     lineup = line_up(COMPARED, "unfused", find(request).layers)
-    return PrefillRequest(model=request, precision=EXACT, lineup=lineup, **settings)
+    return PrefillRequest(model=request, precision=EXACT_FP32, lineup=lineup, **settings)
 
 
 def run(request: PrefillRequest, keep: Any = lambda _: None) -> PrefillReport:
@@ -134,7 +132,7 @@ def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_librar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base = kernels.get("ssd", "reference")
-    library = Peer(implementation=replace(base, name="library"), version="1", precisions=lambda _dtype: (EXACT,))
+    library = Peer(implementation=replace(base, name="library"), version="1", precisions=lambda _dtype: (EXACT_FP32,))
     monkeypatch.setitem(PEERS, "library", PeerSource(load=lambda _: library, hint="", needs_gpu=False))
     request = wanted(8, 12, surroundings=prefill.SURROUNDINGS)
     report = run(replace(request, lineup=line_up((*COMPARED, "library"), "unfused", find(request.model).layers)))
@@ -175,7 +173,7 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_rehearsed(
         ("own_of_prefill:first", "passed", ""),
         ("own_of_prefill:second", "failed", "it hangs"),
     ]
-    assert [case.precision for case in report.prefill.lengths[0].cases] == [relaxed, EXACT, EXACT]
+    assert [case.precision for case in report.prefill.lengths[0].cases] == [relaxed, EXACT_FP32, EXACT_FP32]
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
@@ -192,7 +190,7 @@ def test_a_run_holds_the_prefill_of_its_model(tmp_path: Path, monkeypatch: pytes
     request, folder = asked(8), runs.RunFolder(tmp_path)
     subject = find(request)
     prompt = Prompt(kind="random", source="random", tokenizer="none", seqlen=8, token_sha256="0" * 64)
-    of_run = Asked(implementations=("unfused",), precisions=(EXACT,), layers=subject.layers)
+    of_run = Asked(implementations=("unfused",), precisions=(EXACT_FP32,), layers=subject.layers)
     report = draft(folder, ("ssdprof", "run"), subject.ref, [prompt], 8, asked=of_run)
     found = prefill_of_run(request, 0.01, tmp_path, report, Unwatched())
     assert found.prefill is not None

@@ -22,10 +22,9 @@ from ssdprof.operators.named import Named
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_length import LengthTimer, sampling_plan
 from ssdprof.pipeline.step_clock import StepClock
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32
 from ssdprof.schema.prefill import PrefillCase, PrefillLength, StepTime, Surroundings
 
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12
 
@@ -45,7 +44,7 @@ def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model",
     base = kernels.get("ssd", "reference")
     implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
     named = Named(name=name, kind="bundled", implementation=implementation)
-    noted = Noted(name=name, named={"ssd": named}, precision=EXACT, surroundings=surroundings)
+    noted = Noted(name=name, named={"ssd": named}, precision=EXACT_FP32, surroundings=surroundings)
     object.__setattr__(noted, "bench", bench)
     return noted
 

@@ -19,11 +19,12 @@ from ssdprof.measure import engine
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Recording, Run
 from ssdprof.pipeline import replay
-from ssdprof.pipeline.replay import PRECISIONS, LayerReplay, ReplayOptions, replay_layer
-from ssdprof.schema import CaseResult, Ceilings, LayerRef, PrecisionRecord
+from ssdprof.pipeline.replay import LayerReplay, ReplayOptions, replay_layer
+from ssdprof.pipeline.request import STATE_DTYPES
+from ssdprof.schema import EXACT_FP32, CaseResult, Ceilings, LayerRef, PrecisionRecord, precisions_for
 
 LAYER = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")
-EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+PRECISIONS = precisions_for("fp32", "all", STATE_DTYPES)
 RunSSD = Callable[[SSDInputs, Precision], SSDOutput]
 
 
@@ -47,10 +48,8 @@ def inputs() -> SSDInputs:
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, RunSSD], None]:
+def register(registries_of_its_own: None) -> Callable[[str, RunSSD], None]:  # noqa: ARG001
     """Adds an implementation for the length of a test."""
-    kernels.names("ssd")
-    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
 
     def add(name: str, run: RunSSD) -> None:
         plan = Plan(variant="stand-in", launches=1, config={"block": 16})
@@ -87,7 +86,7 @@ def by_name(results: tuple[CaseResult, ...]) -> dict[str, CaseResult]:
 
 
 def test_the_bundled_baseline_passes_at_all_six_precisions(inputs: SSDInputs) -> None:
-    results = replay_layer(LAYER, inputs, ReplayOptions(implementations=("unfused",)))
+    results = replay_layer(LAYER, inputs, ReplayOptions(precisions=PRECISIONS, implementations=("unfused",)))
     assert [result.status for result in results] == ["passed"] * 6, [result.reason for result in results]
     assert {result.precision for result in results} == set(PRECISIONS)
     for result in results:

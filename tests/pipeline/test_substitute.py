@@ -10,9 +10,8 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
 from ssdprof.pipeline.substitute import implemented, substituted
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32
 
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 LENGTH = 40  # more than a chunk
 
 
@@ -27,7 +26,7 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
     model = tiny_models.shared(name)
     sites = find_sites(model)
     before = logits(model)
-    with substituted(sites, implemented(implementation, EXACT, sites)) as count:
+    with substituted(sites, implemented(implementation, EXACT_FP32, sites)) as count:
         ours = logits(model)
     assert count.calls == len(sites)
     assert not torch.equal(ours, before)  # another order of sums: it was ours that ran
@@ -72,4 +71,4 @@ def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None
 
 def test_an_unknown_implementation_is_refused_by_name() -> None:
     with pytest.raises(BadInputError, match="no implementation 'fastest' of ssd"):
-        implemented("fastest", EXACT, find_sites(tiny_models.shared("mamba2")))
+        implemented("fastest", EXACT_FP32, find_sites(tiny_models.shared("mamba2")))

@@ -11,9 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ssdprof import schema
-from ssdprof.schema import CaseResult, Deviation, Interval, LayerRef, Match, PrecisionRecord, RunReport, Status
+from ssdprof.schema import (
+    EXACT_FP32,
+    CaseResult,
+    Deviation,
+    Interval,
+    LayerRef,
+    Match,
+    PrecisionRecord,
+    RunReport,
+    Status,
+)
 
-EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 EXACT_FP16 = PrecisionRecord(intermediates="exact", state_dtype="fp16")
 RELAXED_FP32 = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
 RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")

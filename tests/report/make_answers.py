@@ -1,10 +1,9 @@
 """A model's answers for tests of reports."""
 
 import torch
-from report.make import EXACT_FP32
 
 from ssdprof.measure.answers import bands, compare_logits
-from ssdprof.schema import AnswerCase, AnswerGate, Answers
+from ssdprof.schema import EXACT_FP32, AnswerCase, AnswerGate, Answers
 
 COUNT = 1100
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from report.make import make_checkpoint, make_environment
 
-from ssdprof.schema import Interval, LayerRef, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, Interval, LayerRef
 from ssdprof.schema.prefill import (
     CallTime,
     PartTime,
@@ -17,15 +17,13 @@ from ssdprof.schema.prefill import (
     PrefillSpeedup,
 )
 
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
-
 
 def case(name: str, call_us: float, parts: dict[str, float], **fields: Any) -> PrefillCase:
     return PrefillCase.model_validate(
         {
             "implementation": name,
             "surroundings": "bundled",
-            "precision": EXACT,
+            "precision": EXACT_FP32,
             "status": "passed",
             "call": CallTime(
                 median_us=call_us,

@@ -1,23 +1,13 @@
 """The report on one screen."""
 
 import pytest
-from report.make import (
-    ALL_PRECISIONS,
-    EXACT_FP32,
-    RELAXED_FP16,
-    failed,
-    make_clocks,
-    make_prompt,
-    make_report,
-    served,
-    with_scale,
-)
+from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_clocks, make_prompt, make_report, served, with_scale
 from report.test_terminal_report import printed
 
 from ssdprof.report import brief
 from ssdprof.report.origin import MEANINGS
 from ssdprof.runs import read
-from ssdprof.schema import Serving
+from ssdprof.schema import EXACT_FP32, Serving
 
 LINES = 40
 TWO = (EXACT_FP32, RELAXED_FP16)

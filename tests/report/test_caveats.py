@@ -1,9 +1,9 @@
 """What a reader must know to trust the numbers."""
 
-from report.make import EXACT_FP16, EXACT_FP32, make_checkpoint, make_clocks, make_prompt, make_report, served
+from report.make import EXACT_FP16, make_checkpoint, make_clocks, make_prompt, make_report, served
 
 from ssdprof.report.caveats import caveats
-from ssdprof.schema import Serving
+from ssdprof.schema import EXACT_FP32, Serving
 
 
 def test_caveats_are_throttling_and_the_notes_of_the_run():

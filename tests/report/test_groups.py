@@ -1,8 +1,9 @@
 """Which cases may be compared and added up."""
 
-from report.make import ALL_PRECISIONS, EXACT_FP16, EXACT_FP32, RELAXED_FP16, make_report
+from report.make import ALL_PRECISIONS, EXACT_FP16, RELAXED_FP16, make_report
 
 from ssdprof.report.groups import baselines, groups
+from ssdprof.schema import EXACT_FP32
 
 
 def test_prompts_are_groups_of_their_own_the_longest_first():

@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 import render_results
-from report.make import (
-    ALL_PRECISIONS,
-    EXACT_FP32,
-    RELAXED_FP16,
-    failed,
-    make_checkpoint,
-    make_report,
-    with_scale,
-)
+from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_checkpoint, make_report, with_scale
 from report.pages import Page
 
 from ssdprof import runs
@@ -26,6 +18,7 @@ from ssdprof.report.origin import origin
 from ssdprof.report.plots import run as plots
 from ssdprof.report.tables import run, speed
 from ssdprof.report.verdict import verdict_lines
+from ssdprof.schema import EXACT_FP32
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TWO = (EXACT_FP32, RELAXED_FP16)

@@ -4,18 +4,12 @@ import re
 
 import pytest
 from markdown_it import MarkdownIt
-from report.make import (
-    ALL_PRECISIONS,
-    EXACT_FP32,
-    RELAXED_FP16,
-    failed,
-    make_checkpoint,
-    make_report,
-)
+from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_checkpoint, make_report
 
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
 from ssdprof.report.origin import MEANINGS
+from ssdprof.schema import EXACT_FP32
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable("table")
 

@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from report.make import EXACT_FP32, make_case
+from report.make import make_case
 
 from ssdprof.report.pooled import pool
 from ssdprof.report.tables.accuracy import vs_oracle
+from ssdprof.schema import EXACT_FP32
 
 
 def with_oracle(case, *, match_pct=None, **changes):

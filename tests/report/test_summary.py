@@ -1,15 +1,7 @@
 """The first lines: every number in them comes from the cases."""
 
 import pytest
-from report.make import (
-    EXACT_FP32,
-    RELAXED_FP16,
-    RELAXED_FP32,
-    around,
-    failed,
-    layer,
-    make_report,
-)
+from report.make import RELAXED_FP16, RELAXED_FP32, around, failed, layer, make_report
 
 from ssdprof.report import format as fmt
 from ssdprof.report.caveats import caveats
@@ -17,7 +9,7 @@ from ssdprof.report.groups import groups, tokens
 from ssdprof.report.statements import statements
 from ssdprof.report.total_speed import total_speed
 from ssdprof.report.verdict import verdict_lines
-from ssdprof.schema import Asked
+from ssdprof.schema import EXACT_FP32, Asked
 
 
 def said(report):

@@ -3,7 +3,6 @@
 import pytest
 from report.make import (
     ALL_PRECISIONS,
-    EXACT_FP32,
     RELAXED_FP16,
     RELAXED_FP32,
     failed,
@@ -18,7 +17,7 @@ from ssdprof.report.document import compose
 from ssdprof.report.groups import groups
 from ssdprof.report.markdown import render_document
 from ssdprof.report.tables import Table, accuracy, run, speed, warm
-from ssdprof.schema import Interval, WarmSpeedup, WarmTiming
+from ssdprof.schema import EXACT_FP32, Interval, WarmSpeedup, WarmTiming
 
 
 def rows(table):

@@ -4,12 +4,13 @@ import io
 import re
 
 import pytest
-from report.make import ALL_PRECISIONS, EXACT_FP32, RELAXED_FP16, failed, make_clocks, make_report
+from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_clocks, make_report
 from rich.console import Console
 
 from ssdprof.report import terminal
 from ssdprof.report.tables import Table
 from ssdprof.report.tables.table import columns
+from ssdprof.schema import EXACT_FP32
 
 
 def printed(renderable, width=100, **options):

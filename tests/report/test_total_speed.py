@@ -1,10 +1,11 @@
 """The times of several layers, added up."""
 
 import pytest
-from report.make import EXACT_FP32, around, failed, make_case
+from report.make import around, failed, make_case
 
 from ssdprof.report.groups import Series
 from ssdprof.report.total_speed import total_speed
+from ssdprof.schema import EXACT_FP32
 
 
 def timed(index, device_us, ratio, spread=0.02, verdict="faster"):

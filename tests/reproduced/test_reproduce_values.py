@@ -10,7 +10,7 @@ from reproducing import reports
 from reproducing.values import values
 
 from ssdprof.bench.schema import BenchCase, BenchReport, ChunkTrial
-from ssdprof.schema import Interval, LayerRef, PrecisionRecord, Spread
+from ssdprof.schema import EXACT_FP32, Interval, LayerRef, Spread
 from ssdprof.schema.prefill import CallTime, PartTime, Prefill, PrefillCase, PrefillLength, PrefillReport
 from ssdprof.schema.stalls import KernelStalls, Resources, Stage, StallReport, Throughput
 
@@ -126,7 +126,7 @@ def test_an_end_to_end_speedup_and_the_parts_of_a_prefill(recorded: BenchReport)
     def case(name: str, us: float, *parts: PartTime) -> PrefillCase:
         return PrefillCase(
             implementation=name, surroundings="bundled", status="passed", parts=parts,
-            precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+            precision=EXACT_FP32,
             call=CallTime(median_us=us, interval_us=Interval(low=us, high=us), recordings=1, samples=1),
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from report.make import EXACT_FP32, layer, make_case, make_report
+from report.make import layer, make_case, make_report
 from torch.distributed import HashStore
 
 from ssdprof import runs
@@ -20,7 +20,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.progress import Unwatched
 from ssdprof.runs.record import Recorder, recorded
 from ssdprof.runs.shared import opened_by_first, recorder_of
-from ssdprof.schema import Asked, RunReport
+from ssdprof.schema import EXACT_FP32, Asked, RunReport
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

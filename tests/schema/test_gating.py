@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from report.make import EXACT_FP32, RELAXED_FP32, failed, make_report
+from report.make import RELAXED_FP32, failed, make_report
 from typer.testing import CliRunner
 
 from ssdprof import runs
 from ssdprof.cli import app
 from ssdprof.report.verdict import verdict_lines
 from ssdprof.runs import document
-from ssdprof.schema import Gates
+from ssdprof.schema import EXACT_FP32, Gates
 from ssdprof.schema.gating import broken
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.rows import of_run

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from stalls import synthetic
 
-from ssdprof.schema import Dims, Launch, LayerRef, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, Dims, Launch, LayerRef
 from ssdprof.schema.stalls import Launched, Profiled
 from ssdprof.stalls import facts
 from ssdprof.stalls.analyse import analyse, stalls_of
@@ -17,7 +17,7 @@ def subject(*kernels: str, launch_count: int = 1) -> Profiled:
     return Profiled(
         layer=LayerRef(index=0, name="layers.0", operator="ssd"),
         dims=Dims(operator="ssd", batch=1, seqlen=64, chunk_size=64, dtype="bf16", sizes={}, words="1 head x 64"),
-        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        precision=EXACT_FP32,
         launched=(Launched(implementation="fused", variant="v", launch_count=launch_count, launches=launches),),
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 from ssdprof.schema.stalls import Refusal
 from ssdprof.stalls import collect, ncu
 
@@ -161,7 +161,7 @@ def job(folder: Path) -> collect.Job:
         layer=0,
         seqlen=1,
         implementation="fused",
-        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        precision=EXACT_FP32,
     )
 
 

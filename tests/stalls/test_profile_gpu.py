@@ -12,7 +12,7 @@ from ssdprof.environment.checks import find_ncu
 from ssdprof.pipeline.stall_request import StallRequest
 from ssdprof.pipeline.stalls import profile
 from ssdprof.progress import Unwatched
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 
@@ -30,7 +30,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
     request = StallRequest(
         where=str(captures),
         layer=5,
-        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        precision=EXACT_FP32,
         out=tmp_path / "run",
     )
     folder, report = profile(request, Unwatched())
@@ -59,7 +59,7 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
         where=str(captures),
         layer=5,
         implementations=("mamba_ssm",),
-        precision=PrecisionRecord(intermediates="exact", state_dtype="fp32"),
+        precision=EXACT_FP32,
         timeout_s=600,
         out=tmp_path / "run",
     )

@@ -169,7 +169,7 @@ def test_a_launch_without_metrics_is_refused(file: Path, package: Callable[[str]
 @pytest.mark.parametrize(
     ("source", "how"),
     [
-        ("import os, signal\ndef load_report(path):\n    os.kill(os.getpid(), signal.SIGSEGV)\n", r"\(signal 11\)"),
+        ("import os, signal\ndef load_report(path):\n    os.kill(os.getpid(), signal.SIGSEGV)\n", r"\(SIGSEGV\)"),
         ("def load_report(path):\n    raise RuntimeError('bad block')\n", r"\(RuntimeError: bad block\)"),
     ],
 )

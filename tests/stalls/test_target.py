@@ -15,11 +15,9 @@ from ssdprof import kernels, operators
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.operators.named import Named
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import target
-
-EXACT = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +102,7 @@ def test_the_tensors_are_those_of_the_layer(folder: Path) -> None:
 def test_nothing_is_left_of_the_warm_up(folder: Path, calls: list[str]) -> None:
     inputs = target.load(folder, 2, 32, "cpu")
     named = target.resolve(operators.get("ssd"), "fused")
-    launched = target.warm_up(named, target.call_at(named, inputs, EXACT))
+    launched = target.warm_up(named, target.call_at(named, inputs, EXACT_FP32))
     assert calls == ["run", "run"]
     assert launched.launch_count == 0  # Triton's interpreter launches nothing
 
@@ -114,14 +112,14 @@ def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most
     inputs = target.load(folder, 2, 32, "cpu")
     both = tuple(PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32"))
     library = Named(name="them", kind="library", implementation=kernels.get("ssd", "fused"), fixed=lambda _: both)
-    assert target.call_at(library, inputs, EXACT).precision.state_dtype == torch.float32
+    assert target.call_at(library, inputs, EXACT_FP32).precision.state_dtype == torch.float32
     fixed = replace(library, fixed=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),))
-    call = target.call_at(fixed, inputs, EXACT)
+    call = target.call_at(fixed, inputs, EXACT_FP32)
     assert call.precision.state_dtype == torch.bfloat16
     launched = target.warm_up(fixed, call)
     assert (launched.implementation, str(launched.precision)) == ("them", "exact, bf16 states")
     with pytest.raises(MissingCapabilityError, match="is not there"):
-        target.call_at(replace(library, implementation=None, absent="It is not there."), inputs, EXACT)
+        target.call_at(replace(library, implementation=None, absent="It is not there."), inputs, EXACT_FP32)
 
 
 def test_a_library_has_tuned_itself_before_its_launches_are_counted(
@@ -141,5 +139,5 @@ def test_a_library_has_tuned_itself_before_its_launches_are_counted(
     monkeypatch.setattr(target, "counted_launches", counting)
     library = Named(name="them", kind="library", implementation=replace(real, run=run))
     inputs = target.load(folder, 2, 32, "cpu")
-    target.warm_up(library, target.call_at(library, inputs, EXACT))
+    target.warm_up(library, target.call_at(library, inputs, EXACT_FP32))
     assert seen == ["run", "count", "run"]

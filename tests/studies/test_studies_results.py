@@ -13,7 +13,7 @@ import scan_002
 import scan_003
 import selective_scan.report
 import selective_scan.values
-import study
+import study_result
 from inter_chunk.cells import cells as inter_chunk_cells
 from inter_chunk.contenders import BASELINE, NOT_AHEAD, PROPOSED, baseline_of, diagonal, of_rank
 from inter_chunk.counters import L2_READS, Watched, count, records
@@ -136,7 +136,7 @@ def test_quoted_times() -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_files_of_a_result(name: str, tmp_path: Path) -> None:
-    result = study.Result(study=name, missing={"the cell X": "no time"})
+    result = study_result.Result(study=name, missing={"the cell X": "no time"})
     if name == "scan-002":
         result.rows = inter_chunk_rows()
         result.values = inter_chunk.values.values_of(result.rows, counters())
@@ -147,7 +147,7 @@ def test_the_files_of_a_result(name: str, tmp_path: Path) -> None:
         result.values = selective_scan.values.values_of(result.rows, 4000.0)
         sections = selective_scan.report.tables(result.rows)
         plot = draw(partial(selective_scan.report.paint, result.rows))
-    study.write_pages(study.save(result, tmp_path), tmp_path, sections, plot)
+    study_result.write_pages(study_result.save(result, tmp_path), tmp_path, sections, plot)
     text = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
     stored = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
     assert stored["values"] == result.values

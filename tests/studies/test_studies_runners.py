@@ -22,6 +22,7 @@ from ssdprof import cli, environment
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.schema import Launch
 
+STUDIES = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
 ENVIRONMENT = environment.collect()  # before torch is said to have a GPU
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
@@ -63,14 +64,14 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "9999"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     module: Any = request.param
-    monkeypatch.setattr(module, "DEVICE", "cpu")
-    monkeypatch.setattr(module, "CudaBench", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(module, "measure_ceilings", lambda _: SimpleNamespace(copy_gb_per_s=4000.0))
+    monkeypatch.setattr(study.Study, "device", "cpu")
+    monkeypatch.setattr(study, "CudaBench", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(study, "measure_ceilings", lambda _: SimpleNamespace(copy_gb_per_s=4000.0))
     launches = Launches()
     monkeypatch.setattr(module, "recorded_launches", launches.recorded)
     monkeypatch.setattr(module, "counted_launches", launches.counted)
     monkeypatch.setattr(module, "timed", timed)
-    monkeypatch.setattr(study.environment, "collect", lambda: ENVIRONMENT)
+    monkeypatch.setattr("study_result.environment.collect", lambda: ENVIRONMENT)
     for name, size in (("BATCH", 1), ("HEADS", 1), ("DSTATE", 4)):
         monkeypatch.setattr(module, name, size, raising=False)
     if module is scan_002:
@@ -129,7 +130,7 @@ def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     monkeypatch.setattr(scan_002, "recorded_launches", two_launches)
     monkeypatch.setattr(scan_002, "counted_launches", two_launches)
-    run, known = scan_002.Study(60, Path()).peer_call({"dim": 8, "chunks": 4, "rank": 0}, inputs)
+    run, known = scan_002.StatePassing(60, Path()).peer_call({"dim": 8, "chunks": 4, "rank": 0}, inputs)
     assert (run is not None) == right
     assert (known["excess"] <= 1) == right
 
@@ -158,14 +159,14 @@ def test_a_contender_that_is_wrong_has_no_time(
 
 
 def test_an_interrupted_run_keeps_what_it_has(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = runner.Study.measure
+    measure = STUDIES[runner].measure
 
-    def stop_at_the_second(self: Any, cell: Any, *rest: Any) -> None:
+    def stop_at_the_second(self: Any, cell: Any) -> None:
         if self.result.rows:
             raise KeyboardInterrupt
-        measure(self, cell, *rest)
+        measure(self, cell)
 
-    monkeypatch.setattr(runner.Study, "measure", stop_at_the_second)
+    monkeypatch.setattr(STUDIES[runner], "measure", stop_at_the_second)
     assert runner.main() == study.INTERRUPTED
     stored = stored_in(tmp_path)
     assert stored["rows"]
@@ -196,14 +197,14 @@ def test_a_contender_that_fails_takes_no_other_with_it(
 def test_a_run_that_breaks_off_keeps_the_cells_before(
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure = runner.Study.measure
+    measure = STUDIES[runner].measure
 
-    def breaks_at_the_second(self: Any, cell: Any, *rest: Any) -> None:
+    def breaks_at_the_second(self: Any, cell: Any) -> None:
         if self.result.rows:
             raise ValueError("no such thing")
-        measure(self, cell, *rest)
+        measure(self, cell)
 
-    monkeypatch.setattr(runner.Study, "measure", breaks_at_the_second)
+    monkeypatch.setattr(STUDIES[runner], "measure", breaks_at_the_second)
     assert runner.main() == cli.INTERNAL_ERROR
     stored = stored_in(tmp_path)
     assert stored["rows"]
@@ -215,17 +216,17 @@ def test_a_run_that_breaks_off_keeps_the_cells_before(
 def test_a_killed_run_leaves_its_cells_and_their_pages_can_be_made(
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = runner.Study.measure
+    measure = STUDIES[runner].measure
 
     class Killed(BaseException):
         """Nothing in the runner sees a SIGKILL."""
 
-    def killed_at_the_second(self: Any, cell: Any, *rest: Any) -> None:
+    def killed_at_the_second(self: Any, cell: Any) -> None:
         if self.result.rows:
             raise Killed
-        measure(self, cell, *rest)
+        measure(self, cell)
 
-    monkeypatch.setattr(runner.Study, "measure", killed_at_the_second)
+    monkeypatch.setattr(STUDIES[runner], "measure", killed_at_the_second)
     with pytest.raises(Killed):
         runner.main()
     (file,) = tmp_path.iterdir()

@@ -12,12 +12,10 @@ from tuning_fakes import GPU, environment, outcome
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd import tuned
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32
 from ssdprof.stalls import collect
 from ssdprof.tuning import store, use
 from ssdprof.tuning.records import Finds
-
-PRECISION = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +62,7 @@ def test_another_process_takes_the_same_file() -> None:
 
 def test_the_process_that_ncu_watches_is_told_the_file() -> None:
     job = collect.Job(
-        folder=Path("captures"), cache=Path("cache"), layer=1, seqlen=512, implementation="fused", precision=PRECISION
+        folder=Path("captures"), cache=Path("cache"), layer=1, seqlen=512, implementation="fused", precision=EXACT_FP32
     )
     told = collect.target(replace(job, tuned=Path("found.json")), Path("launched.json"))
     assert told == (*collect.target(job, Path("launched.json")), "--tuned", "found.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from study import table, ticks
+from study_result import table, ticks
 
 from inter_chunk.cells import CHUNKS, DIMS, RANK_CHUNKS, RANKS, Cell, cells
 from inter_chunk.contenders import BASELINE, PRODUCTS, baseline_of, diagonal, of_rank

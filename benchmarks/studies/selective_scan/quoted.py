@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study import judging, published, table
+from study_result import judging, published, table
 
 from selective_scan.contenders import tile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from study import table, ticks
+from study_result import table, ticks
 
 from selective_scan.cells import BOTH_LENGTHS, FORWARD_LENGTHS, cells
 from selective_scan.contenders import both, forward

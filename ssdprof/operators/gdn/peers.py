@@ -10,10 +10,9 @@ from types import ModuleType
 
 from ssdprof.kernels.gdn.adapters import fla, flash_qla, flashinfer
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is imported
-_FP32_STATES = PrecisionRecord(intermediates="exact", state_dtype="fp32")
 
 
 def _fla(_checkout: Path | None) -> Peer:
@@ -48,7 +47,7 @@ def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
 
 
 def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
-    return (_FP32_STATES,)
+    return (EXACT_FP32,)
 
 
 _FLA_HINT = "pip install flash-linear-attention, or leave it out."

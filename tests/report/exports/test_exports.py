@@ -11,7 +11,7 @@ from typing import get_args
 import junitparser
 import pytest
 from lxml import etree
-from report.make import EXACT_FP32, RELAXED_FP32, failed, make_report
+from report.make import RELAXED_FP32, failed, make_report
 from typer.testing import CliRunner
 
 from ssdprof import runs
@@ -20,7 +20,7 @@ from ssdprof.commands.export_formats import FORMATS, Format
 from ssdprof.report import markdown
 from ssdprof.report.exports import benchmark_action, csv_table, github, junit
 from ssdprof.report.exports.exported import from_run
-from ssdprof.schema import Asked, CaseResult, Gates, RunReport, Status
+from ssdprof.schema import EXACT_FP32, Asked, CaseResult, Gates, RunReport, Status
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"

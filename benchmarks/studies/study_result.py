@@ -1,0 +1,115 @@
+"""What a study found: its record, the three files that are made of it, and their tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+sys.path.append(str(Path(__file__).parents[1]))  # `reproducing` lies there, and Python looks beside the runner only
+from reproducing import judging, published, rendering
+from reproducing import result as results
+
+from ssdprof import __version__, environment
+from ssdprof.errors import BadInputError
+from ssdprof.files import write_text
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a runner found.
+
+    rows: a record per cell and contender.  values: the numbers that claims are about, by name.  wrong: outputs of ours.
+    missing: what was not measured, and why.  more: what else belongs into the file.
+    """
+
+    study: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def document(self) -> dict[str, Any]:
+        words = ("python", f"benchmarks/studies/{Path(sys.argv[0]).name}", *sys.argv[1:])
+        return {
+            "study": self.study,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": results.typed(words),
+            "ssdprof_version": __version__,
+            "environment": environment.collect().model_dump(mode="json"),
+            "seconds": round(self.seconds, 1),
+            "values": self.values,
+            "missing": self.missing,
+            "wrong": self.wrong,
+            "rows": self.rows,
+            **self.more,
+        }
+
+
+def number(value: Any) -> str:
+    """A cell of a table: floats have four or five significant digits, None is empty."""
+    if isinstance(value, float):
+        return judging.number(value)
+    return "" if value is None else str(value)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown, without the columns that are empty."""
+    lines = [[number(cell) for cell in line] for line in rows]
+    kept = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    cut = [[line[i] for i in kept] for line in lines]
+    return tabulate(cut, [head[i] for i in kept], "pipe", disable_numparse=True)
+
+
+def ticks(panel: Any, values: Iterable[int]) -> None:
+    """Names the measured places of a logarithmic x axis, and no others."""
+    places = sorted(set(values))
+    panel.set_xticks(places, [f"{place:,}" for place in places], rotation=45 if max(places, default=0) > 999 else 0)
+    panel.minorticks_off()
+
+
+def gpu_of(content: Mapping[str, Any]) -> str:
+    """The GPU that measured a result, as torch calls it; "no GPU" if there was none."""
+    return results.understood(content["study"], published.load(content["study"]), content).gpu
+
+
+def save(result: Result, folder: Path) -> dict[str, Any]:
+    """Writes <study>.json, whole or partial, and returns what it holds."""
+    content = result.document()
+    stated = published.load(result.study)
+    understood = results.understood(result.study, stated, content)
+    content["claims"] = [vars(one) for one in judging.claims(stated, understood.values, understood.gpu)]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / f"{result.study}.json", json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def write_pages(content: Mapping[str, Any], folder: Path, sections: Mapping[str, str], plot: str) -> None:
+    """<study>.md, with its claims first, and <study>.svg, of what <study>.json holds."""
+    name = content["study"]
+    stated = published.load(name)
+    page = rendering.as_markdown(stated, results.understood(name, stated, content), sections)
+    write_text(folder / f"{name}.svg", plot)
+    write_text(folder / f"{name}.md", page)
+    print(page)
+
+
+def stored(study: str, file: Path) -> dict[str, Any]:
+    """What `save` wrote.  Raises BadInputError for any other file."""
+    content = dict(results.load(study, published.load(study), file).stored)
+    if "rows" not in content:
+        raise BadInputError(f"{file} has no rows: it is no result of a runner.", "Give the JSON file that --out wrote.")
+    return content
