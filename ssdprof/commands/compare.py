@@ -68,6 +68,6 @@ def compare(
     elif as_json or format:
         print(text)
     else:
-        terminal.out().print(tables.render_document(document, good=comparison.GOOD))
+        terminal.out().print(tables.render_document(document, good=comparison.GOOD, rest="--format markdown"))
     if not found.passed:
         terminal.gate_failed(f"FAILED: {offence}" for condition in found.conditions for offence in condition.offenders)

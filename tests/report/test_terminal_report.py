@@ -111,6 +111,35 @@ def test_rows_with_nothing_in_a_part_are_left_out_of_it():
     assert [line for line in lines if line and line[0] in ("one", "two")] == [["two", "x" * 20], ["one", "y" * 20]]
 
 
+def test_a_column_that_says_nothing_makes_no_part_of_its_own():
+    table = Table(
+        title="t",
+        headers=("name", "empty\nBASE", "empty\nNEW", "value"),
+        rows=(("one", "-", "-", "x" * 20), ("two", "-", "-", "y" * 20)),
+        align=columns(4, 0),
+    )
+    text = printed(terminal.SplitTable(table), 30)
+    assert [line.split() for line in text.splitlines() if line[:3] in ("one", "two")] == [
+        ["one", "x" * 20],
+        ["two", "y" * 20],
+    ]
+    assert "empty" not in text
+    assert "empty" in printed(terminal.SplitTable(table), 60)
+
+
+def test_no_cell_is_cut_where_not_even_a_key_and_one_column_fit():
+    table = Table(
+        title="t",
+        headers=("first name", "second name", "value"),
+        rows=(("layer 0, 64 tokens", "relaxed, bf16", "1.38e-3"),),
+        align=columns(2, 1),
+        keys=2,
+    )
+    text = printed(terminal.SplitTable(table), 30)
+    assert max(map(len, text.splitlines())) <= 30
+    assert set("layer 0, 64 tokens relaxed, bf16 1.38e-3".split()) <= set(text.split())
+
+
 def test_a_whole_table_keeps_such_rows():
     table = Table(title="t", headers=("name", "a"), rows=(("one", "-"), ("two", "x")), align=columns(2, 0))
     assert "one" in printed(terminal.SplitTable(table), 30)
@@ -121,4 +150,5 @@ def test_long_tables_are_cut_with_a_word_about_the_rest():
     text = printed(terminal.SplitTable(table))
     assert "59" in text
     assert "\n60" not in text
-    assert "40 more rows" in text
+    assert "40 more rows: ssdprof export --format markdown" in text
+    assert "40 more rows: --json" in printed(terminal.SplitTable(table, rest="--json"))
