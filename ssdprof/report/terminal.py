@@ -163,20 +163,24 @@ def _style(cell: str) -> str:
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
     """Columns of each part: the fewest parts that fit, and among those the ones most alike in width.
 
-    A table that has to be split loses the columns that say nothing in any row.
+    A column that does not fit beside the keys has a part of its own, which wraps.  A table that has to be split loses
+    the columns that say nothing in any row.
     """
     keys, rest = tuple(range(table.keys)), tuple(range(table.keys, len(table.headers)))
     if _taken(table, (*keys, *rest)) <= width:
         return [(*keys, *rest)]
     rest = tuple(column for column in rest if any(row[column] not in ("", MISSING) for row in table.rows))
+
+    def fits(block: tuple[int, ...]) -> bool:
+        return len(block) == table.keys + 1 or _taken(table, block) <= width
+
     for parts in range(1, len(rest) + 1):
         splits = []
         for cuts in combinations(range(1, len(rest)), parts - 1):
             edges = (0, *cuts, len(rest))
             splits.append([(*keys, *rest[low:high]) for low, high in pairwise(edges)])
-        best = min(splits, key=lambda split: max(_taken(table, block) for block in split))
-        if parts == len(rest) or max(_taken(table, block) for block in best) <= width:
-            return best
+        if possible := [split for split in splits if all(map(fits, split))]:
+            return min(possible, key=lambda split: max(_taken(table, block) for block in split))
     return [keys]
 
 

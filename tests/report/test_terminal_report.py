@@ -100,6 +100,10 @@ def test_a_table_that_does_not_fit_is_split_evenly_behind_its_keys():
     assert split((4, 10, 10), 1, 27) == [["0000", "1" * 10], ["0000", "2" * 10]]
 
 
+def test_a_column_that_is_too_wide_does_not_set_the_others_apart():
+    assert split((4, 5, 5, 5, 40), 1, 30) == [["0000", "1" * 5, "2" * 5, "3" * 5], ["0000", "4" * 24]]
+
+
 def test_rows_with_nothing_in_a_part_are_left_out_of_it():
     table = Table(
         title="t",
