@@ -30,9 +30,9 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == FIRST
 
-    def share(self, items: Sequence[T]) -> tuple[T, ...]:
-        """What falls to this rank: every `count`th of `items`."""
-        return tuple(items[self.rank :: self.count])
+    def share(self, items: Sequence[T], rank: int | None = None) -> tuple[T, ...]:
+        """What falls to a rank, this one by default: every `count`th of `items`."""
+        return tuple(items[self.rank if rank is None else rank :: self.count])
 
     def send(self, text: str) -> None:
         """Send to the first rank.  What was sent stays available if this process ends."""
