@@ -22,6 +22,7 @@ from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
 from ssdprof.environment.ranks import Ranks
+from ssdprof.files import uninterrupted
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
@@ -132,8 +133,10 @@ def bench(
             for _ in outcomes.wait():
                 pass
         except BaseException as error:
-            if died := outcomes.broken_off(error):
-                keep(clocks.clocks)
+            with uninterrupted():
+                if died := outcomes.broken_off(error):
+                    keep(clocks.clocks)
+            if died:
                 raise died from None
             raise
     report = keep(clocks.clocks).model_copy(update={"state": "complete"})

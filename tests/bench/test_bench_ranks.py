@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +147,11 @@ def test_the_bench_of_another_rank_is_written_only_where_the_first_died(
         raise KeyboardInterrupt
 
     written: list[BenchReport] = []
+
+    def write(report: BenchReport) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        written.append(report)
+
     monkeypatch.setattr(bench_run, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: None)
     monkeypatch.setattr(bench_run, "ClockWatch", lambda: nullcontext(SimpleNamespace(clocks=None)))
@@ -154,7 +160,7 @@ def test_the_bench_of_another_rank_is_written_only_where_the_first_died(
     first, second = (Ranks(rank, 2, store) for rank in range(2))
     Outcomes(CELLS, first).add(0, LeftOut(cell="a", reason="measured"))
     with pytest.raises(MissingCapabilityError, match="Rank 0 of 2 died"):
-        bench_run.bench(request, Unwatched(), written.append, second)
+        bench_run.bench(request, Unwatched(), write, second)
     (report,) = written
     assert report.state == "partial"
     assert [left.cell for left in report.left_out] == ["a", "c", "e"]
