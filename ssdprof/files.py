@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,23 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
             put(file.resolve(), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Around keeping what a command had done when it ends early: Ctrl-C and SIGTERM have no effect meanwhile.
+
+    torchrun sends SIGTERM to the other ranks when one has died, while they keep what they have.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it receives no signals
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def has_key(file: Path, key: str) -> bool:

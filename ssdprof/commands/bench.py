@@ -164,7 +164,7 @@ def bench(
     """
     from ssdprof import files, operators
     from ssdprof.bench.grid import parse_chunk_sizes
-    from ssdprof.errors import BadInputError
+    from ssdprof.errors import BadInputError, MissingCapabilityError
 
     cells, too_large = drawn.grid()
     sizes = parse_chunk_sizes(contenders.chunk_size)
@@ -229,17 +229,20 @@ def bench(
 
     def keep(report: BenchReport) -> None:
         nonlocal cells_kept
-        if out is not None and told:
+        if out is not None:
             files.write_text(out, dump(report) + "\n")
             cells_kept = len(report.cells)
 
     try:
         with terminal.only_data_on_stdout():
             report = measure(request, watcher, keep, ranks)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, MissingCapabilityError) as end:
         if not cells_kept:
             raise
-        raise KeyboardInterrupt(f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells.") from None
+        kept = f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells."
+        if isinstance(end, KeyboardInterrupt):
+            raise KeyboardInterrupt(kept) from None
+        raise MissingCapabilityError(end.message, f"{end.hint}  {kept}") from None
     if not told:
         return  # the first rank tells
     if as_json:

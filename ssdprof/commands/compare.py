@@ -41,7 +41,8 @@ def compare(
     """Compare two runs, two benches, or two results of prefill, case by case.
 
     Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
-    compared in any case.  Exit code 1 says that a case violates --fail-if, or that --fail-if could judge none.
+    compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if could judge none, or that
+    nothing could be compared.
     """
     from ssdprof import files
     from ssdprof.compare import compare as comparing
@@ -68,6 +69,9 @@ def compare(
     elif as_json or format:
         print(text)
     else:
-        terminal.out().print(tables.render_document(document, good=comparison.GOOD))
+        terminal.out().print(tables.render_document(document, good=comparison.GOOD, rest="--format markdown"))
     if not found.passed:
-        terminal.gate_failed(f"FAILED: {offence}" for condition in found.conditions for offence in condition.offenders)
+        offences = [str(offence) for condition in found.conditions for offence in condition.offenders]
+        if found.nothing_compared:
+            offences.append(f"nothing was compared: {found.nothing_compared}")
+        terminal.gate_failed(f"FAILED: {offence}" for offence in offences)

@@ -143,4 +143,4 @@ def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:
     if as_json:
         print(prefill_file.dump(report))
     else:
-        terminal.out().print(tables.render_document(document, good=prefill_document.GOOD))
+        terminal.out().print(tables.render_document(document, good=prefill_document.GOOD, rest="--markdown FILE"))

@@ -30,6 +30,6 @@ def runs(
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in found])
     elif found:
-        terminal.out().print(SplitTable(tables.runs(found)))
+        terminal.out().print(SplitTable(tables.runs(found), rest="--json"))
     else:
         terminal.err().print(f"There is no run under {folder or RUNS}.  Make one with 'ssdprof run MODEL'.")

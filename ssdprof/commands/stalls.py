@@ -120,7 +120,7 @@ def stalls(
     if as_json:
         print(stall_files.dump(report))
     else:
-        terminal.out().print(tables.render_document(stall_document.compose(report)))
+        terminal.out().print(tables.render_document(stall_document.compose(report), rest="--markdown FILE"))
     for written in (folder, markdown):
         if written is not None:
             terminal.err().print(f"Kept in {written}.")

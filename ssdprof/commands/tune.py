@@ -184,4 +184,4 @@ def _list(request: TuneRequest, as_json: bool) -> None:
     if as_json:
         terminal.print_json([search.model_dump(mode="json") for search in searches])
     else:
-        terminal.out().print(SplitTable(tables.dry(searches)))
+        terminal.out().print(SplitTable(tables.dry(searches), rest="--json"))

@@ -43,7 +43,10 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
     counts = Counter(pair.verdict for pair in comparison.pairs)
     words = {"no difference": f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"}
     found = ", ".join(f"{number} {words.get(verdict, verdict)}" for verdict, number in counts.most_common())
-    yield f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found or 'none'}."
+    if why := comparison.nothing_compared:
+        yield f"FAILED: nothing was compared: {why}{f' ({found})' if found else ''}."
+    else:
+        yield f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found}."
 
 
 def _offences(condition: Condition) -> str:

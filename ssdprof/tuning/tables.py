@@ -26,7 +26,7 @@ def terminal(report: TuneReport) -> RenderableType:
     """Every search, then what it comes to."""
     parts: list[RenderableType] = []
     for table in tables(report):
-        parts += [SplitTable(table), ""]
+        parts += [SplitTable(table, rest="--json"), ""]
     return Group(*parts, Text(READING, style="dim"))
 
 

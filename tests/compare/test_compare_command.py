@@ -43,6 +43,16 @@ def test_exit_code_and_rows() -> None:
     assert "unfused, exact" not in broken.err
 
 
+def test_a_gate_does_not_pass_because_nothing_was_compared() -> None:
+    folder = Path("runs/others")
+    folder.mkdir()
+    (folder / "report.json").write_text(document.dump(run(layers=(3,))))
+    for words in (("base", "others"), ("base", "others", "--json")):
+        answer = compare(*words)
+        assert answer.code == 1
+        assert answer.err == "FAILED: nothing was compared: no case is in both"
+
+
 def test_every_way_to_name_a_run(tmp_path: Path) -> None:
     base = tmp_path / "runs" / "base"
     for name in ("base", str(base), "runs/base", str(base / "report.json")):
