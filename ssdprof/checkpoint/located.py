@@ -184,13 +184,15 @@ def _open_repo(repo_id: str, revision: str | None) -> Source:
         raise
     except (NotCachedError, BadInputError) as error:
         if (similar := close_names(repo_id)) and repo_id not in similar:
-            error.hint = f"Names like it: {', '.join(similar)}.  {error.hint}"
+            error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
         raise
 
 
 def _describe(source: Source) -> tuple[dict[str, Any], Description]:
     if CONFIG not in source.sizes:
-        raise BadInputError(f"{source.label} has no {CONFIG}.", "A checkpoint's folder holds one.")
+        raise BadInputError(
+            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
+        )
     where = f"{CONFIG} of {source.label}"
     config = read_config(source.path(CONFIG), where)
     description = describe(config, where)
