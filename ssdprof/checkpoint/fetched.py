@@ -64,7 +64,7 @@ def fetch(
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
     BadInputError: a config that transformers cannot use, found before anything large is downloaded.
-    ModelUnavailableError: a file cannot be had, is truncated or corrupt, or lacks weights that it should hold.
+    ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
     description, depth = located.description, located.description.depth(deepest_layer)

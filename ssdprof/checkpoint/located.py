@@ -56,7 +56,7 @@ class Located:
     def tokenizer_source(self) -> Source | None:
         """Where the tokenizer comes from; None when nobody named one and the checkpoint has none.
 
-        ModelUnavailableError or BadInputError when the named one cannot be had.
+        ModelUnavailableError or BadInputError when the named one is not available.
         """
         named = self.tokenizer
         if named is None:
@@ -119,7 +119,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
     tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
 
-    ModelUnavailableError when it cannot be had; BadInputError when it is no checkpoint that ssdprof can measure.
+    ModelUnavailableError when it is not available; BadInputError when it is no checkpoint that ssdprof can measure.
     """
     if not model.strip():
         raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
