@@ -39,10 +39,10 @@ INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # that an option is not known is one, too
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-HELP = "What a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
+HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
-    "Exit codes: 0 everything asked for was done and passed; 1 a gate failed; 2 wrong usage or bad input; "
-    "3 this machine lacks something; 4 the model cannot be had."
+    "Exit codes: 0 everything asked for was done and passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
+    "3 this machine lacks something; 4 the model is not available."
 )
 
 

@@ -50,7 +50,9 @@ def parse_packed(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
     tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
     if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
-        raise BadInputError(f"{word!r} is no pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
+        raise BadInputError(
+            f"{word!r} does not describe packed sequences.", "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k."
+        )
     return tokens
 
 

@@ -13,7 +13,7 @@ _HELP = "A run's folder or name, its report as JSON, or a result of bench --out 
 
 def compare(
     base: Annotated[str, typer.Argument(metavar="BASE", help=_HELP, show_default=False)],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The same, to be compared with BASE.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The same, for the new result.", show_default=False)],
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,11 +38,11 @@ def compare(
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Compare two runs, two benches, or two results of prefill, case by case.
+    """Compare two runs, two benches or two prefill results, case by case.
 
     Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
-    compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if could judge none, or that
-    nothing could be compared.
+    compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if applies to no case, or that
+    nothing was compared.
     """
     from ssdprof import files
     from ssdprof.compare import compare as comparing

@@ -58,7 +58,7 @@ def run(
     """
     found = found or find_to_replay(request, save_captures=keep.save_captures)
     if why := unusable_gpu():
-        watcher.say(f"This run takes the CPU.  {why}")
+        watcher.say(f"This run uses the CPU.  {why}")
     if isinstance(found, Stored):
         return _run_stored(found, replay, keep, watcher, ranks)
     with opened_by_first(keep.out, request.model.model, ranks) as folder, ExitStack() as stack:

@@ -74,14 +74,14 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
         )
     if reasons := _of_prefills(comparison):
         yield (
-            f"What prefills depend on differs ({'; '.join(reasons)}), so their absolute times are not compared.  Their "
-            "speedups over the baseline are."
+            f"The conditions of the prefills differ ({'; '.join(reasons)}), so their absolute times are not compared.  "
+            "Their speedups over the baseline are."
         )
     for name, side in (("BASE", comparison.base), ("NEW", comparison.new)):
         if side.unfinished:
-            yield f"{name} is not whole: {side.unfinished}."
+            yield f"{name} is not complete: {side.unfinished}."
     for reason in dict.fromkeys(pair.other_inputs for pair in comparison.pairs if pair.other_inputs):
-        yield f"Errors do not compare: {reason}."
+        yield f"Errors cannot be compared: {reason}."
 
 
 def _of_prefills(comparison: Comparison) -> list[str]:

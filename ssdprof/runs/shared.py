@@ -163,7 +163,7 @@ class Gatherer(Recorder):
 
     def _check(self) -> None:
         if why := self._why():
-            raise MissingCapabilityError(why, "Its own messages say more; a process that is killed leaves none.")
+            raise MissingCapabilityError(why, "Read that rank's own messages; a killed process leaves none.")
 
     def _why(self) -> str:
         lost = [rank for rank in self._ranks.lost() if rank not in self._failures]

@@ -305,7 +305,7 @@ def test_the_json_keeps_to_the_published_schema(compared: Callable[..., Comparis
         ("rms@1e-3:1%", "no rms at 1e-3", "A match has a tolerance"),
         ("rms:1.2.3%", "no number", "rms:3%"),
         ("launches:-1", "does not fit launches", "launches:0"),
-        ("", "does not know ''", "There are: slower"),
+        ("", "does not know ''", "Choose from: slower"),
     ],
 )
 def test_conditions_that_cannot_be_read(text: str, complaint: str, hint: str) -> None:

@@ -62,7 +62,7 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     x = inputs.x.clone()
     x[0, :2, 0, 0], x[0, 2, 0, 0] = 1e5, 1e-9
     found, remark = cast(replace(inputs, x=x), "fp16")
-    assert remark == "Cast to fp16, some elements are not what they were: 2 of x became infinite; 1 of x became 0."
+    assert remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
     assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
