@@ -159,6 +159,13 @@ def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
     shutil.rmtree("again")
 
 
+@pytest.mark.usefixtures("in_empty_folder")
+def test_a_capture_prints_its_folder_on_one_line() -> None:
+    folder = "/".join(["a [bold]long name" * 3] * 3)
+    answer = Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", folder)
+    assert (answer.code, answer.out) == (0, f"{folder}\n")
+
+
 def test_options_of_a_model_do_not_go_with_stored_captures(in_demo_run: Path) -> None:
     (captures,) = in_demo_run.glob("runs/*/captures")
     answer = Answer("run", str(captures), "--seq", "16")
