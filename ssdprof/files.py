@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
 
 LOCK = ".lock"  # in a folder that one process writes to at a time
 
@@ -91,7 +91,7 @@ def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
     """A folder, made if need be, that no other process writes to while the context lasts.  The value is its lock file.
 
     what: is written there, as a sentence begins: "Another run is writing".
-    Raises BadInputError if another process holds it; MissingCapabilityError if it cannot be written.
+    Raises BadInputError if another process holds it or it is a file; MissingCapabilityError if it cannot be written.
     """
     file = folder / LOCK
     try:
@@ -122,7 +122,8 @@ def check_target(file: Path, *, replace: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """MissingCapabilityError for a folder, there or still to be made, that this user may not write into."""
+    """Raises for a folder, there or still to be made: MissingCapabilityError if this user may not write into it,
+    BadInputError if it is a file."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not os.path.isdir(there):
         raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
@@ -130,8 +131,10 @@ def check_writable(folder: Path) -> None:
         raise unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
-def unwritable(path: Path, error: OSError) -> MissingCapabilityError:
+def unwritable(path: Path, error: OSError) -> SsdprofError:
     """What the user is told when `path` cannot be written."""
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return BadInputError(f"The folder {path} cannot be made: a file is in its place.", "Name another folder.")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {path} could not be written.",

@@ -56,4 +56,4 @@ def capture(
 
         terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:
-        terminal.out().print(folder)
+        print(folder)

@@ -83,6 +83,11 @@ def test_json_and_markdown() -> None:
     assert compare("base", "slow", "--json", "--format", "markdown").code == 2
 
 
+def test_a_path_is_named_as_it_is() -> None:
+    """Square brackets and colons are no markup."""
+    assert compare("base", "slow", "-o", "a [bold]b:x:.md").err == "Wrote a [bold]b:x:.md."
+
+
 def test_settings_hold_the_conditions() -> None:
     Path("ssdprof.toml").write_text('[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n')
     answer = compare("base", "slow")
@@ -99,11 +104,13 @@ def test_settings_hold_the_conditions() -> None:
         (("base", "same", "--smallest-difference", "much"), "not a percentage"),
         (("base", "same", "-o", "no/where.md"), "There is no folder"),
         (("base", "ssdprof.txt"), "not JSON"),
+        (("base", "picture.json"), "picture.json is not JSON: it is not UTF-8. hint: "),
         (("base", "cells.json"), "cells.json: The file is not a result of ssdprof bench"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], complaint: str) -> None:
     Path("ssdprof.txt").write_text("no report")
+    Path("picture.json").write_bytes(b"\x89PNG")
     Path("cells.json").write_text('{"cells": []}')
     answer = compare(*words)
     assert (answer.code, answer.out) == (2, "")
