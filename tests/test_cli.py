@@ -102,7 +102,7 @@ def test_a_layer_that_is_not_there(layers: str, words: str) -> None:
 def test_two_kinds_of_prompt() -> None:
     Path("prompt.txt").write_text("some text")
     error = refused(2, "run", "demo", "--prompt", "random", "--prompt-file", "prompt.txt")
-    assert "exclude each other" in error
+    assert "cannot be combined" in error
 
 
 @pytest.mark.parametrize(

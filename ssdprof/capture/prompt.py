@@ -86,7 +86,7 @@ def build_prompt(
     from ssdprof.capture.tokenizer import load_tokenizer
 
     if (kind == "file") != (file is not None):
-        raise BadInputError("A prompt file and another kind of prompt exclude each other.", "Give --prompt-file alone.")
+        raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
     tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
     lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":

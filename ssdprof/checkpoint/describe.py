@@ -119,7 +119,7 @@ def describe(config: Mapping[str, Any], where: str = "config.json") -> Descripti
             ),
         )
     if kind.needs_attention and "full_attention" not in kinds:
-        raise sizes.refuse("has no attention layer, without which transformers builds no such model")
+        raise sizes.refuse("has no attention layer, which transformers needs to build this model")
     sizes.check_common()
     return Description(
         model_type=kind.name,

@@ -103,7 +103,7 @@ def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
         why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
     cached = cached_models()
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
-    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache holds no model."
+    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache is empty: check the network, or use demo."
     return NotCachedError(f"{what}, and {why}.", hint)
 
 

@@ -25,7 +25,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a con
 
 @dataclass(frozen=True)
 class Located:
-    """A checkpoint that can be had.
+    """A checkpoint that is available.
 
     config: the raw config.json.  tokenizer: hub id or folder that the user named.
     notes: sentences the user should read before the run (which repo a family name took).

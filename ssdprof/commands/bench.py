@@ -200,7 +200,9 @@ def bench(
 
     record = operators.get(drawn.operator)
     if sizes and not record.drawing.chunk_sizes:
-        raise BadInputError(f"--chunk-size does not apply to {record.name}: its kernels choose their own.")
+        raise BadInputError(
+            f"--chunk-size does not apply to {record.name}: its kernels choose their own.", "Leave it out."
+        )
     roster = Roster(torch.device("cuda"))
     named = [roster.get(record, name) for name in names]
     over = roster.get(record, contenders.baseline or next(iter(contenders.libraries), record.baseline))

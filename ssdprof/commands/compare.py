@@ -55,7 +55,7 @@ def compare(
     from ssdprof.settings import find
 
     if as_json and format == "markdown":
-        raise BadInputError("--json and --format markdown exclude each other.", "Give one of them.")
+        raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
     stored = find.load(config).compare
     asked = [conditions.parse(text) for text in (stored.fail_if if fail_if is None else fail_if)]
     smallest = parse_percent("--smallest-difference", smallest_difference or stored.smallest_difference or "1%")

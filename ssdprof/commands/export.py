@@ -38,7 +38,7 @@ def export(
     from ssdprof.errors import BadInputError
 
     if as_json and format not in (None, "json"):
-        raise BadInputError(f"--json and --format {format} exclude each other.", "Give one of them.")
+        raise BadInputError(f"--json and --format {format} cannot be combined.", "Give one of them.")
     if format == "github":
         if output is not None:
             raise BadInputError(

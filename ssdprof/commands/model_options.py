@@ -64,7 +64,7 @@ class ModelOptions:
         from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 
         if self.prompt_file is not None and self.prompt == "random":
-            raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")
+            raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
         check_layers(self.layers)
         return CaptureRequest(
             model=ModelRequest(model=self.model, revision=self.revision, tokenizer=self.tokenizer),

@@ -71,7 +71,7 @@ SmallestDifference = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Say what would be downloaded, what it needs, and what would keep it from running; then stop."
+        "--dry-run", help="Show the download, the memory needed, and what would keep the model from running; then stop."
     ),
 ]
 NoTuned = Annotated[

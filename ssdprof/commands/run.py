@@ -103,12 +103,12 @@ class ResultOptions:
         given = [option for option, wanted in added.items() if wanted]
         if replay.cast is not None and given:
             raise BadInputError(
-                f"--cast and {given[0]} exclude each other: --cast changes the inputs of the replay alone.",
+                f"--cast and {given[0]} cannot be combined: --cast changes the inputs of the replay alone.",
                 "Leave out one of them.",
             )
         if self.stalls and replay.tensor_parallel > 1:
             raise BadInputError(
-                "--stalls and --tensor-parallel exclude each other: --stalls profiles all heads.",
+                "--stalls and --tensor-parallel cannot be combined: --stalls profiles all heads.",
                 "Leave out one of them.",
             )
         served = request.prompt.serving != ServingRequest() or replay.tensor_parallel > 1

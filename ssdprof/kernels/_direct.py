@@ -109,9 +109,9 @@ class DirectLaunch:
 
 
 def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any]) -> DirectLaunch | None:
-    """Of what Triton's launch of `tensors` and `constants` has returned; None if only Triton can launch it.
+    """Prepare to launch what Triton compiled for `tensors` and `constants` again; None if only Triton can.
 
-    That is so without a CUDA driver of 12.4 or newer, for launches with options or arguments that this package does not
+    That is the case without a CUDA driver of 12.4 or newer, for launches with options or arguments that this package does not
     use, and if the kernel's parameters are not those that Triton 3.6 makes of the arguments.
     """
     driver = cuda_driver()
@@ -157,7 +157,7 @@ def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
 
 
 def _sizes(driver: Driver, function: int) -> list[int]:
-    """Of each of a kernel's parameters, in bytes."""
+    """Bytes of each of a kernel's parameters."""
     found: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while driver.parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:

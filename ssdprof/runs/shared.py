@@ -75,7 +75,7 @@ class Sender(Recorder):
 
     @property
     def kept(self) -> str:
-        return f"Rank {self._ranks.rank} of {self._ranks.count} has sent what it had done to the first one."
+        return f"Rank {self._ranks.rank} of {self._ranks.count} has sent its results to the first one."
 
     def _inherit(self) -> None:
         """Write all that ranks have sent into the first one's report, and its name if it died.

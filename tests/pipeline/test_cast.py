@@ -117,7 +117,7 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
 def test_what_runs_the_model_itself_does_not_go_with_a_cast(option: str) -> None:
     code, _, err = run("--cast", "fp16", option)
     assert code == 2
-    assert f"--cast and {option} exclude each other" in err
+    assert f"--cast and {option} cannot be combined" in err
 
 
 def test_a_bf16_model_cast_to_fp16_is_no_fp16_model() -> None:

@@ -136,7 +136,7 @@ def test_an_interrupt_of_both_keeps_what_the_second_sends_last(shared: Shared) -
         run(shared.first, 0, then=interrupt)
     shared.kill_first()
     for layers in ((), (1,)):
-        with pytest.raises(KeyboardInterrupt, match=r"^Rank 1 of 2 has sent what it had done to the first one\.$"):
+        with pytest.raises(KeyboardInterrupt, match=r"^Rank 1 of 2 has sent its results to the first one\.$"):
             run(shared.second, *layers, then=interrupt)
     assert shared.kept == [0, 1]
     assert DIED not in shared.report.notes
