@@ -1,5 +1,7 @@
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,14 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs in a folder of its own, and prints without colours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def users_folder(in_empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # noqa: ARG001
+    """The folder that the test runs in, for modules of a user: what is imported from it is forgotten after the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in sys.modules.keys() - known:
+        if tmp_path in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]

@@ -260,12 +260,10 @@ def test_a_match_that_the_bench_records_is_gated() -> None:
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:
     """Kernels of a user in the current directory, which are not rehearsed in a process of their own here."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "own_kernels", raising=False)
     monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
-    (tmp_path / "own_kernels.py").write_text(
+    (users_folder / "own_kernels.py").write_text(
         "from fakes import RAN\n"
         "from ssdprof.measure.oracle import oracle_output\n"
         "def quick(inputs):\n    RAN.append(('quick', 50.0))\n    return oracle_output(inputs)\n"
