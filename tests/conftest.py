@@ -1,5 +1,7 @@
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`-m gpu` on a machine without a GPU skips and says why."""
+    """Every test draws the same random numbers, whatever ran before.  Without a GPU, `-m gpu` skips and says why."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -44,3 +48,14 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs in a folder of its own, and prints without colours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def users_folder(in_empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # noqa: ARG001
+    """The folder that the test runs in, for modules of a user: what is imported from it is forgotten after the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in sys.modules.keys() - known:
+        if tmp_path in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]

@@ -39,20 +39,12 @@ def call(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def here(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    in_empty_folder: None,  # noqa: ARG001
-    registries_of_its_own: None,  # noqa: ARG001
-) -> Path:
+def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG001
     """An empty folder that Python imports from, and a quick baseline: kernels are slow in the interpreter."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("my_kernels", "bad_kernels", "tiny"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     for key, old in list(registry._implementations.items()):
         if key[1] in ("unfused", "fused"):
             registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))
-    return tmp_path
+    return users_folder
 
 
 @pytest.fixture

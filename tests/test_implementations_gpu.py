@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,13 +64,8 @@ def call(*words: str) -> tuple[int, str]:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("my_kernels", "faulty_kernels"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+def here(users_folder: Path) -> Path:
+    return users_folder
 
 
 def cases() -> dict[str, CaseResult]:

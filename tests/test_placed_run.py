@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from command_line import Answer
@@ -20,10 +19,8 @@ PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 
 
 @pytest.fixture(autouse=True)
-def little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     """An empty folder, and room for 60 % of the demo's weights beside what it computes."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
     request = CaptureRequest(model=ModelRequest(model="demo"), prompt=PromptRequest(seqlens=(24,)))
     subject = find(request)
     free = bytes_beside_weights(request, subject) + int(0.6 * subject.weight_bytes)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ssdprof.errors import BadInputError
+from ssdprof.schema.base import first_fault
 
 FOLDER = Path(__file__).parent.parent / "published"
 _NAME = r"[A-Za-z_]\w*(?:\[[^\]]+\])?"
@@ -237,9 +238,7 @@ def load(name: str, folder: Path = FOLDER) -> Published:
     except tomllib.TOMLDecodeError as error:
         raise BadInputError(f"{file.name} is not TOML: {error}.") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BadInputError(f"{file.name}: {where}: {first['msg']}.", f"See {folder.name}/README.md.") from error
+        raise BadInputError(f"{file.name}: {first_fault(error)}.", f"See {folder.name}/README.md.") from error
 
 
 def _spelled_out(value: dict[str, Any]) -> list[dict[str, Any]]:

@@ -130,10 +130,6 @@ def objection_to(entry: Entry) -> Callable[[Comparison], str]:
     return why
 
 
-def _chunk_size(entry: Entry) -> float:
-    return entry.chunk_size or math.inf
-
-
 def _judge_together(
     entries: Sequence[Entry],
     references: Mapping[Entry, Entry | None],

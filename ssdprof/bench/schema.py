@@ -27,6 +27,7 @@ from ssdprof.schema import (
     Timing,
     migrate,
 )
+from ssdprof.schema.base import first_fault, kernel_name
 
 _AGAIN = "Use the ssdprof that wrote it."
 
@@ -108,9 +109,7 @@ class BenchCase(Record):
 
     @property
     def kernel(self) -> str:
-        """ "fused hopper"; the variant only where it says more than the implementation."""
-        is_plain = self.variant in ("", self.implementation)
-        return self.implementation if is_plain else f"{self.implementation} {self.variant}"
+        return kernel_name(self.implementation, self.variant)
 
     def over(self, baseline: str) -> Speedup | None:
         return next((speedup for speedup in self.speedups if speedup.baseline == baseline), None)
@@ -187,6 +186,4 @@ def load(text: str) -> BenchReport:
     except json.JSONDecodeError as error:
         raise BadInputError(f"The file is not a result of ssdprof bench: {error}.", _AGAIN) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BadInputError(f"The file is not a result of ssdprof bench: {where}: {first['msg']}.", _AGAIN) from error
+        raise BadInputError(f"The file is not a result of ssdprof bench: {first_fault(error)}.", _AGAIN) from error

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, migrate
+from ssdprof.schema.base import first_fault
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."
@@ -44,6 +45,4 @@ def read_manifest(folder: Path) -> CaptureManifest:
     try:
         return CaptureManifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise BadInputError(f"{path} is damaged at {place}: {first['msg']}.", AGAIN) from error
+        raise BadInputError(f"{path} is damaged at {first_fault(error)}.", AGAIN) from error

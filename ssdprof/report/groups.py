@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ssdprof.report import format as fmt
 from ssdprof.report.serving import call_words
 from ssdprof.schema import CallRef, CaseResult, LayerRef, PrecisionRecord, RunReport
+from ssdprof.schema.base import kernel_name
 
 _INTERMEDIATES = ("exact", "relaxed")
 _STATES = ("fp64", "fp32", "fp16", "bf16")
@@ -37,10 +38,7 @@ class Series:
 
     @property
     def name(self) -> str:
-        """ "fused hopper"; the variant only where it says more than the implementation."""
-        if self.variant in ("", self.implementation):
-            return self.implementation
-        return f"{self.implementation} {self.variant}"
+        return kernel_name(self.implementation, self.variant)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from ssdprof.errors import BadInputError
 from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate, published
+from ssdprof.schema.base import first_fault
 
 SCHEMA_FILE = published.FOLDER / f"report-v{SCHEMA_VERSION}.json"
 _AGAIN = "Use the ssdprof that wrote it, or run again."
@@ -42,6 +43,4 @@ def load(text: str) -> RunReport:
             text = json.dumps(migrate.run_report(document))
         return RunReport.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise BadInputError(f"The report is damaged at {where}: {first['msg']}.", _AGAIN) from error
+        raise BadInputError(f"The report is damaged at {first_fault(error)}.", _AGAIN) from error

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from ssdprof import files
 from ssdprof.errors import BadInputError, unreadable
+from ssdprof.schema.base import first_fault
 from ssdprof.schema.prefill import PrefillReport
 
 
@@ -27,9 +28,7 @@ def read(file: Path) -> PrefillReport:
     except OSError as error:
         raise unreadable(str(file), error, "Name a result of ssdprof prefill --out.") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
         raise BadInputError(
-            f"{file}: The file is not a result of ssdprof prefill: {where}: {first['msg']}.",
+            f"{file}: The file is not a result of ssdprof prefill: {first_fault(error)}.",
             "Use the ssdprof that wrote it, or time the prefills again.",
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 SCHEMA_VERSION: Final = 2
 
@@ -23,6 +23,17 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where a document does not fit first, and why: "cases.0.status: Field required"."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}"
+
+
+def kernel_name(implementation: str, variant: str) -> str:
+    """ "fused hopper"; the variant only where it says more than the implementation."""
+    return implementation if variant in ("", implementation) else f"{implementation} {variant}"
 
 
 class PrecisionRecord(Record):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import call
-from fakes import CEILINGS, HOPPER, RAN, FakeBench
+from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
 from typer.testing import CliRunner
 
 from ssdprof import kernels
@@ -33,11 +31,6 @@ from ssdprof.operators.drawing import Cell
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 
 
-class Stopwatch(FakeBench):
-    def __init__(self, _device: torch.device) -> None:
-        super().__init__()
-
-
 def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
     """The implementation, which tells the stopwatch that it ran."""
     plain = kernels.get(operator, name)
@@ -49,20 +42,6 @@ def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
     return replace(plain, run=run)
 
 
-class Unread:
-    """Clocks that nobody can read."""
-
-    clocks = None
-
-    def poll(self) -> None:
-        pass
-
-
-@contextmanager
-def no_clocks() -> Iterator[Unread]:
-    yield Unread()
-
-
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "require_gpu", lambda *_: torch.device("cpu"))
@@ -70,9 +49,9 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
     monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(run, "measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr(run, "CudaBench", Stopwatch)
+    monkeypatch.setattr(run, "CudaBench", CudaFakeBench)
     monkeypatch.setattr(run, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
-    monkeypatch.setattr(run, "ClockWatch", no_clocks)
+    monkeypatch.setattr(run, "ClockWatch", UnreadClocks)
     monkeypatch.setattr(run.Limits, "of", lambda _: HOPPER)
     monkeypatch.chdir(tmp_path)
 
@@ -260,12 +239,10 @@ def test_a_match_that_the_bench_records_is_gated() -> None:
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:
     """Kernels of a user in the current directory, which are not rehearsed in a process of their own here."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "own_kernels", raising=False)
     monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
-    (tmp_path / "own_kernels.py").write_text(
+    (users_folder / "own_kernels.py").write_text(
         "from fakes import RAN\n"
         "from ssdprof.measure.oracle import oracle_output\n"
         "def quick(inputs):\n    RAN.append(('quick', 50.0))\n    return oracle_output(inputs)\n"

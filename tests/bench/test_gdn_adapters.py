@@ -96,7 +96,8 @@ def as_flashinfer(calls: Calls) -> Callable[..., Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What the stand-ins were called with."""
     made: Calls = []
-    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH", raising=False)
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")  # so that what the adapter sets is undone
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")
     put(monkeypatch, "fla", __version__="9.9")
     monkeypatch.delitem(sys.modules, "fla.ops.gated_delta_rule", raising=False)
     put(monkeypatch, "flash_qla", chunk_gated_delta_rule=as_fla(made))

@@ -11,29 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from stage_formulas import FP64, Arithmetic
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """Compute in `dtype`; operands of products and intermediates are rounded to theirs first."""
-
-    dtype: torch.dtype
-    operand_dtype: torch.dtype
-    intermediate_dtype: torch.dtype
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype)
-
-    def operand(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.operand_dtype).to(self.dtype)
-
-    def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.intermediate_dtype).to(self.dtype)
-
-
-FP64 = Arithmetic(torch.float64, torch.float64, torch.float64)
 
 
 def qk_l2norm(x: torch.Tensor, a: Arithmetic = FP64) -> torch.Tensor:

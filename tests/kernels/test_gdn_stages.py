@@ -7,7 +7,6 @@ stage passes if max|ours - hi| <= 2 * (max|lo - hi| + eps * max|hi|), eps of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ import gdn_stages as oracle
 import pytest
 import torch
 from gdn_cases import EXACT, RELAXED, Case
-from gdn_stages import FP64, Arithmetic, Chunk, chunks_of, of_chunk, workspace
+from gdn_stages import Chunk, chunks_of, of_chunk, workspace
+from stage_formulas import Arithmetic, Formula, assert_within
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -35,17 +35,11 @@ CASES = pytest.mark.parametrize("case", [BATCH, PACKED], ids=["batch", "packed"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 PRECISIONS = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=["exact", "relaxed"])
 
-Formula = Callable[[Arithmetic], torch.Tensor]
-
 
 def assert_stage(ours: torch.Tensor, formula: Formula, inputs: GDNInputs, precision: Precision = EXACT) -> None:
     dtype = inputs.q.dtype
-    lo_arithmetic = Arithmetic(torch.float32, operand_dtype(dtype, precision), precision.intermediate_dtype(dtype))
-    hi, lo = formula(FP64), formula(lo_arithmetic).double()
-    assert torch.isfinite(ours).all(), "something was not written, or is not finite"
-    error, allowed = (ours.double() - hi).abs().max(), (lo - hi).abs().max()
-    eps = torch.finfo(ours.dtype).eps * hi.abs().max()
-    assert error <= 2 * (allowed + eps), f"{error:.3g}, with {allowed:.3g} + {eps:.3g} allowed twice"
+    operand = operand_dtype(dtype, precision)
+    assert_within(ours, formula, Arithmetic(torch.float32, operand, precision.intermediate_dtype(dtype)))
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ A formula is evaluated twice: `hi` in fp64, and `lo` in fp32 with the roundings 
 stage passes if max|ours - hi| <= 2 * (max|lo - hi| + eps * max|hi|), eps of the stage's output dtype.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
 from ssd_cases import EXACT, RELAXED, Case
+from stage_formulas import Arithmetic, Formula, assert_within
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
@@ -29,35 +29,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 PRECISIONS = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=["exact", "relaxed"])
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """How a formula is evaluated: in `dtype`, with products and operands rounded to what the precision says."""
-
-    dtype: torch.dtype
-    operand_dtype: torch.dtype
-    intermediate_dtype: torch.dtype
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype)
-
-    def operand(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.operand_dtype).to(self.dtype)
-
-    def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.intermediate_dtype).to(self.dtype)
-
-
-Formula = Callable[[Arithmetic], torch.Tensor]
-
-
 def assert_stage(ours: torch.Tensor, formula: Formula, inputs: SSDInputs, precision: Precision = EXACT) -> None:
-    hi = formula(Arithmetic(torch.float64, torch.float64, torch.float64))
-    input_dtype = inputs.x.dtype
-    lo = formula(Arithmetic(torch.float32, input_dtype, precision.intermediate_dtype(input_dtype))).double()
-    assert torch.isfinite(ours).all(), "something was not written, or is not finite"
-    error, allowed = (ours.double() - hi).abs().max(), (lo - hi).abs().max()
-    eps = torch.finfo(ours.dtype).eps * hi.abs().max()
-    assert error <= 2 * (allowed + eps), f"{error:.3g}, with {allowed:.3g} + {eps:.3g} allowed twice"
+    dtype = inputs.x.dtype
+    assert_within(ours, formula, Arithmetic(torch.float32, dtype, precision.intermediate_dtype(dtype)))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -21,9 +21,8 @@ from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
-    monkeypatch.chdir(tmp_path)
+def kernels(users_folder: Path) -> None:
+    copy(Path(__file__).with_name("bad_kernels.py"), users_folder)
 
 
 def named(function: str, operator: str = "ssd") -> Named:

@@ -40,15 +40,11 @@ number = 3
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("kernels_of_a_user", "broken_module", "leaving_module"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / "kernels_of_a_user.py").write_text(MODULE)
-    (tmp_path / "broken_module.py").write_text("import no_such_library\n")
-    (tmp_path / "leaving_module.py").write_text("raise SystemExit('gone')\n")
-    return tmp_path
+def here(users_folder: Path) -> Path:
+    (users_folder / "kernels_of_a_user.py").write_text(MODULE)
+    (users_folder / "broken_module.py").write_text("import no_such_library\n")
+    (users_folder / "leaving_module.py").write_text("raise SystemExit('gone')\n")
+    return users_folder
 
 
 def install(folder: Path, distribution: str, **points: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from fakes import CEILINGS, HOPPER, RAN, FakeBench
+from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
 from operators import toy
 from typer.testing import CliRunner
 
@@ -104,23 +102,6 @@ def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pyte
     assert states.passed
 
 
-class Stopwatch(FakeBench):
-    def __init__(self, _device: torch.device) -> None:
-        super().__init__()
-
-
-class Unread:
-    clocks = None
-
-    def poll(self) -> None:
-        pass
-
-
-@contextmanager
-def no_clocks() -> Iterator[Unread]:
-    yield Unread()
-
-
 def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
 
@@ -137,8 +118,8 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             monkeypatch.setattr(module, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr(bench_run, "CudaBench", Stopwatch)
-    monkeypatch.setattr(bench_run, "ClockWatch", no_clocks)
+    monkeypatch.setattr(bench_run, "CudaBench", CudaFakeBench)
+    monkeypatch.setattr(bench_run, "ClockWatch", UnreadClocks)
     monkeypatch.setattr(bench_run.Limits, "of", lambda _: HOPPER)
     report = load(ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--json"))
     assert report.operator == "toy"

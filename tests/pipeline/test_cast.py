@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -66,20 +65,13 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
-@pytest.fixture
-def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
-    return tmp_path
-
-
 def run(*words: str) -> tuple[int, str, str]:
     fast = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")
     result = CliRunner().invoke(app, ["run", "demo", *fast, *words], catch_exceptions=False)
     return result.exit_code, " ".join(result.stdout.split()), " ".join(result.stderr.split())
 
 
-@pytest.mark.usefixtures("done")
+@pytest.mark.usefixtures("in_empty_folder")
 def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     code, plain, err = run("--out", "plain", "--save-captures", "--states", "fp16")
     assert code == 0, err
@@ -112,7 +104,7 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
 
 
-@pytest.mark.usefixtures("done")
+@pytest.mark.usefixtures("in_empty_folder")
 @pytest.mark.parametrize("option", ["--answers", "--prefill", "--stalls"])
 def test_what_runs_the_model_itself_does_not_go_with_a_cast(option: str) -> None:
     code, _, err = run("--cast", "fp16", option)

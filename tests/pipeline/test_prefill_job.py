@@ -152,17 +152,14 @@ def test_with_both_surroundings_all_lengths_come_with_the_first_and_other_librar
 
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_own_kernels_take_part_at_their_own_precision_and_are_rehearsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    users_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rehearsed(named: Any, *_: Any) -> rehearsal.Verdict:
         return rehearsal.Verdict(status="failed" if "second" in named.name else "passed", reason="it hangs")
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "own_of_prefill", raising=False)
     monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
     text = "from ssdprof.measure.oracle import oracle_output as first\ndef second(inputs):\n    raise AssertionError\n"
-    (tmp_path / "own_of_prefill.py").write_text(text)
+    (users_folder / "own_of_prefill.py").write_text(text)
     layers = find(asked(8)).layers
     names = ("fused", "own_of_prefill:first", "own_of_prefill:second")
     relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
 from ssdprof.report.tables.table import Note, Table, columns
+from ssdprof.schema.base import kernel_name
 from ssdprof.schema.prefill import Prefill, PrefillCase, PrefillLength
 
 READING = Note(
@@ -191,10 +192,8 @@ def operator_share(length: PrefillLength, case: PrefillCase) -> float | None:
 
 
 def name(case: PrefillCase) -> str:
-    """ "fused hopper"; the variant only where it says more than the implementation."""
-    plain = case.variant in ("", case.implementation)
-    shown = case.implementation if plain or case.version else f"{case.implementation} {case.variant}"
-    return f"{shown} {case.version}".rstrip()
+    """ "fused hopper", "mamba_ssm 2.3"."""
+    return f"{case.implementation} {case.version}" if case.version else kernel_name(case.implementation, case.variant)
 
 
 def _cell(case: PrefillCase, us: float) -> str:
