@@ -111,8 +111,8 @@ class DirectLaunch:
 def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any]) -> DirectLaunch | None:
     """Prepare to launch what Triton compiled for `tensors` and `constants` again; None if only Triton can.
 
-    That is the case without a CUDA driver of 12.4 or newer, for launches with options or arguments that this package does
-    not use, and if the kernel's parameters are not those that Triton 3.6 makes of the arguments.
+    Only Triton can without a CUDA driver of 12.4 or newer, for launches with options or arguments that this package
+    does not use, and if the kernel's parameters are not those that Triton 3.6 makes of the arguments.
     """
     driver = cuda_driver()
     if driver is None:
