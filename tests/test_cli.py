@@ -13,6 +13,7 @@ from command_line import Answer
 
 import ssdprof
 from ssdprof import cli, runs
+from ssdprof.environment.checks import Check
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.pipeline.request import parse_percent
 
@@ -208,6 +209,22 @@ def test_models_as_a_table_and_as_json() -> None:
     assert "ibm-granite/granite-4.0-h-small" in table.out
     rows = json.loads(Answer("models", "--json").out)
     assert {"granitemoehybrid", "mamba2", "qwen3_next"} <= {row["model_type"] for row in rows}
+
+
+def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cut where 80 columns have no room for a row."""
+    monkeypatch.setattr("ssdprof.commands.terminal.WIDTH_OF_A_PIPE", 80)
+    text = Answer("models").out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "128x64, N 128, G 1, chunk 256" in text
+
+
+def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets are no markup."""
+    check = Check(name="cache", status="ok", detail="/home/[bold]me")
+    monkeypatch.setattr("ssdprof.environment.doctor", lambda: (check,))
+    assert Answer("doctor").out.split() == ["ok", "cache", "/home/[bold]me"]
 
 
 def test_doctor_says_what_there_is() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.sizes import shown
 from ssdprof.checkpoint.source import StoredTensor
-from ssdprof.errors import BadInputError, ModelUnavailableError
+from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
 
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
@@ -35,10 +35,10 @@ def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # safe_open is no mapping
             return {key: stored_tensor(part.get_dtype(), part.get_shape()) for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise broken_file(path, name, str(error)) from None
+        raise broken_file(path, name, error) from None
 
 
-def broken_file(path: Path, name: str, why: str) -> ModelUnavailableError:
+def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableError:
     """The error for a weights file that cannot be read; names the two usual reasons."""
     with path.open("rb") as file:
         is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
@@ -47,7 +47,7 @@ def broken_file(path: Path, name: str, why: str) -> ModelUnavailableError:
             f"{name} is a Git LFS pointer, not the weights.", "Run `git lfs pull` in the folder."
         )
     return ModelUnavailableError(
-        f"{name} is truncated or corrupt ({path.stat().st_size} bytes): {shown(why)}.",
+        f"{name} is truncated or corrupt ({path.stat().st_size} bytes): {library_message(error)}.",
         f"Delete it and fetch it again: {path}",
     )
 
@@ -64,7 +64,7 @@ def read_index(path: Path, name: str) -> dict[str, str]:
         pairs = [(key, file) for key, file in weight_map.items() if isinstance(file, str)]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelUnavailableError(
-            f"{name} is truncated or corrupt: {shown(repr(error))}.", f"Delete it and fetch it again: {path}"
+            f"{name} is truncated or corrupt: {library_message(error)}.", f"Delete it and fetch it again: {path}"
         ) from None
     if not pairs or len(pairs) != len(weight_map):
         raise BadInputError(f"{name} does not say which file holds each weight.", "Fetch the index again.")

@@ -153,7 +153,7 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
             "Do not trust this checkpoint; take its safetensors revision, often --revision refs/pr/1.",
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
-        raise broken_file(path.resolve(), original.PICKLE, str(error)) from None
+        raise broken_file(path.resolve(), original.PICKLE, error) from None
     if not isinstance(pickled, dict) or not all(isinstance(value, torch.Tensor) for value in pickled.values()):
         raise BadInputError(
             f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."

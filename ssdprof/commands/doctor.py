@@ -13,6 +13,7 @@ def doctor(as_json: options.Json = False) -> None:
     Without a GPU, everything works except timing.
     """
     from rich.table import Table
+    from rich.text import Text
 
     from ssdprof import environment
 
@@ -26,5 +27,5 @@ def doctor(as_json: options.Json = False) -> None:
     table.add_column(overflow="fold")
     for check in checks:
         hint = f"  {check.hint}" if check.hint else ""
-        table.add_row(f"[{STYLES[check.status]}]{check.status}[/]", check.name, f"{check.detail}{hint}")
+        table.add_row(Text(check.status, style=STYLES[check.status]), check.name, Text(f"{check.detail}{hint}"))
     terminal.out().print(table)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ssdprof.checkpoint.families import FamilyRow
+    from ssdprof.report.tables import Table
 
 
 def models(as_json: options.Json = False) -> None:
@@ -18,35 +17,36 @@ def models(as_json: options.Json = False) -> None:
 
     Other checkpoints of a listed model type work too.
     """
-    from ssdprof import operators
     from ssdprof.checkpoint.families import FAMILIES
 
     if as_json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
+    from ssdprof.report.terminal import SplitTable
+
     console = terminal.out()
     for row in FAMILIES:
-        console.print(f"[bold]{row.title}[/bold]  {operators.outline(row.operator).title}, model type {row.model_type}")
-        if row.typed:
-            console.print(f"  {' or '.join(row.typed)} takes {row.flagship}")
-        console.print(_table(row), "")
+        console.print(SplitTable(_table(row)), "")
 
 
 def _table(row: FamilyRow) -> Table:
-    from rich.padding import Padding
-    from rich.table import Table
+    from ssdprof import operators
+    from ssdprof.report.format import MISSING
+    from ssdprof.report.tables import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("checkpoint", no_wrap=True, min_width=44)
-    for name in ("parameters", "layers", "trained on"):
-        table.add_column(name, justify="right")
-    table.add_column("operator's sizes")
-    for known in row.checkpoints:
-        table.add_row(
-            known.repo,
-            f"{known.parameters / 1e9:g} B",
-            f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
-            f"{known.trained_context:,}" if known.trained_context else "",
-            str(known.dims) if known.dims else "?",
-        )
-    return Padding(table, (0, 0, 0, 2))  # type: ignore[return-value]
+    return Table(
+        title=f"{row.title}: {operators.outline(row.operator).title}, model type {row.model_type}",
+        headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
+        rows=tuple(
+            (
+                known.repo,
+                f"{known.parameters / 1e9:g} B",
+                f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
+                f"{known.trained_context:,}" if known.trained_context else MISSING,
+                str(known.dims) if known.dims else "?",
+            )
+            for known in row.checkpoints
+        ),
+        align=("left", "right", "right", "right", "left"),
+        note=f"{' or '.join(row.typed)} takes {row.flagship}." if row.typed else "",
+    )
