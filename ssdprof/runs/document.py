@@ -28,6 +28,10 @@ def load(text: str) -> RunReport:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"The report is not JSON: {error}.", "The file may be cut off or damaged.") from error
+    if isinstance(document, dict) and (kind := document.get("kind")) in ("bench", "prefill"):
+        raise BadInputError(
+            f"The file is a result of ssdprof {kind} and not a run.", "'ssdprof export' and 'ssdprof compare' read it."
+        )
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version is None:
         raise BadInputError("The JSON is not a report of ssdprof: it has no schema_version.", _AGAIN)
