@@ -11,6 +11,7 @@ from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate, published
 from ssdprof.schema.base import first_fault
 
 SCHEMA_FILE = published.FOLDER / f"report-v{SCHEMA_VERSION}.json"
+_OTHERS = {"cells": "bench", "prefill_version": "prefill"}  # a key of each other kind of result
 _AGAIN = "Use the ssdprof that wrote it, or run again."
 
 
@@ -29,7 +30,15 @@ def load(text: str) -> RunReport:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"The report is not JSON: {error}.", "The file may be cut off or damaged.") from error
-    version = document.get("schema_version") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        document = {}
+    for key, command in _OTHERS.items():
+        if key in document:
+            raise BadInputError(
+                f"The file is a result of ssdprof {command} and not a run.",
+                "'ssdprof export' and 'ssdprof compare' read it.",
+            )
+    version = document.get("schema_version")
     if version is None:
         raise BadInputError("The JSON is not a report of ssdprof: it has no schema_version.", _AGAIN)
     if version not in (migrate.OLDEST, SCHEMA_VERSION):

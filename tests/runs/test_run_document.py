@@ -64,6 +64,8 @@ def test_the_schema_refuses_another_document(change):
         ('{"schema_version": 1, "cases": 7}', "damaged at"),
         ('{"schema_version": 1, "cases": [{"dims": {}}]}', "damaged at"),
         ('{"schema_version": 2}', "damaged at ssdprof_version"),
+        ('{"schema_version": 2, "cells": []}', "a result of ssdprof bench and not a run"),
+        ('{"prefill_version": 1}', "a result of ssdprof prefill and not a run"),
     ],
 )
 def test_what_is_no_report_is_refused(text, message):
