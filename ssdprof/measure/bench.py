@@ -17,6 +17,7 @@ import torch
 
 from ssdprof.measure.call import Run
 from ssdprof.measure.events import cuda_event
+from ssdprof.measure.faults import first_line
 from ssdprof.operators.operator import Output
 
 WARM_CALLS = 10  # back to back, of one sample
@@ -97,7 +98,7 @@ class CudaBench:
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)
             self._pool = torch.cuda.graph_pool_handle()  # the old one still waits for the end of the capture
-            raise CaptureError(str(error).splitlines()[0]) from error
+            raise CaptureError(first_line(error)) from error
         return Recording(graph, output)
 
     def call_us(self, run: Run) -> float:
