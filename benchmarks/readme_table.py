@@ -99,8 +99,9 @@ def section(reports: Reports, of: Operator = SSD) -> str:
         f"\nSpeedup of `fused` over `{of.library}` for one layer's operator, by device time, then by call time, on one "
         f"{gpu} with bf16 inputs.  `fused` runs at its most accurate precision: intermediates and states in fp32.  "
         f"Measured on {newest.created[:10]}{_of_kernels(newest)}:\n\n{table}\n\n"
-        "Device time is what the GPU needs.  Call time is what a Python caller waits for.  Other GPUs, shapes and "
-        f"libraries, times and errors: [{of.page.name}]({of.page.relative_to(ROOT)}).\n\n"
+        "Device time is the time on the GPU alone.  Call time is that of a Python call on an idle GPU, launches "
+        "included.  Other GPUs, shapes and libraries, times and errors: "
+        f"[{of.page.name}]({of.page.relative_to(ROOT)}).\n\n"
     )
 
 

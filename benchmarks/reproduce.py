@@ -207,7 +207,7 @@ def main() -> int:
             raise BadInputError("--page is about all results, and takes no other.", "Give it alone, or with --check.")
         return write_page(check=options.check)
     if options.name is None:
-        raise BadInputError("Name a published comparison.", f"There are: {', '.join(published.known())}.")
+        raise BadInputError("Name a published comparison.", f"Choose from: {', '.join(published.known())}.")
     if options.check and options.file is None:
         raise BadInputError("--check compares what --from or --page would write.", "Give one of them.")
     if options.published is not None and not (options.published / PUBLISHED_KERNEL).is_file():

@@ -36,12 +36,13 @@ from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printab
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # that an option is not known is one, too
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-HELP = "What a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
+HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
-    "Exit codes: 0 everything asked for was done and passed; 1 a gate failed; 2 wrong usage or bad input; "
-    "3 this machine lacks something; 4 the model cannot be had."
+    "Exit codes: 0 everything asked for was done and passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
+    "3 this machine lacks something; 4 the model is not available."
 )
 
 
@@ -54,11 +55,17 @@ class Commands(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except _USAGE_ERROR as error:
+            if _ranks().first_tells():
+                ctx.exit(error.exit_code)
+            raise
         except SsdprofError as error:
-            _complain(error.message, error.hint)
+            if not _ranks().first_tells():
+                _complain(error.message, error.hint)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
-            _line("interrupted", str(interrupt) or "Nothing was kept.", "yellow")
+            if not _ranks().follows():
+                _line("interrupted", str(interrupt) or "Nothing was kept.", "yellow")
             _forget_interrupt()
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
@@ -70,6 +77,13 @@ class Commands(TyperGroup):
             terminal.drop_output()  # or the last flush would fail once more
             _complain(told.message, told.hint)
             ctx.exit(told.exit_code)
+
+
+def _ranks() -> Any:
+    """Imported where something went wrong: it takes long."""
+    from ssdprof.environment import ranks
+
+    return ranks
 
 
 def _told(error: OSError) -> SsdprofError | None:

@@ -46,7 +46,7 @@ class MissingCapabilityError(SsdprofError):
 
 
 class ModelUnavailableError(SsdprofError):
-    """The checkpoint cannot be had."""
+    """The checkpoint is not available."""
 
     exit_code = ExitCode.MODEL_UNAVAILABLE
 
@@ -67,7 +67,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = list(known)
     alike = difflib.get_close_matches(word, names, n=1)
     guess = f"Did you mean {alike[0]}?  " if alike else ""
-    return f"{guess}There are: {', '.join(names)}."
+    return f"{guess}Choose from: {', '.join(names)}."
 
 
 def masked(text: str) -> str:

@@ -7,11 +7,13 @@ import fcntl
 import json
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
 
 LOCK = ".lock"  # in a folder that one process writes to at a time
 
@@ -30,6 +32,23 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
             put(file.resolve(), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Around keeping what a command had done when it ends early: Ctrl-C and SIGTERM have no effect meanwhile.
+
+    torchrun sends SIGTERM to the other ranks when one has died, while they keep what they have.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it receives no signals
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def has_key(file: Path, key: str) -> bool:
@@ -72,7 +91,7 @@ def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
     """A folder, made if need be, that no other process writes to while the context lasts.  The value is its lock file.
 
     what: is written there, as a sentence begins: "Another run is writing".
-    Raises BadInputError if another process holds it; MissingCapabilityError if it cannot be written.
+    Raises BadInputError if another process holds it or it is a file; MissingCapabilityError if it cannot be written.
     """
     file = folder / LOCK
     try:
@@ -103,7 +122,8 @@ def check_target(file: Path, *, replace: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """MissingCapabilityError for a folder, there or still to be made, that this user may not write into."""
+    """Raises for a folder, there or still to be made: MissingCapabilityError if this user may not write into it,
+    BadInputError if it is a file."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not os.path.isdir(there):
         raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
@@ -111,8 +131,10 @@ def check_writable(folder: Path) -> None:
         raise unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
-def unwritable(path: Path, error: OSError) -> MissingCapabilityError:
+def unwritable(path: Path, error: OSError) -> SsdprofError:
     """What the user is told when `path` cannot be written."""
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return BadInputError(f"The folder {path} cannot be made: a file is in its place.", "Name another folder.")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {path} could not be written.",

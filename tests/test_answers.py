@@ -155,7 +155,7 @@ def test_run_compares_answers_too(register: Register) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--max-kl", "-1"), "--max-kl is no divergence"),
+        (("--max-kl", "-1"), "--max-kl is not a divergence"),
         (("--min-top1", "101%"), "--min-top1 is not a percentage"),
         (("--max-perplexity-increase", "little"), "--max-perplexity-increase is not a percentage"),
         (("--implementations", "fastest"), "There is no implementation 'fastest' of ssd"),

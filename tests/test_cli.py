@@ -102,7 +102,7 @@ def test_a_layer_that_is_not_there(layers: str, words: str) -> None:
 def test_two_kinds_of_prompt() -> None:
     Path("prompt.txt").write_text("some text")
     error = refused(2, "run", "demo", "--prompt", "random", "--prompt-file", "prompt.txt")
-    assert "exclude each other" in error
+    assert "cannot be combined" in error
 
 
 @pytest.mark.parametrize(
@@ -446,3 +446,20 @@ def test_an_interrupt_inside_generated_code_ends_with_its_exit_code(tmp_path: Pa
     )
     command = [sys.executable, "-m", "generated"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 130
+
+
+def test_ctrl_c_during_the_imports_shows_no_traceback() -> None:
+    code = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "ssdprof.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+from ssdprof.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -70,6 +70,8 @@ BANNED = re.compile(
     | \bwhat\ is\ waited\ for\b
     | \bWhat\ Triton\ \S+\ made\ of\b
     | \bpretends?\ to\ be\b
+    | \bcan(?:not)?\ be\ had\b
+    | \bput\ to\ the\ test\b
     """,
     re.MULTILINE | re.VERBOSE,
 )

@@ -159,6 +159,22 @@ def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
     shutil.rmtree("again")
 
 
+@pytest.mark.usefixtures("in_empty_folder")
+@pytest.mark.parametrize("command", ["run", "capture"])
+def test_a_file_in_the_place_of_the_folder_is_bad_input(command: str) -> None:
+    Path("file").write_text("")
+    answer = Answer(command, "demo", "--seq", "16", "--out", "file")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == "error: The folder file cannot be made: a file is in its place. hint: Name another folder."
+
+
+@pytest.mark.usefixtures("in_empty_folder")
+def test_a_capture_prints_its_folder_on_one_line() -> None:
+    folder = "/".join(["a [bold]long name" * 3] * 3)
+    answer = Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", folder)
+    assert (answer.code, answer.out) == (0, f"{folder}\n")
+
+
 def test_options_of_a_model_do_not_go_with_stored_captures(in_demo_run: Path) -> None:
     (captures,) = in_demo_run.glob("runs/*/captures")
     answer = Answer("run", str(captures), "--seq", "16")

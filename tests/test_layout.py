@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "files": {"errors"},
     "kernels": set(),
     "operators": {"errors", "schema", "kernels"},
-    "checkpoint": {"errors", "schema", "progress"},
+    "checkpoint": {"errors", "schema", "quantities", "progress"},
     "capture": {"errors", "schema", "quantities", "progress", "files", "operators", "kernels", "environment"},
     "environment": {"errors", "schema", "quantities", "kernels"},
     "measure": {"errors", "schema", "operators", "kernels", "environment"},

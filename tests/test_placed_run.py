@@ -68,4 +68,4 @@ def test_stored_captures_have_no_weights_to_place() -> None:
     assert stored.code == 0, stored.err
     answer = Answer("run", "captures", "--placement", "disk-offload")
     assert answer.code == 2
-    assert "--layers is the only option" in answer.err
+    assert "--layers is the only model option" in answer.err

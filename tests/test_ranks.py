@@ -17,7 +17,7 @@ from command_line import Answer
 from torch.distributed import HashStore
 
 from ssdprof import runs
-from ssdprof.environment.ranks import Ranks, join
+from ssdprof.environment.ranks import Ranks, first_tells, follows, join
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, ReplayRequest
 from ssdprof.pipeline.run import check
@@ -119,6 +119,48 @@ def test_more_ranks_than_layers_are_refused(two: tuple[Ranks, Ranks]) -> None:
     with pytest.raises(BadInputError, match=r"^2 ranks cannot share 1 layer\."):
         check(found, ReplayRequest(), two[0])
     check(found, ReplayRequest())
+
+
+@pytest.mark.parametrize("words", [("run", "demo", "--seq", "much"), ("run", "demo", "--sek", "64")])
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_is_wrong_in_every_rank_is_told_by_the_first(
+    words: tuple[str, ...], ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ended: torchrun ends the others, because the first one ended.  If it does not, the error is this rank's."""
+
+    def sleep(_: float) -> None:
+        if ended:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(Ranks, "divided", False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, told in ((0, True), (1, not ended)):
+        monkeypatch.setenv("RANK", str(rank))
+        answer = Answer(*words)
+        assert answer.code == 2
+        assert bool(answer.err) == told
+
+
+def test_what_goes_wrong_once_work_is_divided_is_told_by_every_rank(
+    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "divided", False)
+    environment = {"WORLD_SIZE": "2", "RANK": "1"}
+    assert follows(environment)
+    two[1].share("ab")
+    assert not follows(environment)
+    assert not first_tells(environment)
+    assert not follows({})
+
+
+@pytest.mark.slow
+def test_torchrun_shows_a_wrong_option_once(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start("run", "demo", "--layers", "99")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert err.count("Layer 99 has no SSD or GDN operator") == 1
+    assert err.count("exitcode  : 2") == 2
 
 
 # --- whole runs

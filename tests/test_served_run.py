@@ -139,17 +139,17 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--packed", "4x8-16", "--seq", "32"), "--packed and --seq exclude each other"),
-        (("--packed", "4x8-16", "--batch", "2"), "--packed and --batch exclude each other"),
-        (("--packed", "4x8-16", "--chunked-prefill", "8"), "--packed and --chunked-prefill exclude each other"),
-        (("--packed", "4x8-16", "--decode", "1"), "--packed and --decode exclude each other"),
-        (("--packed", "64x"), "'64x' is no pack"),
-        (("--packed", "0x8-16"), "'0x8-16' is no pack"),
-        (("--packed", "4x16-8"), "'4x16-8' is no pack"),
+        (("--packed", "4x8-16", "--seq", "32"), "--packed and --seq cannot be combined"),
+        (("--packed", "4x8-16", "--batch", "2"), "--packed and --batch cannot be combined"),
+        (("--packed", "4x8-16", "--chunked-prefill", "8"), "--packed and --chunked-prefill cannot be combined"),
+        (("--packed", "4x8-16", "--decode", "1"), "--packed and --decode cannot be combined"),
+        (("--packed", "64x"), "'64x' does not describe packed sequences"),
+        (("--packed", "0x8-16"), "'0x8-16' does not describe packed sequences"),
+        (("--packed", "4x16-8"), "'4x16-8' does not describe packed sequences"),
         (("--packed", "999999x1m-16m"), "1,048,574,951,424 tokens are too many for one call"),
         (("--packed", "30x512k-1m"), "are too many for one call"),
         (("--seq", "1m", "--batch", "64"), "67,108,864 tokens are too many for one call"),
-        (("--chunked-prefill", "8", "--segment", "8"), "--chunked-prefill and --segment exclude each other"),
+        (("--chunked-prefill", "8", "--segment", "8"), "--chunked-prefill and --segment cannot be combined"),
         (("--chunked-prefill", "1"), "--chunked-prefill 1 would be decoding"),
         (("--chunked-prefill", "8q"), "'8q' is not a number of tokens"),
         (("--batch", "0"), "--batch"),
@@ -169,7 +169,7 @@ def test_what_does_not_go_together_is_refused_in_a_sentence(command: str, words:
     ("words", "message"),
     [
         (("--tensor-parallel", "0"), "--tensor-parallel"),
-        (("--tensor-parallel", "2", "--stalls"), "--stalls and --tensor-parallel exclude each other"),
+        (("--tensor-parallel", "2", "--stalls"), "--stalls and --tensor-parallel cannot be combined"),
     ],
 )
 def test_ranks_that_are_refused(words: tuple[str, ...], message: str) -> None:
@@ -186,7 +186,7 @@ def test_stored_captures_are_what_they_are(words: tuple[str, ...]) -> None:
         assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
     answer = Answer("run", "captures", *words)
     assert answer.code == 2
-    assert "their model, prompt and segments are what they are" in answer.err
+    assert "their model, prompt and segments cannot be changed" in answer.err
 
 
 def test_a_text_that_is_too_short_for_a_batch_of_different_prompts() -> None:

@@ -89,20 +89,20 @@ def test_nothing_is_lacking() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gone", "words", "mend"),
+    ("gone", "words", "command"),
     [
         ("bin/gcc", "there is no C compiler", "apt-get install -y gcc"),
         ("include/Python.h", "Python's headers are not installed", "-dev"),
         ("lib/libcuda.so.1", r"does not find libcuda\.so\.1", "ldconfig"),
     ],
 )
-def test_what_is_lacking_is_named_with_one_command(furnished: Path, gone: str, words: str, mend: str) -> None:
+def test_what_is_lacking_is_named_with_one_command(furnished: Path, gone: str, words: str, command: str) -> None:
     (furnished / gone).unlink()
     with pytest.raises(MissingCapabilityError, match=words) as caught:
         require_toolchain()
     assert caught.value.exit_code == 3
     assert caught.value.hint.startswith("Run: ")
-    assert caught.value.hint.endswith(mend)
+    assert caught.value.hint.endswith(command)
     assert sum(not need.found for need in needs()) == 1
 
 
@@ -130,7 +130,7 @@ def test_the_folder_of_a_loaded_driver_is_named(furnished: Path) -> None:
 def test_commands_are_those_of_the_machines_package_manager(furnished: Path) -> None:
     (furnished / "bin" / "apt-get").rename(furnished / "bin" / "apk")
     (furnished / "bin" / "gcc").unlink()
-    assert next(iter(needs())).mend == "apk add gcc"
+    assert next(iter(needs())).command == "apk add gcc"
 
 
 def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_folder_that_triton_is_told_must_hold_the_library(furnished: Path, mon
         require_toolchain()
     assert caught.value.hint == f"Run: export TRITON_LIBCUDA_PATH={furnished}/lib"
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
-    assert need("driver library").mend == "unset TRITON_LIBCUDA_PATH"
+    assert need("driver library").command == "unset TRITON_LIBCUDA_PATH"
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(furnished / "lib"))
     require_toolchain()
 
@@ -226,7 +226,7 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: 
 # --- the driver
 
 
-def test_no_driver_and_no_gpu_are_nothing_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus in (-1, 0):
         driver(monkeypatch, gpus=gpus)
         assert unusable_gpu() == ""

@@ -231,7 +231,7 @@ def load(name: str, folder: Path = FOLDER) -> Published:
     if name not in there:
         near = get_close_matches(name, there, n=1, cutoff=0.3)
         asked = f"Did you mean {near[0]}?  " if near else ""
-        raise BadInputError(f"{name!r} is not a published comparison.", f"{asked}There are: {', '.join(there)}.")
+        raise BadInputError(f"{name!r} is not a published comparison.", f"{asked}Choose from: {', '.join(there)}.")
     file = folder / f"{name}.toml"
     try:
         return Published.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))

@@ -15,7 +15,7 @@ def terminal(report: BenchReport) -> RenderableType:
     """Every table, and how to read them."""
     parts: list[RenderableType] = []
     for table in tables(report):
-        parts += [SplitTable(table), ""]
+        parts += [SplitTable(table, rest="--markdown"), ""]
     return Group(*parts, Text(READING, style="dim"))
 
 

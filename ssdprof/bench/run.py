@@ -22,6 +22,7 @@ from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
 from ssdprof.environment.ranks import Ranks
+from ssdprof.files import uninterrupted
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
@@ -109,30 +110,39 @@ def bench(
 
     def keep(clocks: Clocks | None) -> BenchReport:
         known = outcomes.put_in(report).model_copy(update={"clocks": clocks, "seconds": time.monotonic() - began})
-        on_cell(known)
+        if outcomes.writes:
+            on_cell(known)
         return known
 
     mine = outcomes.mine
-    with ClockWatch() as clocks, watcher.step("Measuring", len(mine), unit="cells") as advance:
-        for done, (number, cell) in enumerate(mine):
-            seconds = sampling_seconds(end - time.monotonic(), len(mine) - done)
-            try:
-                found: BenchCell | LeftOut = bench_of_cells.measure(cell, seconds, end, watcher)
-            except BudgetSpent as error:
-                found = LeftOut(cell=str(cell), reason=f"the budget of {request.budget:g} s was spent{error}")
-            except torch.OutOfMemoryError as error:
-                found = LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
-            outcomes.add(number, found)
-            clocks.poll()
-            keep(clocks.clocks)
-            advance(1)
-    try:
-        for _ in outcomes.wait():
-            pass
-    finally:
-        report = keep(clocks.clocks)
-    report = report.model_copy(update={"state": "complete"})
-    on_cell(report)
+    with ClockWatch() as clocks:
+        try:
+            with watcher.step("Measuring", len(mine), unit="cells") as advance:
+                for done, (number, cell) in enumerate(mine):
+                    seconds = sampling_seconds(end - time.monotonic(), len(mine) - done)
+                    try:
+                        found: BenchCell | LeftOut = bench_of_cells.measure(cell, seconds, end, watcher)
+                    except BudgetSpent as error:
+                        found = LeftOut(cell=str(cell), reason=f"the budget of {request.budget:g} s was spent{error}")
+                    except torch.OutOfMemoryError as error:
+                        found = LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
+                    outcomes.add(number, found)
+                    clocks.poll()
+                    keep(clocks.clocks)
+                    advance(1)
+            for _ in outcomes.wait():
+                pass
+        except BaseException as error:
+            with uninterrupted():
+                if died := outcomes.broken_off(error):
+                    keep(clocks.clocks)
+            if died:
+                raise died from None
+            raise
+    report = keep(clocks.clocks).model_copy(update={"state": "complete"})
+    if outcomes.writes:
+        on_cell(report)
+    outcomes.end()
     return report
 
 

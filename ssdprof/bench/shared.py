@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pydantic import TypeAdapter
 
@@ -15,12 +15,16 @@ _MESSAGE: TypeAdapter[tuple[int, BenchCell | LeftOut]] = TypeAdapter(tuple[int, 
 
 
 class Outcomes:
-    """By the number of the cell.  ranks: processes that share the cells; the first one gathers."""
+    """By the number of the cell.  ranks: processes that share the cells; the first one gathers.
+
+    writes: whether this process keeps the report.  The first one does; if it dies, the others do.
+    """
 
     def __init__(self, cells: Sequence[Cell], ranks: Ranks | None) -> None:
         self._cells = cells
         self._ranks = ranks
         self._found: dict[int, BenchCell | LeftOut] = {}
+        self.writes = ranks is None or ranks.first
 
     @property
     def mine(self) -> tuple[tuple[int, Cell], ...]:
@@ -29,32 +33,49 @@ class Outcomes:
         return self._ranks.share(numbered) if self._ranks else numbered
 
     def add(self, number: int, found: BenchCell | LeftOut) -> None:
+        """MissingCapabilityError if the first rank, which would gather, has died."""
         self._found[number] = found
         if self._ranks is None:
             return
+        self._ranks.send(_MESSAGE.dump_json((number, found)).decode())
         if self._ranks.first:
             self._gather()
-        else:
-            self._ranks.send(_MESSAGE.dump_json((number, found)).decode())
+        elif lost := self._ranks.lost():
+            raise self._ranks.gone(lost)
 
     def wait(self) -> Iterator[None]:
-        """For the other ranks; yields whenever more came.
+        """The first rank waits for the cells of the others, and they wait until it has written them.
 
-        MissingCapabilityError if one died: its cells are left out and say so.
+        Yields now and then.  MissingCapabilityError if a rank died.
         """
         if self._ranks is None:
             return
         if not self._ranks.first:
             self._ranks.end()
-            return
-        try:
-            for _ in self._ranks.waiting():
-                self._gather()
-                yield
-        except MissingCapabilityError as error:
-            for number, cell in enumerate(self._cells):
-                self._found.setdefault(number, LeftOut(cell=str(cell), reason=error.message.rstrip(".")))
-            raise
+        for _ in self._ranks.waiting():
+            self._gather()
+            yield
+        self._leave_out(range(self._ranks.count), "its process was interrupted")
+
+    def end(self) -> None:
+        """The report is written: the others need not wait any longer."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    def broken_off(self, error: BaseException) -> MissingCapabilityError | None:
+        """Take everything that was measured if a rank died; the error that names it.  error: what ended this rank."""
+        if self._ranks is None:
+            return None
+        lost = self._ranks.lost()
+        if lost or isinstance(error, KeyboardInterrupt):  # else the others name this rank
+            self._ranks.end()
+        if not lost:
+            return None
+        self._take(self._ranks.sent())
+        gone = self._ranks.gone(lost)
+        self._leave_out(lost, gone.message.rstrip("."))
+        self.writes = True
+        return gone
 
     def put_in(self, report: BenchReport) -> BenchReport:
         """The report with what is known, in the order of the cells."""
@@ -68,6 +89,15 @@ class Outcomes:
 
     def _gather(self) -> None:
         assert self._ranks is not None
-        for _, text in self._ranks.received():
-            number, found = _MESSAGE.validate_json(text)
-            self._found[number] = found
+        self._take(text for _, text in self._ranks.received())
+
+    def _take(self, messages: Iterable[str]) -> None:
+        self._found |= dict(map(_MESSAGE.validate_json, messages))
+
+    def _leave_out(self, ranks: Iterable[int], why: str) -> None:
+        """The cells of these ranks that nobody has measured."""
+        assert self._ranks is not None
+        numbered = tuple(enumerate(self._cells))
+        for rank in ranks:
+            for number, cell in self._ranks.share(numbered, rank):
+                self._found.setdefault(number, LeftOut(cell=str(cell), reason=why))

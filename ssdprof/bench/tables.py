@@ -14,13 +14,13 @@ from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
 
 READING = (
-    "Device: the GPU's own time, replayed from a CUDA graph.  Call: what a Python caller waits for, launches "
+    "Device: the time on the GPU alone, replayed from a CUDA graph.  Call: a Python call on an idle GPU, launches "
     "included.  In brackets: 95 % intervals.  % of roofline: the least time in which this GPU can move the bytes "
     "and do the arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs.  "
     "Error: RMS against the fp64 oracle; its floor is that of the oracle itself, rounded to the output's dtype.  "
-    "First call: in the cell, with all that had to be compiled.  Registers and spills are per thread, shared "
-    "memory per block.  Occupancy: resident warps of those that an SM can hold.  Compiled in: the slowest of that "
-    "name that Triton's cache did not have."
+    "First call: in this cell, compilation included.  Registers and spills are per thread, shared "
+    "memory per block.  Occupancy: share of the warps that an SM can hold.  Compiled in: the slowest compilation of "
+    "that name that was not in Triton's cache."
 )
 
 

@@ -34,5 +34,5 @@ def bind(
         return binder(mixer, *args, **kwargs)
     except (ValueError, TypeError) as error:
         raise BadInputError(
-            f"{type(mixer).__name__} calls its {operator} operator in a way unknown here: {error}."
+            f"{type(mixer).__name__} calls its {operator} operator in an unknown way: {error}."
         ) from error

@@ -21,6 +21,7 @@ from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.environment.memory import host_memory
 from ssdprof.environment.ranks import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.quantities import size_words
 from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 
 
@@ -181,8 +182,8 @@ def _groups(
     for index, size in sizes.items():
         if size > budget:
             raise MissingCapabilityError(
-                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens are {size:,} bytes: too many for "
-                f"main memory, and the disk of the temporary folder has room for {budget:,}.",
+                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take {size_words(size)}, which "
+                f"does not fit in main memory, and the disk of the temporary folder has room for {size_words(budget)}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             )
         if used + size > budget:

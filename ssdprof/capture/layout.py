@@ -48,7 +48,7 @@ class PromptBuffer:
         given = tensors(first)
         if "cu_seqlens" in given and given[door.views[0]].shape[1] != seqlen:
             raise BadInputError(
-                "The model packs sequences (cu_seqlens), and segments of them cannot be put together.",
+                "The model packs sequences (cu_seqlens), which cannot be captured in segments.",
                 "Give --segment the length of the whole prompt.",
             )
         views = {name: given[name] for name in door.views}

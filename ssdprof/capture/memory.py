@@ -40,7 +40,7 @@ def too_small(model: Any, seqlen: int, need: Footprint, *, batch: int, free_byte
         fits.append(f"--layers first:{layers}")
     needed = batch * need.least(seqlen, _lengths(seqlen))
     return MissingCapabilityError(
-        f"A prompt of {seqlen:,} tokens needs {_in_words(needed)} beside the model's weights on {model.device}; "
+        f"A prompt of {seqlen:,} tokens needs {_in_words(needed)} besides the model's weights on {model.device}; "
         f"{_in_words(free_bytes)} are free.",
         f"What fits: {' or '.join(fits)}." if fits else "No --seq or --layers fits: take a smaller model.",
     )

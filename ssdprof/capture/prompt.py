@@ -50,7 +50,9 @@ def parse_packed(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
     tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
     if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
-        raise BadInputError(f"{word!r} is no pack.", "Give sequences x shortest-longest, such as 64x1k-4k.")
+        raise BadInputError(
+            f"{word!r} does not describe packed sequences.", "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k."
+        )
     return tokens
 
 
@@ -84,7 +86,7 @@ def build_prompt(
     from ssdprof.capture.tokenizer import load_tokenizer
 
     if (kind == "file") != (file is not None):
-        raise BadInputError("A prompt file and another kind of prompt exclude each other.", "Give --prompt-file alone.")
+        raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
     tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
     lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":

@@ -44,7 +44,7 @@ class PromptRun:
             return ""
         return (
             f"The {len(self.serving.packed)} packed sequences went through the model one by one, and the inputs of its "
-            "operators were put behind each other: so nothing passes from one to the next."
+            "operators were concatenated, so that nothing passes from one to the next."
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
@@ -123,7 +123,7 @@ class PromptRun:
         if count.steps < steps:
             raise BadInputError(
                 f"This {self.model_type} model computed {count.steps} steps where {len(self.sites)} layers and "
-                f"{self.serving.decode} generated tokens make {steps}: it decodes in another way.",
+                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that cannot be captured.",
                 "Leave out --decode.",
             )
 

@@ -49,7 +49,7 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in `folder`, without remote code and without the network.
 
-    tokenizer.json alone is taken where the class that the checkpoint names is not to be had: it is unknown, remote
+    tokenizer.json alone is taken if the class that the checkpoint names is not available: it is unknown, remote
     code, or in a package that is missing.  Raises BadInputError for files that are damaged.
     """
     from transformers import AutoTokenizer

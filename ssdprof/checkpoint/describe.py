@@ -119,7 +119,7 @@ def describe(config: Mapping[str, Any], where: str = "config.json") -> Descripti
             ),
         )
     if kind.needs_attention and "full_attention" not in kinds:
-        raise sizes.refuse("has no attention layer, without which transformers builds no such model")
+        raise sizes.refuse("has no attention layer, which transformers needs to build this model")
     sizes.check_common()
     return Description(
         model_type=kind.name,
@@ -152,7 +152,7 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
 def refuse_quantization(method: object, where: str) -> BadInputError:
     """The error for weights that would load as if their codes were values."""
     return BadInputError(
-        f"{where} is quantised by {shown(method)}, unknown to transformers: its codes would load as weights.",
+        f"{where} is quantised by {shown(method)}, which transformers does not know: its codes would load as weights.",
         "Take the unquantised checkpoint; NVIDIA's are named ...-BF16.",
     )
 
@@ -166,7 +166,7 @@ def _model_type(config: Mapping[str, Any], where: str) -> ModelType:
         raise BadInputError(f"{where} is of type {name}: {OTHER_SCANS[name]}.", supported)
     if config.get("auto_map"):
         raise BadInputError(
-            f"{where} is of type {shown(name)}, whose code lies in the repo itself; ssdprof runs no remote code.",
+            f"{where} is of type {shown(name)}, whose code is in the repo itself; ssdprof runs no remote code.",
             supported,
         )
     if name is None:

@@ -17,6 +17,7 @@ from ssdprof.checkpoint.located import Located
 from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.quantities import size_words
 from ssdprof.schema import CheckpointRef
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def fetch(
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
     BadInputError: a config that transformers cannot use, found before anything large is downloaded.
-    ModelUnavailableError: a file cannot be had, is truncated or corrupt, or lacks weights that it should hold.
+    ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
     description, depth = located.description, located.description.depth(deepest_layer)
@@ -115,7 +116,7 @@ def _announce(located: Located, deepest_layer: int | None, head: bool, progress:
         need = sum(info.size_bytes for info in missing)
         _check_space(located.source, need)
         if progress is not None:
-            progress(f"Downloading {len(missing)} files, {need / 1e9:.2f} GB, of {located.ref.repo_id}")
+            progress(f"Downloading {len(missing)} files, {size_words(need)}, of {located.ref.repo_id}")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ssdprof.checkpoint.hub_errors import hub_errors
 from ssdprof.checkpoint.integrity import read_header, stored_tensor
 from ssdprof.checkpoint.source import CONFIG, StoredTensor
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message
+from ssdprof.quantities import size_words
 
 
 class HubRepo:
@@ -106,7 +107,7 @@ class HubRepo:
                 )
         except SafetensorsParsingError as error:
             raise ModelUnavailableError(
-                f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.", "Take another revision."
+                f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.", "Choose another revision."
             ) from None
         return {key: stored_tensor(str(t.dtype), t.shape) for key, t in found.tensors.items()}
 
@@ -115,6 +116,6 @@ class HubRepo:
         free = shutil.disk_usage(self.snapshot).free
         if need_bytes > free:
             raise MissingCapabilityError(
-                f"The download needs {need_bytes / 1e9:.1f} GB, but the hub cache's disk has {free / 1e9:.1f} GB left.",
-                "Make room, set HF_HOME to a larger disk, or take fewer layers: --layers first:4.",
+                f"The download needs {size_words(need_bytes)}, but the hub cache's disk has {size_words(free)} left.",
+                "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer layers.",
             )

@@ -23,7 +23,7 @@ def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[N
         yield
     except errors.GatedRepoError:
         raise ModelUnavailableError(
-            f"{repo_id} is gated: its owner must let you in, and "
+            f"{repo_id} is gated: its owner must grant you access, and "
             + ("your token's account is not on the list." if get_token() else "you are not logged in."),
             f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN.",
         ) from None
@@ -34,15 +34,16 @@ def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[N
     except errors.RepositoryNotFoundError:
         raise RepoNotFoundError(repo_id, logged_in=get_token() is not None) from None
     except errors.DisabledRepoError:
-        raise ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Take another repo.") from None
+        raise ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Choose another repository.") from None
     except errors.HFValidationError:
         raise BadInputError(
-            f"{shown(repo_id)} is neither a hub id nor a folder.", "A hub id reads org/name; a folder must exist."
+            f"{shown(repo_id)} is neither a hub id nor a folder.",
+            "A hub id has the form org/name; a folder must exist.",
         ) from None
     except errors.LocalEntryNotFoundError as error:
         raise out_of_reach(repo_id, error) from None
     except errors.EntryNotFoundError:
-        raise ModelUnavailableError(f"{repo_id} has no {file}.", "Take another revision.") from None
+        raise ModelUnavailableError(f"{repo_id} has no {file}.", "Choose another revision.") from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
@@ -102,7 +103,7 @@ def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
         why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
     cached = cached_models()
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
-    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache holds no model."
+    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache is empty: check the network, or use demo."
     return NotCachedError(f"{what}, and {why}.", hint)
 
 

@@ -73,8 +73,8 @@ def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> Non
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > LIMIT:
         raise BadInputError(
-            f"The config of {local.ref.repo_id} describes tables of {computed} elements beside the weights.",
-            "Its frequencies of rotary positions (rope_parameters) are the usual place: the config is damaged.",
+            f"The config of {local.ref.repo_id} describes tables of {computed} elements in addition to the weights.",
+            "The config is damaged, most often in rope_parameters.",
         )
 
 

@@ -25,7 +25,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a con
 
 @dataclass(frozen=True)
 class Located:
-    """A checkpoint that can be had.
+    """A checkpoint that is available.
 
     config: the raw config.json.  tokenizer: hub id or folder that the user named.
     notes: sentences the user should read before the run (which repo a family name took).
@@ -56,7 +56,7 @@ class Located:
     def tokenizer_source(self) -> Source | None:
         """Where the tokenizer comes from; None when nobody named one and the checkpoint has none.
 
-        ModelUnavailableError or BadInputError when the named one cannot be had.
+        ModelUnavailableError or BadInputError when the named one is not available.
         """
         named = self.tokenizer
         if named is None:
@@ -114,7 +114,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
     tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
 
-    ModelUnavailableError when it cannot be had; BadInputError when it is no checkpoint that ssdprof can measure.
+    ModelUnavailableError when it is not available; BadInputError when it is no checkpoint that ssdprof can measure.
     """
     if not model.strip():
         raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
@@ -179,13 +179,15 @@ def _open_repo(repo_id: str, revision: str | None) -> Source:
         raise
     except (NotCachedError, BadInputError) as error:
         if (similar := close_names(repo_id)) and repo_id not in similar:
-            error.hint = f"Names like it: {', '.join(similar)}.  {error.hint}"
+            error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
         raise
 
 
 def _describe(source: Source) -> tuple[dict[str, Any], Description]:
     if CONFIG not in source.sizes:
-        raise BadInputError(f"{source.label} has no {CONFIG}.", "A checkpoint's folder holds one.")
+        raise BadInputError(
+            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
+        )
     where = f"{CONFIG} of {source.label}"
     config = read_config(source.path(CONFIG), where)
     description = describe(config, where)

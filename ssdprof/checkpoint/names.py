@@ -77,7 +77,9 @@ def _from_address(typed: str) -> tuple[str, str | None]:
     """https://huggingface.co/org/name[/tree|blob|resolve/REV[/file]]"""
     parts = [part for part in urlsplit(typed).path.split("/") if part]
     if len(parts) < 2 or parts[0] in ("datasets", "spaces", "docs", "papers", "collections"):
-        raise BadInputError(f"{typed} is not the address of a model.", "It reads https://huggingface.co/org/name.")
+        raise BadInputError(
+            f"{typed} is not the address of a model.", "An address has the form https://huggingface.co/org/name."
+        )
     repo_id, rest = "/".join(parts[:2]), parts[2:]
     if len(rest) < 2 or rest[0] not in ("tree", "blob", "resolve"):
         return repo_id, None

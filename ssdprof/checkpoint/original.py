@@ -34,8 +34,8 @@ def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if config.get("attn_layer_idx"):
         raise BadInputError(
-            f"{where} has attention layers (attn_layer_idx), which transformers' mamba2 model has not.",
-            "Take a checkpoint without them: state-spaces/mamba2-2.7b.",
+            f"{where} has attention layers (attn_layer_idx), which transformers' mamba2 model does not support.",
+            "Choose a checkpoint without them: state-spaces/mamba2-2.7b.",
         )
     sizes, inner = Sizes(config, where), Sizes(ssm, f"ssm_cfg in {where}")
     if sizes.get("d_intermediate", 0, least=0):

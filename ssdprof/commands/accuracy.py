@@ -25,7 +25,11 @@ def accuracy(
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What the run compared them with.", show_default="the run's baseline"),
+        typer.Option(
+            metavar="NAME",
+            help="The implementation that the run compared them with.",
+            show_default="the run's baseline",
+        ),
     ] = None,
     dtypes: options.Dtypes = "all",
     states: options.States = "all",
@@ -34,7 +38,7 @@ def accuracy(
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show how exact each implementation was in a run.
+    """Show the accuracy of each implementation in a run.
 
     Exit code 0 says that everything asked of the run, at the precisions shown, was compared and passed.  Exit code 1
     says that a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.

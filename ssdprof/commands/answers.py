@@ -39,29 +39,34 @@ class ComparisonOptions:
     weights: Annotated[
         Literal["auto", "own", "fp32"],
         typer.Option(
-            help="The dtype of the model outside its operators: the checkpoint's own, or fp32, where only the "
-            "operators' error is left.",
+            help="Dtype of the model outside its operators: the checkpoint's own, or fp32, which leaves only the "
+            "operators' error.",
             show_default="own on a GPU, fp32 without",
         ),
     ] = "auto"
     per_layer: Annotated[
         bool,
-        typer.Option("--per-layer", help="Also one layer at a time: which one is to blame."),
+        typer.Option(
+            "--per-layer", help="Also replace one layer at a time, to find the layer that causes a difference."
+        ),
     ] = False
     generate: Annotated[
         int,
-        typer.Option(metavar="N", min=0, help="Compare N greedy tokens after the prompt, too.", show_default="none"),
+        typer.Option(metavar="N", min=0, help="Also compare N greedy tokens after the prompt.", show_default="none"),
     ] = 0
     max_kl: Annotated[
-        float | None, typer.Option(metavar="X", help="Fail above this mean divergence, in nats.", show_default=False)
+        float | None,
+        typer.Option(metavar="X", help="Fail if the mean KL divergence exceeds X nats.", show_default=False),
     ] = None
     min_top1: Annotated[
         str | None,
-        typer.Option(metavar="P%", help="Fail if fewer positions keep their most likely token.", show_default=False),
+        typer.Option(
+            metavar="P%", help="Fail unless P % of the positions keep their most likely token.", show_default=False
+        ),
     ] = None
     max_perplexity_increase: Annotated[
         str | None,
-        typer.Option(metavar="P%", help="Fail if the prompt's perplexity rises by more.", show_default=False),
+        typer.Option(metavar="P%", help="Fail if the prompt's perplexity rises by more than P %.", show_default=False),
     ] = None
 
     def request(self) -> AnswersRequest:
@@ -95,10 +100,12 @@ def answers(
     dry_run: options.DryRun = False,
     as_json: options.Json = False,
 ) -> None:
-    """Run a whole model with each implementation in the place of its operators, and compare its answers.
+    """Compare a model's next-token predictions between implementations of its operators.
 
-    A user's own prompt (--prompt-file) says most.  Exit code 0 says that every case was compared and within the limits
-    of --max-kl, --min-top1 and --max-perplexity-increase, where given.  Exit code 1 says that one was not.
+    A prompt of your own (--prompt-file) is the best test.
+
+    Exit code 0 says that every case was compared and within the limits of --max-kl, --min-top1 and
+    --max-perplexity-increase, if given.  Exit code 1 says that one was not.
     """
     from ssdprof.pipeline.request import Keep
     from ssdprof.pipeline.subject import find, refuse_large

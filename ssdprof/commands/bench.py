@@ -30,10 +30,12 @@ class DrawnOptions:
     shape: options.Shape = None
     seq: Annotated[
         str,
-        typer.Option(metavar="N[,N...]", help="Sequence lengths; 1k,...,256k doubles."),
+        typer.Option(metavar="N[,N...]", help="Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."),
     ] = "1k,4k,16k,64k"
     batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Batch sizes, each combined with every length.")] = "1"
-    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="Further pairs of batch x length: 8x4k,32x1k.")] = ""
+    cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="Additional pairs of batch x length: 8x4k,32x1k.")] = (
+        ""
+    )
     packed: Annotated[
         str, typer.Option(metavar="BxN-M[,...]", help="Packed sequences of random lengths: 64x1k-4k.")
     ] = ""
@@ -43,7 +45,7 @@ class DrawnOptions:
     dtype: Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of the inputs: bf16, fp16, fp32.")] = "bf16"
     layout: Annotated[
         Literal["contiguous", "views"],
-        typer.Option(help="Memory layout of the inputs; views are slices of wide tensors, as in a model."),
+        typer.Option(help="Memory layout of the inputs.  views: slices of wide tensors, as in a model."),
     ] = "contiguous"
     draw: Annotated[
         str, typer.Option(metavar="W[,W...]", help="Draw the inputs in another way: normalised, quarter-ungated (GDN).")
@@ -72,19 +74,25 @@ class ContenderOptions:
     dtypes: options.Dtypes = "exact"
     states: options.UsualStates = None
     impl: options.Implementations = "unfused,fused"
-    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl; the baseline first.")] = ""
+    against: Annotated[
+        str, typer.Option(metavar="P[,P...]", help="Additional names for --impl; the baseline first.")
+    ] = ""
     published: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The same as --against published=DIR.", exists=True, file_okay=False),
     ] = None
     also: Annotated[
-        str, typer.Option(metavar="I[,I...]", help="Further names: fused_portable (GDN), recurrent_in_place (SSD).")
+        str,
+        typer.Option(
+            metavar="I[,I...]",
+            help="Kernels that are not run by default: fused_portable, fused_leading (GDN), recurrent_in_place (SSD).",
+        ),
     ] = ""
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The implementation that speedups are over.",
+            help="The implementation that speedups are relative to.",
             show_default="the first of --against, else unfused",
         ),
     ] = None
@@ -92,7 +100,7 @@ class ContenderOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The implementation whose outputs the others' are compared with, element by element.",
+            help="The implementation that outputs are compared with, element by element.",
             show_default="unfused",
         ),
     ] = None
@@ -101,7 +109,7 @@ class ContenderOptions:
         typer.Option(
             metavar="Q[,Q...]",
             help="Chunk sizes from which implementations that do not choose their own take the fastest.",
-            show_default="128,256 of SSD",
+            show_default="128,256 for SSD",
         ),
     ] = "best"
 
@@ -133,13 +141,16 @@ class BenchTimingOptions(options.TimingOptions):
     """The same, and how much is checked and how long the bench takes."""
 
     check: Annotated[
-        Literal["full", "short"], typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096.")
+        Literal["full", "short"],
+        typer.Option(help="Compare outputs on all tokens, or on one sequence of 4,096 tokens."),
     ] = "full"
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=1, help="Wall-clock time in all.", show_default="no limit")
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, help="Limit of the wall-clock time.", show_default="no limit"),
     ] = None
     first_call: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Stop a first call, which compiles, after this time.")
+        float,
+        typer.Option(metavar="SECONDS", min=1, help="Longest first call of an implementation, compilation included."),
     ] = FIRST_CALL
 
 
@@ -164,7 +175,7 @@ def bench(
     """
     from ssdprof import files, operators
     from ssdprof.bench.grid import parse_chunk_sizes
-    from ssdprof.errors import BadInputError
+    from ssdprof.errors import BadInputError, MissingCapabilityError
 
     cells, too_large = drawn.grid()
     sizes = parse_chunk_sizes(contenders.chunk_size)
@@ -189,14 +200,16 @@ def bench(
 
     record = operators.get(drawn.operator)
     if sizes and not record.drawing.chunk_sizes:
-        raise BadInputError(f"--chunk-size is not for {record.name}: its kernels choose their own.")
+        raise BadInputError(
+            f"--chunk-size does not apply to {record.name}: its kernels choose their own.", "Leave it out."
+        )
     roster = Roster(torch.device("cuda"))
     named = [roster.get(record, name) for name in names]
     over = roster.get(record, contenders.baseline or next(iter(contenders.libraries), record.baseline))
     matched = roster.get(record, contenders.match_with) if contenders.match_with else None
     if matched and matched.name != record.baseline and limits.min_match:
         raise BadInputError(
-            f"--min-match judges matches with {record.baseline}, and --match-with names {matched.name}.",
+            f"--min-match compares with {record.baseline}, but --match-with names {matched.name}.",
             "Leave one of them out.",
         )
     way = ways(record, drawn.draw)
@@ -229,17 +242,20 @@ def bench(
 
     def keep(report: BenchReport) -> None:
         nonlocal cells_kept
-        if out is not None and told:
+        if out is not None:
             files.write_text(out, dump(report) + "\n")
             cells_kept = len(report.cells)
 
     try:
         with terminal.only_data_on_stdout():
             report = measure(request, watcher, keep, ranks)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, MissingCapabilityError) as end:
         if not cells_kept:
             raise
-        raise KeyboardInterrupt(f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells.") from None
+        kept = f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells."
+        if isinstance(end, KeyboardInterrupt):
+            raise KeyboardInterrupt(kept) from None
+        raise MissingCapabilityError(end.message, f"{end.hint}  {kept}") from None
     if not told:
         return  # the first rank tells
     if as_json:

@@ -21,7 +21,7 @@ def capture(
             metavar="DIR",
             parser=options.path,
             help="Folder of the captures.",
-            show_default="in the hub's cache of assets",
+            show_default="in the assets cache of huggingface_hub",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete capture in DIR.")] = False,
@@ -30,7 +30,7 @@ def capture(
 ) -> None:
     """Store the inputs of a model's SSD and GDN layers, for 'ssdprof run DIR'.
 
-    A layer of a large model at 128k tokens takes gigabytes.
+    One layer of a large model takes gigabytes at 128k tokens.
     """
     from ssdprof.pipeline.subject import find
 
@@ -57,4 +57,4 @@ def capture(
 
         terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:
-        terminal.out().print(folder)
+        print(folder)

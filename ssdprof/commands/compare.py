@@ -13,7 +13,7 @@ _HELP = "A run's folder or name, its report as JSON, or a result of bench --out 
 
 def compare(
     base: Annotated[str, typer.Argument(metavar="BASE", help=_HELP, show_default=False)],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The same, to be compared with BASE.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The same, for the new result.", show_default=False)],
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -38,10 +38,11 @@ def compare(
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Compare two runs, two benches, or two results of prefill, case by case.
+    """Compare two runs, two benches or two prefill results, case by case.
 
     Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
-    compared in any case.  Exit code 1 says that a case violates --fail-if, or that --fail-if could judge none.
+    compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if applies to no case, or that
+    nothing was compared.
     """
     from ssdprof import files
     from ssdprof.compare import compare as comparing
@@ -54,7 +55,7 @@ def compare(
     from ssdprof.settings import find
 
     if as_json and format == "markdown":
-        raise BadInputError("--json and --format markdown exclude each other.", "Give one of them.")
+        raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
     stored = find.load(config).compare
     asked = [conditions.parse(text) for text in (stored.fail_if if fail_if is None else fail_if)]
     smallest = parse_percent("--smallest-difference", smallest_difference or stored.smallest_difference or "1%")
@@ -68,6 +69,9 @@ def compare(
     elif as_json or format:
         print(text)
     else:
-        terminal.out().print(tables.render_document(document, good=comparison.GOOD))
+        terminal.out().print(tables.render_document(document, good=comparison.GOOD, rest="--format markdown"))
     if not found.passed:
-        terminal.gate_failed(f"FAILED: {offence}" for condition in found.conditions for offence in condition.offenders)
+        offences = [str(offence) for condition in found.conditions for offence in condition.offenders]
+        if found.nothing_compared:
+            offences.append(f"nothing was compared: {found.nothing_compared}")
+        terminal.gate_failed(f"FAILED: {offence}" for offence in offences)

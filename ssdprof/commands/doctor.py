@@ -8,9 +8,9 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 def doctor(as_json: options.Json = False) -> None:
-    """Check what this machine can do, and say what is missing.
+    """Check what this machine can do, and name what is missing.
 
-    Without a GPU, everything but the measurement of speed works.
+    Without a GPU, everything works except timing.
     """
     from rich.table import Table
 

@@ -24,11 +24,11 @@ def export(
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Write the report of a run, a bench or prefill times for people or for other programs.
+    """Write the report of a run, a bench or prefill times in another format.
 
     github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
-    annotations.  benchmark-action is what github-action-benchmark reads as customSmallerIsBetter, and
-    benchmark-action-bigger as customBiggerIsBetter.
+    annotations.  benchmark-action and benchmark-action-bigger are the formats customSmallerIsBetter and
+    customBiggerIsBetter of github-action-benchmark.
 
     The report is written in any case.  Exit code 1 says that not everything that was asked for was compared and passed.
     """
@@ -38,10 +38,12 @@ def export(
     from ssdprof.errors import BadInputError
 
     if as_json and format not in (None, "json"):
-        raise BadInputError(f"--json and --format {format} exclude each other.", "Give one of them.")
+        raise BadInputError(f"--json and --format {format} cannot be combined.", "Give one of them.")
     if format == "github":
         if output is not None:
-            raise BadInputError("--format github writes to the files that GitHub names.", "Leave -o out.")
+            raise BadInputError(
+                "--format github writes to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name.", "Leave -o out."
+            )
         github_job.check()
         found = kept.read(run)
         github_job.write(found.exported())

@@ -35,7 +35,7 @@ class ModelOptions:
     ] = "all"
     prompt: Annotated[
         Literal["default", "random"],
-        typer.Option(help="The built-in text, or random tokens (whose statistics no real prompt has)."),
+        typer.Option(help="The built-in text, or random tokens, which are unlike a real prompt."),
     ] = "default"
     prompt_file: Annotated[
         Path | None,
@@ -64,7 +64,7 @@ class ModelOptions:
         from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 
         if self.prompt_file is not None and self.prompt == "random":
-            raise BadInputError("--prompt random and --prompt-file exclude each other.", "Give one of them.")
+            raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
         check_layers(self.layers)
         return CaptureRequest(
             model=ModelRequest(model=self.model, revision=self.revision, tokenizer=self.tokenizer),
@@ -83,7 +83,7 @@ class PlacedModelOptions(ModelOptions):
     placement: Annotated[
         Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
         typer.Option(
-            help="Weights on one GPU, on all visible ones, or what those do not hold in main memory or on the disk.",
+            help="Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or on the disk.",
             show_default="the fastest that fits",
         ),
     ] = None
@@ -104,7 +104,7 @@ class ServedModelOptions(PlacedModelOptions):
         str | None,
         typer.Option(
             metavar="NxA-B",
-            help="Run N sequences of A to B tokens behind each other in one call: 64x1k-4k.",
+            help="Run N sequences of A to B tokens, packed into one call: 64x1k-4k.",
             show_default=False,
         ),
     ] = None
@@ -112,7 +112,7 @@ class ServedModelOptions(PlacedModelOptions):
         str | None,
         typer.Option(
             metavar="N",
-            help="Replay the prompt as calls of N tokens, each with the states that the one before left: 8k.",
+            help="Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k.",
             show_default=False,
         ),
     ] = None

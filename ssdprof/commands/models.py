@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def models(as_json: options.Json = False) -> None:
-    """List the supported model families, and what is known of their published checkpoints.
+    """List the supported model families and their published checkpoints.
 
-    Any other checkpoint of a listed model type works too.
+    Other checkpoints of a listed model type work too.
     """
     from ssdprof import operators
     from ssdprof.checkpoint.families import FAMILIES

@@ -50,7 +50,7 @@ FirstCall = Annotated[
 ]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
-    typer.Option(help="Intermediates in the original's dtypes (exact), in 16 bit (relaxed), or both."),
+    typer.Option(help="Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both."),
 ]
 States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
 UsualStates = Annotated[
@@ -71,7 +71,7 @@ SmallestDifference = Annotated[
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Say what would be downloaded, what it needs, and what would keep it from running; then stop."
+        "--dry-run", help="Show the download, the memory needed, and what would keep the model from running; then stop."
     ),
 ]
 NoTuned = Annotated[
@@ -91,8 +91,8 @@ Shape = Annotated[
     str | None,
     typer.Option(
         metavar="S[,S...]",
-        help="Models' shapes; all; or sizes: 80x64x128x1 of SSD, 16/32x128x128 of GDN.",
-        show_default="mamba2-2.7b, qwen3-next-80b",
+        help="Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN.",
+        show_default="mamba2-2.7b or qwen3-next-80b",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -101,7 +101,7 @@ MinMatch = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TOL:P",
-        help="Fail unless P % of the output matches the baseline's at 0, 1e-3 or 1e-2.  Repeatable.",
+        help="Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  Repeatable.",
     ),
 ]
 MaxRmsRatio = Annotated[
@@ -113,7 +113,7 @@ Config = Annotated[
     typer.Option(
         metavar="FILE",
         parser=existing_file,
-        help="Settings: a TOML file.",
+        help="Settings file, in TOML.",
         show_default="the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]",
     ),
 ]
@@ -138,10 +138,7 @@ class TimingOptions:
 
     clock: Annotated[
         Literal["cold", "warm"],
-        typer.Option(
-            help="With warm, also time calls back to back with a warm cache, as many papers do: "
-            "shown beside the others."
-        ),
+        typer.Option(help="warm: also time back-to-back calls with a warm cache, as many papers do."),
     ] = "cold"
     smallest_difference: SmallestDifference = "1%"
 

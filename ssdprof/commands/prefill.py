@@ -21,16 +21,16 @@ class PrefillOptions(options.PrecisionOptions):
     """Which implementations are timed, and for how long."""
 
     impl: options.Implementations = "unfused,fused"
-    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Further names of --impl.")] = ""
+    against: Annotated[str, typer.Option(metavar="P[,P...]", help="Additional names for --impl.")] = ""
     baseline: options.Baseline = "unfused"
     first_call: options.FirstCall = 180
     surroundings: Annotated[
         Literal["both", "model", "bundled"],
-        typer.Option(
-            help="Convolution and gated norm: the model's own, the bundled kernels, or first these, then those."
-        ),
+        typer.Option(help="Kernels of convolution and gated norm: the model's own, the bundled ones, or both in turn."),
     ] = "both"
-    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Sampling time of each set of prefills.")] = 20
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="Sampling time for each length and each kind of surroundings.")
+    ] = 20
     budget: Annotated[
         float | None,
         typer.Option(metavar="S", min=1, help="Leave out what does not fit into this time.", show_default="no limit"),
@@ -47,7 +47,7 @@ class PrefillOptions(options.PrecisionOptions):
 def prefill(
     model: ModelOptions,
     *,
-    batch: Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt, side by side.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="B", min=1, help="Copies of the prompt in one batch.")] = 1,
     timed: PrefillOptions,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", parser=options.path, help="Write JSON to FILE after every step.")
@@ -67,7 +67,7 @@ def prefill(
     no_tuned: options.NoTuned = False,
     as_json: options.Json = False,
 ) -> None:
-    """Time the model's own forward on a prompt, first token included, with each implementation of its operators.
+    """Time a whole model up to its first token, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's own times.  Needs an
     NVIDIA GPU.  Exit code 1 says that an implementation failed, or that --min-speedup does not hold.
@@ -143,4 +143,4 @@ def _show(report: PrefillReport, markdown: Path | None, as_json: bool) -> None:
     if as_json:
         print(prefill_file.dump(report))
     else:
-        terminal.out().print(tables.render_document(document, good=prefill_document.GOOD))
+        terminal.out().print(tables.render_document(document, good=prefill_document.GOOD, rest="--markdown FILE"))

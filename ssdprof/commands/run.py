@@ -37,7 +37,7 @@ class ReplayOptions:
         typer.Option(
             metavar="N",
             min=1,
-            help="Replay what one of N GPUs computes that share each layer's heads.",
+            help="Replay the share of one GPU when N GPUs divide each layer's heads.",
             show_default=True,
         ),
     ] = 1
@@ -75,7 +75,7 @@ class ResultOptions:
 
     out: options.RunFolder = None
     save_captures: Annotated[
-        bool, typer.Option("--save-captures", help="Store the inputs too, which takes gigabytes.")
+        bool, typer.Option("--save-captures", help="Also store the inputs of the layers, which can take gigabytes.")
     ] = False
     answers: Annotated[
         bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
@@ -103,18 +103,18 @@ class ResultOptions:
         given = [option for option, wanted in added.items() if wanted]
         if replay.cast is not None and given:
             raise BadInputError(
-                f"--cast and {given[0]} exclude each other: --cast changes the inputs of the replay alone.",
+                f"--cast and {given[0]} cannot be combined: --cast changes the inputs of the replay alone.",
                 "Leave out one of them.",
             )
         if self.stalls and replay.tensor_parallel > 1:
             raise BadInputError(
-                "--stalls and --tensor-parallel exclude each other: stalls are those of all heads.",
+                "--stalls and --tensor-parallel cannot be combined: --stalls profiles all heads.",
                 "Leave out one of them.",
             )
         served = request.prompt.serving != ServingRequest() or replay.tensor_parallel > 1
         if served and (self.answers or self.prefill):
             raise BadInputError(
-                f"{given[0]} takes one sequence, whole, through all heads of the model.",
+                f"{given[0]} runs one whole sequence through all heads of the model.",
                 "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
             )
         if self.prefill and (folder := captures_of(request)) is not None:
@@ -130,7 +130,7 @@ def run(
     gates: GateOptions,
     no_tuned: options.NoTuned = False,
     dry_run: options.DryRun = False,
-    full: Annotated[bool, typer.Option("--full", help="Print every table, not one screen.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print every table instead of one screen.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.

@@ -17,7 +17,7 @@ def runs(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the runs that are kept, the newest first: when, which model, how many tokens, which GPU, and the verdict."""
+    """List the runs, newest first: time, model, tokens, GPU and verdict."""
     from ssdprof.errors import BadInputError
     from ssdprof.report.tables import listing as tables
     from ssdprof.report.terminal import SplitTable
@@ -25,11 +25,11 @@ def runs(
     from ssdprof.runs.listing import listed
 
     if folder is not None and not folder.is_dir():
-        raise BadInputError(f"{folder} is no folder.", "Name a folder that holds runs, or none for runs/.")
+        raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
     found = listed(folder or RUNS)
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in found])
     elif found:
-        terminal.out().print(SplitTable(tables.runs(found)))
+        terminal.out().print(SplitTable(tables.runs(found), rest="--json"))
     else:
-        terminal.err().print(f"There is no run under {folder or RUNS}.  Make one with 'ssdprof run MODEL'.")
+        terminal.err().print(f"There are no runs in {folder or RUNS}.  Make one with 'ssdprof run MODEL'.")

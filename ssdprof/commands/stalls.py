@@ -55,7 +55,10 @@ def stalls(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            "--markdown", metavar="FILE", parser=options.path, help="Write Markdown, and its pictures beside it."
+            "--markdown",
+            metavar="FILE",
+            parser=options.path,
+            help="Write Markdown to FILE, and its pictures next to it.",
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Time limit of each process, in seconds.")] = 300,
@@ -69,8 +72,8 @@ def stalls(
 ) -> None:
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
-    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads reports that exist.  Exit code 3 says that this
-    machine cannot profile; what Triton knows of the kernels is then shown.
+    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3 says that this
+    machine cannot profile; the command then shows what Triton reports about the kernels.
     """
     from ssdprof.errors import BadInputError, ExitCode
     from ssdprof.files import check_target
@@ -87,7 +90,8 @@ def stalls(
     seqlen = profiled.seqlen()
     if files and any(given is not None for given in (profiled.where, profiled.layer, seqlen, out)):
         raise BadInputError(
-            "--from reads what was profiled already.", "A run or model, --layer, --seq and --out do not go with it."
+            "--from reads existing reports and profiles nothing.",
+            "Leave out the run or model, --layer, --seq and --out.",
         )
 
     # these import torch: after all words that can be checked without
@@ -120,7 +124,7 @@ def stalls(
     if as_json:
         print(stall_files.dump(report))
     else:
-        terminal.out().print(tables.render_document(stall_document.compose(report)))
+        terminal.out().print(tables.render_document(stall_document.compose(report), rest="--markdown FILE"))
     for written in (folder, markdown):
         if written is not None:
             terminal.err().print(f"Kept in {written}.")
@@ -140,5 +144,5 @@ def _refuse_unknown(names: tuple[str, ...]) -> None:
         known = dict.fromkeys(name for one in records for name in named.known(one) if name != "reference")
         raise BadInputError(
             f"--impl does not know {', '.join(map(repr, unknown))}.",
-            f"There are: {', '.join(known)}; or MODULE:FUNCTION.",
+            f"Choose from: {', '.join(known)}; or give MODULE:FUNCTION.",
         )

@@ -80,8 +80,8 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """stderr, for progress, warnings and errors."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    """stderr, for progress, warnings and errors.  Text is printed as it is: a path may look like markup."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class SearchOptions:
     where: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|CAPTURES", help="Tune on captured inputs instead of drawn ones.", show_default=False
+            metavar="RUN|CAPTURES", help="Tune on captured inputs instead of random ones.", show_default=False
         ),
     ] = None
     shape: options.Shape = None
@@ -37,8 +37,8 @@ class SearchOptions:
         str | None,
         typer.Option(
             metavar="N[,N...]",
-            help="Sequence lengths; 1k,...,256k doubles.",
-            show_default=f"{DEFAULT_SEQ}; of captures, all there are",
+            help="Sequence lengths: 1k,16k.  1k,...,256k doubles at each step.",
+            show_default=f"{DEFAULT_SEQ}; all lengths of captures",
         ),
     ] = None
     batch: Annotated[
@@ -73,8 +73,8 @@ class SearchOptions:
         if self.where is not None:
             if self.shape is not None or self.batch is not None or self.dtype is not None:
                 raise BadInputError(
-                    "Captured inputs have a shape, a batch and a dtype.",
-                    "--shape, --batch and --dtype go without captures.",
+                    "Captured inputs have their own shape, batch and dtype.",
+                    "Leave out --shape, --batch and --dtype.",
                 )
             seqlens = None if self.seq is None else lengths(self.seq)
         else:
@@ -113,8 +113,8 @@ def tune(
 ) -> None:
     """Search for faster configurations of the fused kernel on this GPU, and store them for later runs.
 
-    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use what is stored, and say
-    so, unless --no-tuned is given.
+    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the stored
+    configurations, and say so, unless --no-tuned is given.
     """
     from ssdprof import files
 
@@ -184,4 +184,4 @@ def _list(request: TuneRequest, as_json: bool) -> None:
     if as_json:
         terminal.print_json([search.model_dump(mode="json") for search in searches])
     else:
-        terminal.out().print(SplitTable(tables.dry(searches)))
+        terminal.out().print(SplitTable(tables.dry(searches), rest="--json"))

@@ -81,7 +81,7 @@ def _gpu() -> Iterator[Check]:
     found = gpu()
     if found is None:
         why = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-        hint = "Short prompts work without one; timings need one, its driver and a CUDA build of torch."
+        hint = "Short prompts work without a GPU.  Timings need one, with its driver and a CUDA build of torch."
         yield Check(name="gpu", status="missing", detail=why, hint=unusable_gpu() or hint)
         return
     details = f"{found.name}, compute capability {found.compute_capability}, driver {found.driver}, CUDA {found.cuda}"

@@ -7,18 +7,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
 
 T = TypeVar("T")
 POLL_S = 0.2
 FIRST = 0  # the rank that writes the report
+SLOWEST_S = 10.0  # by which one rank may be ahead of another before work is divided
 
 
 @dataclass(frozen=True)
 class Ranks:
     """This process among the others.  store: torchrun's own; it outlives each of them."""
+
+    divided: ClassVar[bool] = False  # whether work has been divided: before that, what goes wrong does so in every rank
 
     rank: int
     count: int
@@ -30,9 +33,10 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == FIRST
 
-    def share(self, items: Sequence[T]) -> tuple[T, ...]:
-        """What falls to this rank: every `count`th of `items`."""
-        return tuple(items[self.rank :: self.count])
+    def share(self, items: Sequence[T], rank: int | None = None) -> tuple[T, ...]:
+        """What falls to a rank, this one by default: every `count`th of `items`."""
+        Ranks.divided = True
+        return tuple(items[self.rank if rank is None else rank :: self.count])
 
     def send(self, text: str) -> None:
         """Send to the first rank.  What was sent stays available if this process ends."""
@@ -111,6 +115,26 @@ class Ranks:
 def started(environment: Mapping[str, str] = os.environ) -> int:
     """Processes that torchrun started, this one included; 1 without torchrun."""
     return int(environment.get("WORLD_SIZE", "1"))
+
+
+def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether an error of this rank is the first one's, too, which tells of it.
+
+    Nothing has been divided yet, so it goes wrong there as it does here, and torchrun ends this process when the first
+    one has ended.  If it does not, the error is this rank's alone.
+    """
+    if not follows(environment):
+        return False
+    try:
+        time.sleep(SLOWEST_S)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def follows(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is not the first rank, and does only what the first one does, too."""
+    return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:

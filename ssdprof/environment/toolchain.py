@@ -28,18 +28,18 @@ _C_LIBRARY = {"apt-get": "libc6-dev", "dnf": "glibc-devel", "apk": "musl-dev"}
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that is needed.  found: what there is; empty if it is missing.  mend: the command that installs it."""
+    """One thing that is needed.  found: what there is; empty if it is missing.  command: installs it."""
 
     name: str
     found: str
     lacking: str
-    mend: str
+    command: str
 
     @property
     def hint(self) -> str:
         """What to do about it.  Only commands of the shell take no rights."""
-        as_root = os.geteuid() != 0 and not self.mend.startswith(("export ", "unset "))
-        return f"Run{' as root' if as_root else ''}: {self.mend}"
+        as_root = os.geteuid() != 0 and not self.command.startswith(("export ", "unset "))
+        return f"Run{' as root' if as_root else ''}: {self.command}"
 
 
 def needs() -> Iterator[Need]:
@@ -159,10 +159,10 @@ def _driver_library() -> Need:
         folders, lacking = [] if linked is None else linked or on_path, "the linker does not find"
     lacking += f" {DRIVER_LIBRARY}, the library of NVIDIA's driver"
     if elsewhere := _loaded_from() or _with_driver_library(on_path):
-        mend = f"export TRITON_LIBCUDA_PATH={elsewhere}"
+        command = f"export TRITON_LIBCUDA_PATH={elsewhere}"
     else:
-        mend = "unset TRITON_LIBCUDA_PATH" if named else "ldconfig"
-    return Need("driver library", _with_driver_library(folders), lacking, mend)
+        command = "unset TRITON_LIBCUDA_PATH" if named else "ldconfig"
+    return Need("driver library", _with_driver_library(folders), lacking, command)
 
 
 def _with_driver_library(folders: Sequence[str]) -> str:

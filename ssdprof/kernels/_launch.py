@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ssdprof.kernels._direct import DirectLaunch, direct_launch
 from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.kernels._triton_hash import wait_for_hash
 
@@ -40,6 +41,7 @@ class Launcher:
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._constants = (*scalars, *(options[name] for name in _arguments(kernel.fn) if name in options))
         self._compiled: Any = None
+        self._direct: DirectLaunch | None = None
 
     def __call__(self, programs: int, *tensors: Any) -> None:
         grid = (programs, 1, 1)
@@ -48,7 +50,9 @@ class Launcher:
             # compiling makes so many objects that all of the process's are looked through in between: a twentieth of it
             with no_garbage_collection():
                 self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options, **_FIXED)
-        else:
+            if self._compiled is not None:
+                self._direct = direct_launch(self._compiled, tensors, self._constants)
+        elif self._direct is None or not self._direct(programs, tensors):
             self._compiled[grid](*tensors, *self._constants)
 
 

@@ -81,5 +81,5 @@ def outlines() -> tuple[Outline, ...]:
 
 def _known(name: str) -> str:
     if name not in names():
-        raise BadInputError(f"There is no operator {name!r}.", f"There are: {', '.join(names())}.")
+        raise BadInputError(f"There is no operator {name!r}.", f"Choose from: {', '.join(names())}.")
     return name

@@ -117,7 +117,7 @@ def resolve(operator: Operator[Any], word: str) -> Named:
         return _library(name, drawing.peers[name], Path(checkout).expanduser() if checkout else None)
     if checkout:
         raise BadInputError(
-            f"{name!r} is no library of {operator.name}, and only a library lies in a checkout.",
+            f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a checkout.",
             f"Libraries are: {', '.join(drawing.peers) if drawing else 'none'}.",
         )
     if name in kernels.names(operator.name):

@@ -38,7 +38,9 @@ class AnswersRequest:
 def parse_gate(max_kl: float | None, min_top1: str | None, max_perplexity_increase: str | None) -> AnswerGate:
     """The limits of the command line.  BadInputError for one that no case could be judged by."""
     if max_kl is not None and not 0 <= max_kl < math.inf:
-        raise BadInputError(f"--max-kl is no divergence: {max_kl}.", "Give a number of nats from 0: 0.001.")
+        raise BadInputError(
+            f"--max-kl is not a divergence: {max_kl}.", "Give a number of nats, 0 or more, such as 0.001."
+        )
     top1 = None if min_top1 is None else 100 * parse_percent("--min-top1", min_top1, whole=True)
     increase = max_perplexity_increase
     return AnswerGate(

@@ -24,7 +24,7 @@ def capture(
     store.check_folder(out, overwrite=overwrite)
     limits.check_capture()
     if why := unusable_gpu():
-        watcher.say(f"This capture takes the CPU.  {why}")
+        watcher.say(f"This capture uses the CPU.  {why}")
     subject = subject or find(request)
     loaded = load(request, subject, watcher)
     folder = out or store.default_folder(subject.ref, loaded.prompts, subject.layers)

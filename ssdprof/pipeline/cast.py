@@ -30,7 +30,7 @@ def cast(inputs: Any, to: DType | None) -> tuple[Any, str]:
     names = [name for name in (*door.views, *door.per_position) if name in given and name not in door.always_fp32]
     changed = {name: given[name].to(dtype) for name in names if given[name].dtype == own}
     lost = [words for name, tensor in changed.items() for words in _lost(name, given[name], tensor)]
-    remark = f"Cast to {to}, some elements are not what they were: {'; '.join(lost)}." if lost else ""
+    remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
     return token_major(replace(inputs, **changed)), remark
 
 

@@ -62,7 +62,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
     wanted = request.placement
     if why := _only_whole(subject):
         if wanted not in (None, "one-gpu"):
-            raise BadInputError(f"{subject.ref.repo_id} takes --placement one-gpu only: {why}.", "Leave it out.")
+            raise BadInputError(f"{subject.ref.repo_id} supports only --placement one-gpu: {why}.", "Leave it out.")
         wanted = "one-gpu"
     chooser = _Chooser(request, subject, dtype)
     if wanted == "one-gpu":
@@ -115,8 +115,8 @@ def check_disk(placed: Placed) -> None:
     free, needed = shutil.disk_usage(tempfile.gettempdir()).free, placed.rewritten_bytes * started()
     if needed > free:
         raise MissingCapabilityError(
-            f"transformers would write {needed:,} bytes of converted weights to the temporary folder, which has room "
-            f"for {free:,}.",
+            f"transformers would write {size_words(needed)} of converted weights to the temporary folder, which has "
+            f"room for {size_words(free)}.",
             "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer layers.",
         )
 

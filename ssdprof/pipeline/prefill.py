@@ -228,4 +228,6 @@ def _dtype(model: Any) -> DType:
 def _convolution_of_the_model() -> str:
     """What transformers took when it was imported."""
     found = installed_version("causal-conv1d")
-    return f"causal-conv1d {found}" if found else "torch's depthwise convolution, for want of the package causal-conv1d"
+    return (
+        f"causal-conv1d {found}" if found else "torch's depthwise convolution, because causal-conv1d is not installed"
+    )

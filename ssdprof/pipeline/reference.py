@@ -63,8 +63,8 @@ def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
         if seconds > LONGEST_S:
             return _baseline(
                 prompt,
-                f"The fp64 oracle would take about {seconds / 60:.0f} min, by its time on {PIECE:,} tokens; "
-                "--reference oracle takes it all the same.",
+                f"The fp64 oracle would take about {seconds / 60:.0f} min, estimated from {PIECE:,} tokens; "
+                "--reference oracle uses it anyway.",
             )
     return Reference(compute=oracle, name="fp64 oracle")
 

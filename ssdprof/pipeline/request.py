@@ -157,7 +157,6 @@ def parse_serving(
     batch: int, packed: str | None, chunk: str | None, decode: int, *, seq: str | None, segment: str | None
 ) -> ServingRequest:
     """The options of that name.  BadInputError for what cannot be read, and for what does not go together."""
-    excluding = "exclude each other"
     if packed is not None:
         for option, given in (
             ("--seq", seq is not None),
@@ -167,12 +166,12 @@ def parse_serving(
         ):
             if given:
                 raise BadInputError(
-                    f"--packed and {option} {excluding}: packed sequences are one call, and have lengths of their own.",
+                    f"--packed and {option} cannot be combined: packed sequences are one call of their own lengths.",
                     f"Leave out {option}, or give --batch instead of --packed.",
                 )
     if chunk is not None and segment is not None:
         raise BadInputError(
-            f"--chunked-prefill and --segment {excluding}: the chunks are the segments.", "Leave out --segment."
+            "--chunked-prefill and --segment cannot be combined: the chunks are the segments.", "Leave out --segment."
         )
     length = None if chunk is None else parse_seq(chunk)
     if length == 1:

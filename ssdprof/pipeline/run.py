@@ -58,12 +58,11 @@ def run(
     """
     found = found or find_to_replay(request, save_captures=keep.save_captures)
     if why := unusable_gpu():
-        watcher.say(f"This run takes the CPU.  {why}")
+        watcher.say(f"This run uses the CPU.  {why}")
     if isinstance(found, Stored):
         return _run_stored(found, replay, keep, watcher, ranks)
     with opened_by_first(keep.out, request.model.model, ranks) as folder, ExitStack() as stack:
         lineup = check(found, replay, ranks)
-        mine = ranks.share(found.layers) if ranks else found.layers
         loaded = load(request, found, watcher)
         dtype = dtype_name(loaded.model.dtype)
         report = draft(
@@ -80,7 +79,7 @@ def run(
             ranks=ranks.count if ranks else 1,
         )
         recorder = stack.enter_context(recorded(recorder_of(folder, report, ranks), watcher))
-        found = replace(found, layers=mine)
+        found = replace(found, layers=ranks.share(found.layers) if ranks else found.layers)
         on_layer = stack.enter_context(_replaying(recorder, replay, lineup, dtype, watcher, found.calls))
         if keep.save_captures:
             writer = stack.enter_context(store_in(folder.captures, found, loaded))

@@ -35,7 +35,7 @@ def of_request(request: StallRequest, run: tuple[Path, RunReport] | None, watche
     """
     if run is not None and run[1].cast:
         raise BadInputError(
-            f"The inputs of this run were {run[1].cast}, and stalls are those of inputs as the model has them.",
+            f"The inputs of this run were {run[1].cast}, and stalls are profiled in the model's own dtype.",
             "Name the model or its captures instead of the run.",
         )
     place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
@@ -99,7 +99,7 @@ def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> L
         there = sorted({(stored.layer.index, stored.seqlen) for stored in manifest.layers})
         raise BadInputError(
             f"{folder} holds no such layer with a whole prompt that {' and '.join(request.implementations)} could run.",
-            f"There are (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
+            f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
     longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
     return longest[len(longest) // 2]
@@ -118,12 +118,12 @@ def _of_run(report: RunReport, request: StallRequest) -> CaptureRequest:
     prompt = max(prompts, key=lambda one: one.seqlen)
     if prompt.kind == "file":
         raise BadInputError(
-            "The run's prompt came from a file, which it does not keep.",
+            "The run's prompt came from a file, which the run does not store.",
             "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
         )
     if prompt.serving.packed:
         raise BadInputError(
-            "The run's sequences were packed, and it does not keep them.", "Run it with --save-captures."
+            "The run's sequences were packed, and the run did not store them.", "Run it with --save-captures."
         )
     return CaptureRequest(
         model=ModelRequest(model=report.checkpoint.requested, revision=report.checkpoint.revision),

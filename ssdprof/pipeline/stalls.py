@@ -157,7 +157,9 @@ def _launch(job: collect.Job, timeout_s: float) -> Launched:
 def _unfit(name: str, error: SsdprofError) -> SsdprofError:
     """Names the user's own kernel that cannot be profiled.  If it ended or outlasted its process, a gate failed."""
     code = ExitCode.GATE_FAILED if isinstance(error, MissingCapabilityError) else error.exit_code
-    return SsdprofError(f"{name} cannot be profiled.  {error.message}", "ssdprof run says what is wrong with it.", code)
+    return SsdprofError(
+        f"{name} cannot be profiled.  {error.message}", "'ssdprof run' shows what is wrong with it.", code
+    )
 
 
 def _model(ref: CheckpointRef) -> str:

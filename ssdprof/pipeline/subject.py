@@ -155,8 +155,8 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
     plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
     if request != plain or save_captures:
         raise BadInputError(
-            f"{folder} holds stored captures: their model, prompt and segments are what they are.",
-            "--layers is the only option of a model that stored captures take.",
+            f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
+            "--layers is the only model option that applies to stored captures.",
         )
     manifest = read_manifest(folder)
     if not manifest.prompts:

@@ -29,7 +29,7 @@ def throttled(clocks: Clocks | None) -> Iterator[str]:
 def _of_results(report: RunReport) -> Iterator[str]:
     yield from throttled(report.clocks)
     if report.checkpoint.source == "demo" and any(case.timing for case in report.cases):
-        yield "The built-in demo model is too small to fill a GPU: its times say nothing of a real model's."
+        yield "The built-in demo model is too small to fill a GPU: its times do not represent a real model's."
     yield from _of_libraries(report)
     yield from _equal_precisions(report)
     for group in groups(report):
@@ -39,7 +39,7 @@ def _of_results(report: RunReport) -> Iterator[str]:
             are = "are" if group.call is None and group.seqlen > 1 else "is"
             yield (
                 f"{one} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
-                "is passed on, so the dtype of the states is not put to the test."
+                "is passed on, so the dtype of the states is not tested."
             )
 
 
@@ -54,7 +54,7 @@ def _of_libraries(report: RunReport) -> Iterator[str]:
         yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."
     sloppy = [case for case in own if case.status == "passed" and not all(one.passed for one in case.accuracy)]
     if sloppy:
-        yield f"Outside the error budget and timed all the same, as another library's: {case_words(sloppy)}."
+        yield f"Outside the error budget, but timed because it is another library's: {case_words(sloppy)}."
 
 
 def _longest_sequence(report: RunReport, group: Group) -> int | None:

@@ -43,7 +43,10 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
     counts = Counter(pair.verdict for pair in comparison.pairs)
     words = {"no difference": f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"}
     found = ", ".join(f"{number} {words.get(verdict, verdict)}" for verdict, number in counts.most_common())
-    yield f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found or 'none'}."
+    if why := comparison.nothing_compared:
+        yield f"FAILED: nothing was compared: {why}{f' ({found})' if found else ''}."
+    else:
+        yield f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found}."
 
 
 def _offences(condition: Condition) -> str:
@@ -71,14 +74,14 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
         )
     if reasons := _of_prefills(comparison):
         yield (
-            f"What prefills depend on differs ({'; '.join(reasons)}), so their absolute times are not compared.  Their "
-            "speedups over the baseline are."
+            f"The conditions of the prefills differ ({'; '.join(reasons)}), so their absolute times are not compared.  "
+            "Their speedups over the baseline are."
         )
     for name, side in (("BASE", comparison.base), ("NEW", comparison.new)):
         if side.unfinished:
-            yield f"{name} is not whole: {side.unfinished}."
+            yield f"{name} is not complete: {side.unfinished}."
     for reason in dict.fromkeys(pair.other_inputs for pair in comparison.pairs if pair.other_inputs):
-        yield f"Errors do not compare: {reason}."
+        yield f"Errors cannot be compared: {reason}."
 
 
 def _of_prefills(comparison: Comparison) -> list[str]:

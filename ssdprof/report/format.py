@@ -37,8 +37,8 @@ def speedup(value: float | None, interval: Interval | None) -> str:
 
 def counts(smallest_difference: float) -> str:
     """Which ratios are called faster or slower, in a sentence."""
-    much = f"by more than {100 * smallest_difference:g}%" if smallest_difference else "at all"
-    return f"Faster or slower: the whole interval differs from 1 {much}."
+    much = f"differs from 1 by more than {100 * smallest_difference:g}%" if smallest_difference else "excludes 1"
+    return f"Faster or slower: the whole interval {much}."
 
 
 def percent(value: float | None, decimals: int = 3) -> str:

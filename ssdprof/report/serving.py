@@ -18,8 +18,8 @@ def _parts(serving: Serving, batch: int, tensor_parallel: int) -> Iterator[str]:
         yield f"{batch} prompts side by side"
     if lengths := serving.packed:
         yield (
-            f"{len(lengths)} packed sequences of {min(lengths):,} to {max(lengths):,} tokens, run one by one and put "
-            "behind each other"
+            f"{len(lengths)} packed sequences of {min(lengths):,} to {max(lengths):,} tokens, run one by one and "
+            "concatenated"
         )
     if serving.chunk is not None:
         yield f"chunked prefill, {serving.chunk:,} tokens a call"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 REASONS = {
     "selected": "issuing: not a stall",
-    "not_selected": "ready, another warp was taken: not a stall",
+    "not_selected": "ready, but another warp was chosen: not a stall",
     "long_scoreboard": "waits for memory beyond the SM (L2, DRAM), or at an mbarrier",
     "short_scoreboard": "waits for shared memory, a shuffle or a special function (exp2)",
     "barrier": "waits for other warps at a barrier, or for the tensor cores to finish",
@@ -20,6 +20,6 @@ REASONS = {
     "membar": "waits at a memory fence",
     "sleeping": "sleeps before it looks again",
     "imc_miss": "a constant is not in the cache",
-    "drain": "has ended, its stores have not",
+    "drain": "has ended, but its stores have not",
     "misc": "something else",
 }

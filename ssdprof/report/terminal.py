@@ -18,6 +18,7 @@ from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.report.verdict import GOOD, verdict_lines
 from ssdprof.schema import RunReport
 
+WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _LEAST_WRAPPED = 30  # a column of prose is not made narrower than this without need
 _MOST_ROWS = 60  # of a table with one row per case
@@ -45,8 +46,13 @@ def verdicts(report: RunReport) -> list[RenderableType]:
     return [verdict(line, good=line.startswith(GOOD)) for line in verdict_lines(report)]
 
 
-def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> RenderableType:
-    """As `render`, of a document that is composed already.  good: how a verdict's line begins that is no bad news."""
+def render_document(
+    document: Document, *, good: str | tuple[str, ...] = "", rest: str = WHOLE_REPORT
+) -> RenderableType:
+    """As `render`, of a document that is composed already.
+
+    good: how a verdict's line begins that is no bad news.  rest: what to type for all rows of a long table.
+    """
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
         *(verdict(line, good=line.startswith(good)) for line in document.verdict),
@@ -58,9 +64,9 @@ def render_document(document: Document, *, good: str | tuple[str, ...] = "") -> 
         parts += ["", Text("Caveats:", style="yellow"), *(bullet(line) for line in document.caveats)]
     for section in document.sections:
         if section.depth != "file":
-            parts += _section(section)
+            parts += _section(section, rest)
     if any(section.depth == "file" for section in document.sections):
-        parts.append(Text("\nMore accuracy tables, layer by layer: ssdprof export --format markdown", style="dim"))
+        parts.append(Text(f"\nMore accuracy tables, layer by layer: {rest}", style="dim"))
     return Group(*parts)
 
 
@@ -83,9 +89,13 @@ def bullet(text: str, subject: str = "") -> RenderableType:
 
 @dataclass(frozen=True)
 class SplitTable:
-    """A table that becomes several below each other where the console is too narrow, each with its key columns."""
+    """A table that becomes several below each other where the console is too narrow, each with its key columns.
+
+    rest: what to type for all rows of a long table.
+    """
 
     table: Table
+    rest: str = WHOLE_REPORT
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.table.title, style="bold")
@@ -94,20 +104,21 @@ class SplitTable:
         for number, block in enumerate(blocks):
             if number:
                 yield ""
-            yield _drawn(self.table, rows, block, part=len(blocks) > 1)
+            squeezed = _taken(self.table, block) > options.max_width
+            yield _drawn(self.table, rows, block, part=len(blocks) > 1, squeezed=squeezed)
         hidden = len(self.table.rows) - len(rows)
         if hidden:
-            yield Text(f"{hidden:,} more rows: ssdprof export --format markdown", style="dim")
+            yield Text(f"{hidden:,} more rows: {self.rest}", style="dim")
         if self.table.note:
             yield Text(self.table.note, style="dim")
 
 
-def _section(section: Section) -> Iterable[RenderableType]:
+def _section(section: Section, rest: str) -> Iterable[RenderableType]:
     for block in section.blocks:
         yield ""
         match block:
             case Table():
-                yield SplitTable(block)
+                yield SplitTable(block, rest)
             case Figure(title, file):
                 yield Text(f"{title}: {file}", style="dim")
             case Note(text):
@@ -116,14 +127,19 @@ def _section(section: Section) -> Iterable[RenderableType]:
                 yield Text(block)
 
 
-def _drawn(table: Table, rows: Sequence[tuple[str, ...]], block: Sequence[int], *, part: bool) -> RenderableType:
-    """The columns of a block; in a part of a table, without the rows that have nothing in it."""
+def _drawn(
+    table: Table, rows: Sequence[tuple[str, ...]], block: Sequence[int], *, part: bool, squeezed: bool
+) -> RenderableType:
+    """The columns of a block; in a part of a table, without the rows that have nothing in it.
+
+    squeezed: every column may wrap, because the console has no room for a key and one column beside it.
+    """
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
     for column in block:
         drawn.add_column(
             Text(table.headers[column]),
             justify=table.align[column],
-            no_wrap=column != table.wraps,
+            no_wrap=column != table.wraps and not squeezed,
             overflow="fold",
             vertical="top",
         )
@@ -145,24 +161,32 @@ def _style(cell: str) -> str:
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part: the fewest parts that fit, and among those the ones most alike in width."""
-    keys = tuple(range(table.keys))
-    rest = range(table.keys, len(table.headers))
-    widths = [_width(table, column) for column in range(len(table.headers))]
-    room = width - sum(widths[key] + _GAP for key in keys)
+    """Columns of each part: the fewest parts that fit, and among those the ones most alike in width.
 
-    def taken(columns: Sequence[int]) -> int:
-        return sum(widths[column] for column in columns) + _GAP * (len(columns) - 1)
+    A column that does not fit beside the keys has a part of its own, which wraps.  A table that has to be split loses
+    the columns that say nothing in any row.
+    """
+    keys, rest = tuple(range(table.keys)), tuple(range(table.keys, len(table.headers)))
+    if _taken(table, (*keys, *rest)) <= width:
+        return [(*keys, *rest)]
+    rest = tuple(column for column in rest if any(row[column] not in ("", MISSING) for row in table.rows))
+
+    def fits(block: tuple[int, ...]) -> bool:
+        return len(block) == table.keys + 1 or _taken(table, block) <= width
 
     for parts in range(1, len(rest) + 1):
         splits = []
-        for cuts in combinations(rest[1:], parts - 1):
-            edges = (rest.start, *cuts, rest.stop)
-            splits.append([tuple(range(low, high)) for low, high in pairwise(edges)])
-        best = min(splits, key=lambda split: max(taken(columns) for columns in split))
-        if parts == len(rest) or max(taken(columns) for columns in best) <= room:
-            return [keys + columns for columns in best]
+        for cuts in combinations(range(1, len(rest)), parts - 1):
+            edges = (0, *cuts, len(rest))
+            splits.append([(*keys, *rest[low:high]) for low, high in pairwise(edges)])
+        if possible := [split for split in splits if all(map(fits, split))]:
+            return min(possible, key=lambda split: max(_taken(table, block) for block in split))
     return [keys]
+
+
+def _taken(table: Table, block: Sequence[int]) -> int:
+    """Width of a block where no column but the one of prose is wrapped."""
+    return sum(_width(table, column) + _GAP for column in block) - _GAP
 
 
 def _width(table: Table, column: int) -> int:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ssdprof.errors import BadInputError, unreadable
-from ssdprof.files import locked, safe_name, why, write_text
+from ssdprof.files import locked, safe_name, write_text
 from ssdprof.runs import document
 from ssdprof.schema import RunReport
 
@@ -65,7 +65,7 @@ def read(where: str | Path | None) -> tuple[Path, RunReport]:
     except OSError as error:
         raise unreadable(str(file), error, "Name a run's folder.") from error
     except UnicodeDecodeError as error:
-        raise BadInputError(f"{file} cannot be read: {why(error)}.") from error
+        raise BadInputError(f"{file} is not JSON: it is not UTF-8.", "The file may be cut off or damaged.") from error
     except BadInputError as error:
         raise BadInputError(f"{file}: {error.message}", error.hint) from error
 

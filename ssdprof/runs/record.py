@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ssdprof import __version__, environment
+from ssdprof.files import uninterrupted
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes, of_absent, of_cast, of_placement, of_ranks
@@ -128,11 +129,13 @@ def recorded(recorder: Recorder, watcher: Watcher) -> Iterator[Recorder]:
         yield recorder
         recorder.complete()
     except KeyboardInterrupt as interrupt:
-        recorder.broken_off(interrupt)
+        with uninterrupted():
+            recorder.broken_off(interrupt)
         lost = f"{recorder.lost}  " if recorder.lost else ""
         raise KeyboardInterrupt(f"{lost}{recorder.kept}") from None
     except BaseException as error:
-        recorder.broken_off(error)
+        with uninterrupted():
+            recorder.broken_off(error)
         if recorder.begun:
             watcher.say(recorder.kept)
         raise

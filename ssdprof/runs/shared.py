@@ -75,7 +75,7 @@ class Sender(Recorder):
 
     @property
     def kept(self) -> str:
-        return f"Rank {self._ranks.rank} of {self._ranks.count} has sent what it had done to the first one."
+        return f"Rank {self._ranks.rank} of {self._ranks.count} has sent its results to the first one."
 
     def _inherit(self) -> None:
         """Write all that ranks have sent into the first one's report, and its name if it died.
@@ -163,7 +163,7 @@ class Gatherer(Recorder):
 
     def _check(self) -> None:
         if why := self._why():
-            raise MissingCapabilityError(why, "Its own messages say more; a process that is killed leaves none.")
+            raise MissingCapabilityError(why, "Read that rank's own messages; a killed process leaves none.")
 
     def _why(self) -> str:
         lost = [rank for rank in self._ranks.lost() if rank not in self._failures]

@@ -90,6 +90,15 @@ class Pair(Record):
         timed = self.base.time is not None and self.new.time is not None
         return "not comparable" if timed else "not timed"
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Why nothing of the two was compared, neither times nor errors; empty if something was."""
+        if self.base is None or self.new is None:
+            return (self.verdict,)
+        if self.time or self.call or self.over_baseline:
+            return ()
+        return self.incomparable if self.row.prefill else tuple(filter(None, [self.other_inputs]))
+
 
 class Total(Record):
     """Cases of one implementation and precision together: the geometric mean of their ratios.
@@ -136,5 +145,13 @@ class Comparison(Record):
     conditions: tuple[Condition, ...] = ()
 
     @property
+    def nothing_compared(self) -> str:
+        """Why; empty if some case was compared."""
+        if any(not pair.apart for pair in self.pairs):
+            return ""
+        both = [pair for pair in self.pairs if pair.base and pair.new]
+        return "; ".join(dict.fromkeys(why for pair in both for why in pair.apart)) or "no case is in both"
+
+    @property
     def passed(self) -> bool:
-        return not any(condition.offenders for condition in self.conditions)
+        return not self.nothing_compared and not any(condition.offenders for condition in self.conditions)

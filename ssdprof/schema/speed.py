@@ -47,7 +47,7 @@ class WarmTiming(Record):
 
 
 class Timing(Record):
-    call_median_us: float  # what a Python caller waits for
+    call_median_us: float  # of a Python call on an idle GPU, launches included
     device_median_us: float  # CUDA graph replay
     call_interval_us: Interval
     device_interval_us: Interval

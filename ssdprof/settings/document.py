@@ -85,7 +85,7 @@ def parse(values: dict[str, Any], source: str) -> Settings:
             raise BadInputError(f"{source} has the unknown key {where}.", nearest(path[-1], known)) from error
         raise BadInputError(
             f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.",
-            f"What a file may hold is in ssdprof/settings/{SCHEMA_FILE.name}.",
+            f"The allowed keys and values are in ssdprof/settings/{SCHEMA_FILE.name}.",
         ) from error
 
 

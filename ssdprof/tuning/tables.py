@@ -15,10 +15,10 @@ from ssdprof.tuning.search import Problem, difference
 
 _MOST_ROWS = 12  # of the candidates that were timed, the fastest
 READING = (
-    "Device: the GPU's own time, replayed from a CUDA graph; where a configuration serves several lengths, their "
+    "Device: the time on the GPU alone, replayed from a CUDA graph; for several lengths, their "
     "geometric mean.  Ratio: the committed configuration's time over the candidate's, sampled in turns, with its 95 % "
-    "interval.  What is kept was compared with the fp64 oracle on the inputs that were timed, and is more than 1 % "
-    "faster with 95 % confidence."
+    "interval.  A configuration that is kept was compared with the fp64 oracle on the timed inputs, and is more "
+    "than 1 % faster with 95 % confidence."
 )
 
 
@@ -26,7 +26,7 @@ def terminal(report: TuneReport) -> RenderableType:
     """Every search, then what it comes to."""
     parts: list[RenderableType] = []
     for table in tables(report):
-        parts += [SplitTable(table), ""]
+        parts += [SplitTable(table, rest="--json"), ""]
     return Group(*parts, Text(READING, style="dim"))
 
 

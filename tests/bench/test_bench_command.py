@@ -46,7 +46,7 @@ def test_wrong_words_are_answered_before_a_gpu_is_missed(words: list[str], compl
 def test_a_chunk_size_is_refused_where_kernels_choose_their_own() -> None:
     result = CliRunner().invoke(app, ["bench", "gdn", "--chunk-size", "128"], prog_name="ssdprof")
     assert result.exit_code == 2
-    assert "--chunk-size is not for gdn" in " ".join(result.stderr.split())
+    assert "--chunk-size does not apply to gdn" in " ".join(result.stderr.split())
 
 
 def test_a_result_is_not_overwritten(tmp_path: Path) -> None:

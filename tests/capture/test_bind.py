@@ -80,7 +80,7 @@ def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str)
 def test_inputs_that_do_not_fit_together_are_refused() -> None:
     args, kwargs = ssd_call()
     args[1] = args[1][:, :-1]
-    with pytest.raises(BadInputError, match="Mixer calls its ssd operator in a way unknown here: dt must have shape"):
+    with pytest.raises(BadInputError, match="Mixer calls its ssd operator in an unknown way: dt must have shape"):
         bind("ssd", Mixer(), tuple(args), kwargs)
     with pytest.raises(BadInputError, match="required positional argument"):
         bind("ssd", Mixer(), tuple(args[:2]), {})

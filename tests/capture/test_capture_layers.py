@@ -22,6 +22,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.tensors import tensors
+from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 
 LENGTH = 90
@@ -192,7 +193,7 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
         assert all(torch.equal(tensor, tensors(other.inputs)[name]) for name, tensor in tensors(one.inputs).items())
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
-    with pytest.raises(MissingCapabilityError, match=rf"90 tokens are {size:,} bytes.*has room for 99\."):
+    with pytest.raises(MissingCapabilityError, match=rf"90 tokens take {size_words(size)}, .*has room for 99 B\."):
         capture("mamba2", segment_length=40, host_budget_bytes=100)
 
 

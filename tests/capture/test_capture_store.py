@@ -340,7 +340,7 @@ def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: 
     check_folder(stored, overwrite=True)
     check_folder(stored / "new" / "folder", overwrite=False)
     (stored / "file").write_text("")
-    with pytest.raises(MissingCapabilityError, match="file/inside cannot be written: not a directory"):
+    with pytest.raises(BadInputError, match="file/inside cannot be made: a file is in its place"):
         check_folder(stored / "file" / "inside", overwrite=False)
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(MissingCapabilityError, match="cannot be written: permission denied"):

@@ -413,7 +413,7 @@ def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatc
     error = failure("allenai/Olmo-Hybird-7B")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "cannot be reached: " in error.message
-    assert "Names like it: allenai/Olmo-Hybrid-7B." in error.hint
+    assert "Similar names: allenai/Olmo-Hybrid-7B." in error.hint
 
 
 def test_a_password_in_the_endpoint_is_masked(

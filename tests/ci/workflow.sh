@@ -38,7 +38,7 @@ PLANTED=$fault play "a pull request with a regression: $fault"
 must [ "$status" -eq 1 ]
 must grep -q "^FAILED: $metric: $row: " log
 must grep -q "^::error title=ssdprof compare::${metric//%/%25}: $row: " log
-must grep -q "^The run is worse than the baseline" log
+must grep -q "^The comparison with the baseline did not pass" log
 must grep -q "FAILED: $metric: $row" "$STORE/summary.md"
 must [ -s "$STORE/artifacts/ssdprof-$job/compare.md" ]  # attached although the job failed
 if grep -q "^The run did not pass" log; then echo "the fault was to be seen in the comparison alone" >&2; exit 1; fi

@@ -106,11 +106,11 @@ def test_gates_of_the_command_line_come_before_those_of_the_file(tmp_path: Path)
 @pytest.mark.parametrize(
     ("added", "request_", "replay", "words"),
     [
-        ("answers", {}, {"cast": "fp16"}, "--cast and --answers exclude each other"),
-        ("stalls", {}, {"tensor_parallel": 2}, "--stalls and --tensor-parallel exclude each other"),
-        ("prefill", {}, {"tensor_parallel": 2}, "--prefill takes one sequence"),
-        ("answers", {"batch": 2}, {}, "--answers takes one sequence"),
-        ("prefill", {"chunked_prefill": "8k"}, {}, "--prefill takes one sequence"),
+        ("answers", {}, {"cast": "fp16"}, "--cast and --answers cannot be combined"),
+        ("stalls", {}, {"tensor_parallel": 2}, "--stalls and --tensor-parallel cannot be combined"),
+        ("prefill", {}, {"tensor_parallel": 2}, "--prefill runs one whole sequence"),
+        ("answers", {"batch": 2}, {}, "--answers runs one whole sequence"),
+        ("prefill", {"chunked_prefill": "8k"}, {}, "--prefill runs one whole sequence"),
     ],
 )
 def test_what_does_not_go_together(

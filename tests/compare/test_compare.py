@@ -22,6 +22,7 @@ from ssdprof.compare.compare import SCHEMA_FILE, compare
 from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
 from ssdprof.errors import BadInputError
+from ssdprof.report.comparison import compose
 from ssdprof.runs import document
 from ssdprof.schema import EXACT_FP32, CaseResult
 from ssdprof.schema.comparison import Comparison, Pair
@@ -207,6 +208,21 @@ def test_a_condition_that_judges_nothing_offends(compared: Callable[..., Compari
     assert [pair.verdict for pair in elsewhere.pairs] == ["only in NEW"] * 4 + ["only in BASE"] * 4
 
 
+def test_where_nothing_was_compared_nothing_passed(compared: Callable[..., Comparison]) -> None:
+    apart = compared(run(layers=(0,)), run(layers=(9,)))
+    assert (apart.passed, apart.nothing_compared) == (False, "no case is in both")
+    assert compose(apart).verdict == (
+        "FAILED: nothing was compared: no case is in both (4 only in NEW, 4 only in BASE).",
+    )
+    empty = compared(run(cases=()), run())
+    assert (empty.passed, empty.nothing_compared) == (False, "no case is in both")
+    other = compared(run(gpu=False), run(gpu=False, prompts=(make_prompt(131_072, token_sha256="00" * 32),)))
+    assert not other.passed
+    assert other.nothing_compared.startswith("other inputs: ")
+    partly = compared(run(layers=(0,)), run(layers=(0, 9)))
+    assert (partly.passed, partly.nothing_compared) == (True, "")
+
+
 def test_a_run_that_is_not_whole_offends(compared: Callable[..., Comparison]) -> None:
     part = compared(run(), run(state="partial"), "match:-0.1")
     assert offences(part) == {"match:-0.1": [": NEW is not whole: this run did not reach its end"]}
@@ -289,7 +305,7 @@ def test_the_json_keeps_to_the_published_schema(compared: Callable[..., Comparis
         ("rms@1e-3:1%", "no rms at 1e-3", "A match has a tolerance"),
         ("rms:1.2.3%", "no number", "rms:3%"),
         ("launches:-1", "does not fit launches", "launches:0"),
-        ("", "does not know ''", "There are: slower"),
+        ("", "does not know ''", "Choose from: slower"),
     ],
 )
 def test_conditions_that_cannot_be_read(text: str, complaint: str, hint: str) -> None:

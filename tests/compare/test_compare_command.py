@@ -43,6 +43,16 @@ def test_exit_code_and_rows() -> None:
     assert "unfused, exact" not in broken.err
 
 
+def test_a_gate_does_not_pass_because_nothing_was_compared() -> None:
+    folder = Path("runs/others")
+    folder.mkdir()
+    (folder / "report.json").write_text(document.dump(run(layers=(3,))))
+    for words in (("base", "others"), ("base", "others", "--json")):
+        answer = compare(*words)
+        assert answer.code == 1
+        assert answer.err == "FAILED: nothing was compared: no case is in both"
+
+
 def test_every_way_to_name_a_run(tmp_path: Path) -> None:
     base = tmp_path / "runs" / "base"
     for name in ("base", str(base), "runs/base", str(base / "report.json")):
@@ -73,6 +83,11 @@ def test_json_and_markdown() -> None:
     assert compare("base", "slow", "--json", "--format", "markdown").code == 2
 
 
+def test_a_path_is_named_as_it_is() -> None:
+    """Square brackets and colons are no markup."""
+    assert compare("base", "slow", "-o", "a [bold]b:x:.md").err == "Wrote a [bold]b:x:.md."
+
+
 def test_settings_hold_the_conditions() -> None:
     Path("ssdprof.toml").write_text('[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n')
     answer = compare("base", "slow")
@@ -89,11 +104,13 @@ def test_settings_hold_the_conditions() -> None:
         (("base", "same", "--smallest-difference", "much"), "not a percentage"),
         (("base", "same", "-o", "no/where.md"), "There is no folder"),
         (("base", "ssdprof.txt"), "not JSON"),
+        (("base", "picture.json"), "picture.json is not JSON: it is not UTF-8. hint: "),
         (("base", "cells.json"), "cells.json: The file is not a result of ssdprof bench"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], complaint: str) -> None:
     Path("ssdprof.txt").write_text("no report")
+    Path("picture.json").write_bytes(b"\x89PNG")
     Path("cells.json").write_text('{"cells": []}')
     answer = compare(*words)
     assert (answer.code, answer.out) == (2, "")

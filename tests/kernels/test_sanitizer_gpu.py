@@ -12,20 +12,31 @@ from pathlib import Path
 import pytest
 import torch
 
-TARGET = Path(__file__).with_name("sanitizer_target.py")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 KERNELS = [
-    "portable",
-    "unfused",
-    pytest.param("hopper", marks=ON_HOPPER),
-    pytest.param("hopper, uneven", marks=ON_HOPPER),
-    pytest.param("hopper, alone", marks=ON_HOPPER),
-    pytest.param("hopper, shared", marks=ON_HOPPER),
+    ("ssd", "portable"),
+    ("ssd", "unfused"),
+    pytest.param("ssd", "hopper", marks=ON_HOPPER),
+    pytest.param("ssd", "hopper, uneven", marks=ON_HOPPER),
+    pytest.param("ssd", "hopper, alone", marks=ON_HOPPER),
+    pytest.param("ssd", "hopper, shared", marks=ON_HOPPER),
+    ("gdn", "portable"),
+    ("gdn", "unfused"),
+    ("gdn", "recurrent"),
+    pytest.param("gdn", "hopper, first passes", marks=ON_HOPPER),
+    pytest.param("gdn", "hopper, leading", marks=ON_HOPPER),
+    pytest.param("gdn", "hopper, parts", marks=ON_HOPPER),
+    pytest.param("gdn", "hopper, one launch", marks=ON_HOPPER),
+    pytest.param("gdn", "hopper, slices", marks=ON_HOPPER),
 ]
 MOST = 100_000  # reports
 
 pytestmark = pytest.mark.gpu
+
+
+def target(operator: str) -> str:
+    return str(Path(__file__).with_name(f"{operator}_sanitizer_target.py"))
 
 
 def run(*command: str, **environment: str) -> str:
@@ -45,23 +56,24 @@ def run(*command: str, **environment: str) -> str:
     return said
 
 
-def sanitized(tool: str, kernel: str, *arguments: str, cases: tuple[str, ...] = ()) -> str:
+def sanitized(tool: str, operator: str, kernel: str, *arguments: str, cases: tuple[str, ...] = ()) -> str:
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     options = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", str(MOST))
-    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, str(TARGET), kernel, *cases)
+    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, target(operator), kernel, *cases)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_memory(kernel: str) -> None:
-    said = sanitized("memcheck", kernel)
+@pytest.mark.parametrize(("operator", "kernel"), KERNELS)
+def test_memory(operator: str, kernel: str) -> None:
+    said = sanitized("memcheck", operator, kernel)
     assert "ERROR SUMMARY: 0 errors" in said, said
 
 
 @pytest.mark.parametrize("kernel", ["portable", "unfused"])
-def test_races(kernel: str) -> None:
-    said = sanitized("racecheck", kernel, "--racecheck-report", "all")
+@pytest.mark.parametrize("operator", ["ssd", "gdn"])
+def test_races(operator: str, kernel: str) -> None:
+    said = sanitized("racecheck", operator, kernel, "--racecheck-report", "all")
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
 
@@ -82,7 +94,7 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     NVIDIA's release notes have false reports about mbarriers put right in 2025.4, 2026.1 and 2026.3.  What roles leave
     for each other `test_fused_hopper_emulated.py` holds, where they take turns at random.
     """
-    said = sanitized("racecheck", kernel, "--racecheck-report", "hazard", cases=(case,))
+    said = sanitized("racecheck", "ssd", kernel, "--racecheck-report", "hazard", cases=(case,))
     pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)
     assert "RACECHECK SUMMARY" in said, said
     assert len(pairs) == len(re.findall("hazard detected", said)) < MOST
@@ -90,6 +102,6 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     assert not within, said
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_launches_that_block(kernel: str) -> None:
-    run(sys.executable, str(TARGET), kernel, CUDA_LAUNCH_BLOCKING="1")
+@pytest.mark.parametrize(("operator", "kernel"), KERNELS)
+def test_launches_that_block(operator: str, kernel: str) -> None:
+    run(sys.executable, target(operator), kernel, CUDA_LAUNCH_BLOCKING="1")

@@ -101,7 +101,7 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
     assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba."
     with pytest.raises(BadInputError, match="mamba_ssm is taken as installed"):
         resolve(SSD, f"mamba_ssm={here}")
-    with pytest.raises(BadInputError, match="'fused' is no library of ssd"):
+    with pytest.raises(BadInputError, match="'fused' is not a library of ssd"):
         resolve(SSD, f"fused={here}")
 
 

@@ -61,7 +61,7 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     x = inputs.x.clone()
     x[0, :2, 0, 0], x[0, 2, 0, 0] = 1e5, 1e-9
     found, remark = cast(replace(inputs, x=x), "fp16")
-    assert remark == "Cast to fp16, some elements are not what they were: 2 of x became infinite; 1 of x became 0."
+    assert remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
     assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
@@ -109,7 +109,7 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
 def test_what_runs_the_model_itself_does_not_go_with_a_cast(option: str) -> None:
     code, _, err = run("--cast", "fp16", option)
     assert code == 2
-    assert f"--cast and {option} exclude each other" in err
+    assert f"--cast and {option} cannot be combined" in err
 
 
 def test_a_bf16_model_cast_to_fp16_is_no_fp16_model() -> None:

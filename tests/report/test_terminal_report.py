@@ -101,6 +101,10 @@ def test_a_table_that_does_not_fit_is_split_evenly_behind_its_keys():
     assert split((4, 10, 10), 1, 27) == [["0000", "1" * 10], ["0000", "2" * 10]]
 
 
+def test_a_column_that_is_too_wide_does_not_set_the_others_apart():
+    assert split((4, 5, 5, 5, 40), 1, 30) == [["0000", "1" * 5, "2" * 5, "3" * 5], ["0000", "4" * 24]]
+
+
 def test_rows_with_nothing_in_a_part_are_left_out_of_it():
     table = Table(
         title="t",
@@ -110,6 +114,35 @@ def test_rows_with_nothing_in_a_part_are_left_out_of_it():
     )
     lines = [line.split() for line in printed(terminal.SplitTable(table), 30).splitlines()]
     assert [line for line in lines if line and line[0] in ("one", "two")] == [["two", "x" * 20], ["one", "y" * 20]]
+
+
+def test_a_column_that_says_nothing_makes_no_part_of_its_own():
+    table = Table(
+        title="t",
+        headers=("name", "empty\nBASE", "empty\nNEW", "value"),
+        rows=(("one", "-", "-", "x" * 20), ("two", "-", "-", "y" * 20)),
+        align=columns(4, 0),
+    )
+    text = printed(terminal.SplitTable(table), 30)
+    assert [line.split() for line in text.splitlines() if line[:3] in ("one", "two")] == [
+        ["one", "x" * 20],
+        ["two", "y" * 20],
+    ]
+    assert "empty" not in text
+    assert "empty" in printed(terminal.SplitTable(table), 60)
+
+
+def test_no_cell_is_cut_where_not_even_a_key_and_one_column_fit():
+    table = Table(
+        title="t",
+        headers=("first name", "second name", "value"),
+        rows=(("layer 0, 64 tokens", "relaxed, bf16", "1.38e-3"),),
+        align=columns(2, 1),
+        keys=2,
+    )
+    text = printed(terminal.SplitTable(table), 30)
+    assert max(map(len, text.splitlines())) <= 30
+    assert {"layer", "0,", "64", "tokens", "relaxed,", "bf16", "1.38e-3"} <= set(text.split())
 
 
 def test_a_whole_table_keeps_such_rows():
@@ -122,4 +155,5 @@ def test_long_tables_are_cut_with_a_word_about_the_rest():
     text = printed(terminal.SplitTable(table))
     assert "59" in text
     assert "\n60" not in text
-    assert "40 more rows" in text
+    assert "40 more rows: ssdprof export --format markdown" in text
+    assert "40 more rows: --json" in printed(terminal.SplitTable(table, rest="--json"))

@@ -296,7 +296,7 @@ def test_a_measurement_has_one_recorded_report() -> None:
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("../published/fig11", "is not a published comparison", "There are: "),
+        ("../published/fig11", "is not a published comparison", "Choose from: "),
         ("scan-002", "scan-002 needs an NVIDIA GPU", "--from renders a result again without one."),
         ("fig11", "fig11 needs an NVIDIA GPU", "and --recorded takes a report that exists."),
         ("--page fig11", "--page is about all results", "Give it alone"),

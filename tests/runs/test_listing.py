@@ -93,14 +93,14 @@ def test_no_runs_are_an_empty_list(tmp_path, monkeypatch):
     assert (answer.exit_code, json.loads(answer.stdout)) == (0, [])
     answer = call()
     assert (answer.exit_code, answer.stdout) == (0, "")
-    assert "There is no run under runs." in answer.stderr
+    assert "There are no runs in runs." in answer.stderr
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer = call("nowhere")
     assert answer.exit_code == 2
-    assert "nowhere is no folder" in answer.stderr
+    assert "nowhere is not a folder" in answer.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -100,6 +101,25 @@ def test_a_first_rank_that_dies_before_its_first_case_is_no_reason_to_lose_other
     assert shared.kept == [1]
 
 
+def test_an_interrupt_does_not_keep_a_rank_that_died_from_being_named(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sends one to the other ranks, while they keep what was done."""
+    replay(shared.second, 1)
+    shared.kill_first()
+    kept = shared.second.broken_off
+
+    def interrupted(error: BaseException) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        kept(error)
+
+    monkeypatch.setattr(shared.second, "broken_off", interrupted)
+    with pytest.raises(MissingCapabilityError, match=DIED):
+        run(shared.second, 3)
+    assert shared.kept == [1, 3]
+    assert DIED in shared.report.notes
+
+
 def test_what_was_read_already_is_kept_once(shared: Shared) -> None:
     replay(shared.second, 1)
     replay(shared.first, 0)
@@ -116,7 +136,7 @@ def test_an_interrupt_of_both_keeps_what_the_second_sends_last(shared: Shared) -
         run(shared.first, 0, then=interrupt)
     shared.kill_first()
     for layers in ((), (1,)):
-        with pytest.raises(KeyboardInterrupt, match=r"^Rank 1 of 2 has sent what it had done to the first one\.$"):
+        with pytest.raises(KeyboardInterrupt, match=r"^Rank 1 of 2 has sent its results to the first one\.$"):
             run(shared.second, *layers, then=interrupt)
     assert shared.kept == [0, 1]
     assert DIED not in shared.report.notes

@@ -100,7 +100,7 @@ def test_the_first_rows_are_named_and_the_others_counted() -> None:
         ),
         (("accuracy", "--max-rms-ratio", "1.2", "--json"), 1, "GATE FAILED: max-rms-ratio 1.2: layer 0, "),
         (("accuracy", "--dtypes", "exact", "--min-match", "1e-3:99.9"), 0, ""),
-        (("accuracy", "--min-match", "1e-4:99.9"), 2, "There are: 0, 1e-3, 1e-2."),
+        (("accuracy", "--min-match", "1e-4:99.9"), 2, "Choose from: 0, 1e-3, 1e-2."),
     ],
 )
 def test_gates_on_accuracy(words: tuple[str, ...], code: int, said: str, monkeypatch: Any, tmp_path: Any) -> None:

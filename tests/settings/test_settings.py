@@ -107,7 +107,12 @@ def test_the_command_line_comes_before_the_file() -> None:
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("1e-4:99", "There are: 0, 1e-3, 1e-2"), ("99", "TOLERANCE:PERCENT"), ("1e-3:x", "1e-3:99"), ("0:101", "1e-3:99")],
+    [
+        ("1e-4:99", "Choose from: 0, 1e-3, 1e-2"),
+        ("99", "TOLERANCE:PERCENT"),
+        ("1e-3:x", "1e-3:99"),
+        ("0:101", "1e-3:99"),
+    ],
 )
 def test_a_match_that_cannot_be_read(word: str, hint: str) -> None:
     with pytest.raises(BadInputError) as caught:

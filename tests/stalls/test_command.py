@@ -80,7 +80,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_an_unknown_implementation_is_named(name: str) -> None:
     result = call("demo", "--impl", name)
     assert result.exit_code == ExitCode.BAD_INPUT
-    assert "There are: unfused, fused" in result.stderr
+    assert "Choose from: unfused, fused" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_an_own_kernel_that_ends_its_process_is_named(
     assert "A process of the profile failed (SIGSEGV)." in told
     own = word == "my_module:kernel"
     assert result.exit_code == (ExitCode.GATE_FAILED if own else ExitCode.MISSING_CAPABILITY)
-    assert ("my_module:kernel cannot be profiled." in told and "ssdprof run says" in told) == own
+    assert ("my_module:kernel cannot be profiled." in told and "'ssdprof run' shows" in told) == own
 
 
 def test_what_was_found_before_is_not_replaced_unasked(

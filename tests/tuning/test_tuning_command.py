@@ -40,7 +40,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         (["ssd", "--seq", "many"], "'many' is not a number of tokens"),
         (["ssd", "--dtype", "int8"], "does not know 'int8'"),
         (["ssd", "--out", "nowhere/found.json"], "There is no folder nowhere"),
-        (["ssd", "captures", "--shape", "mamba2-2.7b"], "go without captures"),
+        (["ssd", "captures", "--shape", "mamba2-2.7b"], "Leave out --shape"),
     ],
 )
 def test_wrong_words_are_answered_before_a_gpu_is_missed(words: list[str], complaint: str) -> None:

@@ -26,7 +26,7 @@ READING = Note(
     "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: positions with another "
     "most likely token; margin: by how much the reference preferred its own, in nats.  In brackets: 95 % intervals, "
     'from blocks of positions.  Rows that begin with "noise" show differences that no implementation causes: an '
-    "implementation whose differences are no larger cannot be told from the reference."
+    "implementation whose differences are no larger cannot be distinguished from the reference."
 )
 
 

@@ -151,7 +151,7 @@ def stalls(comparison: Comparison) -> Table | None:
             for one in comparison.stalls
         ),
         align=columns(2, 4),
-        note="Times of ncu, which do not compare with those of a run.",
+        note="Times under ncu cannot be compared with those of a run.",
         keys=2,
     )
 

@@ -21,7 +21,7 @@ _HEADERS = (
 )
 _PRECISION = "intermediates,\nstates"
 READING = Note(
-    "Device: the GPU's own time.  Call: what a Python caller waits for, launches included.  In brackets: 95 % "
+    "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  In brackets: 95 % "
     "intervals.  % of roofline: the least time in which this GPU can move the bytes "
     "and do the arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs."
 )

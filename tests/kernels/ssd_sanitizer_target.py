@@ -1,6 +1,6 @@
-"""What compute-sanitizer watches: small calls of one kernel, each compared with the oracle.
+"""What compute-sanitizer watches of SSD: small calls of one kernel, each compared with the oracle.
 
-    python sanitizer_target.py "hopper, shared" batch "n 256"
+    python ssd_sanitizer_target.py "hopper, shared" batch "n 256"
 
 All cases of a kernel run if none is named.  Inputs are made and outputs are judged on the CPU, so that
 little else is watched.  Prints "right" last.

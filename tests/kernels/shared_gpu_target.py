@@ -1,0 +1,58 @@
+"""What `test_shared_gpu.py` runs in many processes: calls that must have the bits of the first one.  Prints "right"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from fused_kernels import hopper_fine
+from gdn_hopper_cases import GDNCase
+from gdn_sanitizer_target import ONE_LAUNCH, on_the_gpu
+from ssd_cases import Case
+
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
+
+ROUNDS = 40
+Tensors = tuple[torch.Tensor, ...]
+
+
+def of_gdn(case: GDNCase, config: HopperConfig) -> Callable[[], Tensors]:
+    inputs = on_the_gpu(case.inputs())
+    launch = HopperLaunch(inputs, config)
+    return lambda: tuple(launch(inputs))
+
+
+def of_ssd() -> Callable[[], Tensors]:
+    inputs = Case(heads=80, headdim=64, dstate=128, dtype=torch.bfloat16, device="cuda", seqlen=8192).inputs()
+    return lambda: tuple(hopper_fine(inputs))
+
+
+def main() -> None:
+    slow = GDNCase(key_heads=16, heads=32, seqlen=8192, gate=-1e-4)
+    calls = {
+        "parts": of_gdn(slow, HopperConfig(segment=32, slow_parts=2, longest_first_pass=31)),
+        "first passes": of_gdn(slow, HopperConfig(segment=32)),
+        "leading": of_gdn(slow, HopperConfig(segment=32, leads=True)),
+        "one launch": of_gdn(replace(slow, batch=8, seqlen=500), ONE_LAUNCH),
+        "ssd": of_ssd(),
+    }
+    first = {name: call() for name, call in calls.items()}
+    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(ROUNDS):
+        with torch.cuda.stream(theirs):
+            for _ in range(10):
+                matrix @ matrix
+        with torch.cuda.stream(ours):
+            found = {name: call() for name, call in calls.items()}
+        torch.cuda.synchronize()
+        wrong = [name for name in calls if not all(map(torch.equal, found[name], first[name]))]
+        assert not wrong, wrong
+    print("right")
+
+
+if __name__ == "__main__":
+    main()
