@@ -13,9 +13,10 @@ from verdict_comparisons import OPERATOR, Row, inputs_of, run_of
 
 from ssdprof import kernels
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaBench, time_in_turns
+from ssdprof.measure.timing import time_in_turns
 from ssdprof.pipeline.replay import ReplayOptions, replay_layer
 from ssdprof.schema import EXACT_FP32, LayerRef, PrecisionRecord
 

@@ -26,7 +26,7 @@ from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.hopper.rings import CHUNK
 from ssdprof.kernels.ssd.hopper.segments import Segments, candidates, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.timing import CudaBench
+from ssdprof.measure.bench import CudaBench
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.drawing import DRAWING, draw
 

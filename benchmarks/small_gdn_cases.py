@@ -24,7 +24,7 @@ from ssdprof import operators
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
-from ssdprof.commands.terminal import TerminalWatcher
+from ssdprof.commands.progress_bars import TerminalWatcher
 from ssdprof.environment.present import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.files import write_text

@@ -13,9 +13,10 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaBench, time_in_turns
+from ssdprof.measure.timing import time_in_turns
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup

@@ -34,8 +34,8 @@ from verdict_comparisons import DIFFERENCE, OPERATOR, Place, Row, different, sam
 
 from ssdprof import __version__, environment
 from ssdprof.environment.machine import kernels_hash
+from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaBench
 from ssdprof.pipeline.request import COMPARED
 
 SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")

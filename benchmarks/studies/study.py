@@ -17,10 +17,11 @@ from study_result import Result, stored
 
 from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
+from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaBench, time_in_turns
+from ssdprof.measure.timing import time_in_turns
 
 Cell = TypeVar("Cell")
 T = TypeVar("T")

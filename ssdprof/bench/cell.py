@@ -10,12 +10,13 @@ from typing import Any
 from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import Judged, objection_to
 from ssdprof.bench.schema import BenchCase, ChunkTrial, Kernel
+from ssdprof.measure.bench import Bench
 from ssdprof.measure.engine import Timed, device_times, time_verified
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.statistics import median_us
-from ssdprof.measure.timing import Bench, Sampled
+from ssdprof.measure.timing import Sampled
 from ssdprof.schema import Ceilings, Launch, Speedup
 
 TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)

@@ -23,12 +23,12 @@ from ssdprof.environment.machine import kernels_hash
 from ssdprof.environment.present import require_gpu
 from ssdprof.environment.ranks import Ranks
 from ssdprof.files import uninterrupted
+from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
 from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaBench
 from ssdprof.operators.drawing import Cell, InputDType, Tokens
 from ssdprof.operators.named import Named
 from ssdprof.operators.operator import Operator

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture.sites import uses
+from ssdprof.capture.sites import is_attention
 from ssdprof.errors import BadInputError
 
 _NAME = "ssdprof_lower_right"
@@ -26,7 +26,7 @@ def lower_right_attention(model: Any) -> Iterator[None]:
 
     Only for prompts without padding.  A model without attention layers is left alone.
     """
-    if not any(uses(module, "ALL_ATTENTION_FUNCTIONS") for module in model.modules()):
+    if not any(is_attention(module) for module in model.modules()):
         yield
         return
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ssdprof import operators
-from ssdprof.capture.sites import Site, find_sites, uses
+from ssdprof.capture.sites import Site, find_sites, is_attention
 
 # What replaying a layer may hold at once, in units of its inputs: the outputs of two implementations, and the unfused
 # one's states of every chunk.
@@ -129,7 +129,7 @@ def _attention_layers(model: nn.Module, depth: int) -> list[nn.Module]:
     return [
         module
         for name, module in model.named_modules()
-        if uses(module, "ALL_ATTENTION_FUNCTIONS") and (_decoder_layer(f"{name}.") or 0) <= depth
+        if is_attention(module) and (_decoder_layer(f"{name}.") or 0) <= depth
     ]
 
 

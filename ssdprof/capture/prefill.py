@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ssdprof.capture.attention import lower_right_attention
-from ssdprof.schema.serving import split_prompt as split_prompt
+from ssdprof.schema.serving import split_prompt
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
@@ -79,7 +79,7 @@ def prefilled(
 def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
     """Feed `count` tokens, each the most probable one after those before it; returns them, (b, count).
 
-    last: the last hidden state (b, l, hidden) of the prompt.  An end-of-text token does not stop it.
+    last: what `feed` gave for the prompt; head: logits of it.  An end-of-text token does not stop it.
     """
     tokens = []
     for _ in range(count):
@@ -87,3 +87,10 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
         tokens.append(token)
         last = feed(token)
     return torch.cat(tokens, 1)
+
+
+def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
+    """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model in eval mode."""
+    with prefilled(model, ids, segment_length, goes_on=True) as (last, feed):
+        tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
+    return tokens

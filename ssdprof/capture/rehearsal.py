@@ -16,9 +16,10 @@ from ssdprof import operators
 from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layout import PromptBuffer, token_major
-from ssdprof.capture.prefill import Feed, split_prompt
+from ssdprof.capture.prefill import Feed
 from ssdprof.capture.sites import find_sites
 from ssdprof.operators import tensors
+from ssdprof.schema.serving import split_prompt
 
 _ATTENTION = "ssdprof_rehearsal"
 

@@ -78,10 +78,10 @@ def match_layers(sites: Sequence[Site], layers: Sequence[LayerRef], model_type: 
     return {layer.index: layer for layer in layers}
 
 
-def uses(module: nn.Module, name: str) -> bool:
-    """Whether the forward of `module`'s class names the global or attribute `name`."""
+def is_attention(module: nn.Module) -> bool:
+    """Whether `module` computes attention by one of transformers' functions: its class's forward names their table."""
     forward = _forward(module)
-    return forward is not None and name in forward.__code__.co_names
+    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 def _forward(module: nn.Module) -> FunctionType | None:

@@ -107,13 +107,13 @@ def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
     return NotCachedError(f"{what}, and {why}.", hint)
 
 
-def cached_models(limit: int = 20) -> list[str]:
-    """Ids of the models in the hub's cache, at most `limit` of them."""
+def cached_models() -> list[str]:
+    """Ids of the models in the hub's cache, at most 20 of them."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")[:limit]
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")[:20]
     except CacheNotFound:
         return []
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import PlacedModelOptions
 
@@ -121,17 +121,18 @@ def answers(
     from ssdprof.pipeline.answers import check
 
     if dry_run:
+        from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline.dry_run import check_placed, plan
 
         planned = plan(subject, request)
-        terminal.show_plan(planned, as_json)
+        show_plan(planned, as_json)
         check(subject, wanted)
         check_placed(planned, subject, request)
         return
     options.use_tuned(no_tuned)
     keep = Keep(out=out, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = compare(request, wanted, keep, terminal.TerminalWatcher(), subject)
+        folder, report = compare(request, wanted, keep, progress_bars.TerminalWatcher(), subject)
     if as_json:
         print(document.dump(report))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.gate_options import GateOptions
 from ssdprof.commands.grouped import grouped
 
@@ -234,7 +234,7 @@ def bench(
         command=terminal.command_line(),
     )
     told = ranks is None or ranks.first
-    watcher: Watcher = terminal.TerminalWatcher() if told else Unwatched()
+    watcher: Watcher = progress_bars.TerminalWatcher() if told else Unwatched()
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {drawn.max_tokens} tokens.")
 

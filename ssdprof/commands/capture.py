@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import ServedModelOptions
 
@@ -38,18 +38,19 @@ def capture(
     request = model.request()
     subject = find(request)
     if dry_run:
+        from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline import limits
         from ssdprof.pipeline.dry_run import check_placed, plan
 
         planned = plan(subject, request)
-        terminal.show_plan(planned, as_json)
+        show_plan(planned, as_json)
         limits.check_capture()
         check_placed(planned, subject, request)
         return
     from ssdprof.pipeline.capture import capture as store_captures  # torch comes with it
 
     folder, manifest = store_captures(
-        request, out, overwrite=force, watcher=terminal.TerminalWatcher(), subject=subject
+        request, out, overwrite=force, watcher=progress_bars.TerminalWatcher(), subject=subject
     )
     if as_json:
         from ssdprof.schema.capture import StoredCapture

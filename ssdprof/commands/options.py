@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ssdprof.commands import terminal
+from ssdprof.commands import progress_bars
 from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def use_tuned(no_tuned: bool) -> Path | None:
     """Let kernels take what was tuned on this GPU, and say so, unless the user does not want it.  The file, if any."""
     from ssdprof.tuning.use import use_saved
 
-    return None if no_tuned else use_saved(terminal.TerminalWatcher().say)
+    return None if no_tuned else use_saved(progress_bars.TerminalWatcher().say)
 
 
 def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:

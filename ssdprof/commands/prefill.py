@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import ModelOptions
 
@@ -117,7 +117,7 @@ def prefill(
     )
     try:
         with terminal.only_data_on_stdout():
-            report = time_prefills(wanted, subject, terminal.TerminalWatcher(), keep)
+            report = time_prefills(wanted, subject, progress_bars.TerminalWatcher(), keep)
     except KeyboardInterrupt:
         if not kept:
             raise KeyboardInterrupt("Nothing had been timed, and nothing is kept.") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.gate_options import GateOptions
 from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import MODEL_HELP, ServedModelOptions
@@ -162,17 +162,18 @@ def run(
 
     told = ranks is None or ranks.first  # the first rank tells
     if dry_run and told:
+        from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline.dry_run import check_placed, plan
 
         planned = plan(found, request, tensor_parallel=replay.tensor_parallel)
-        terminal.show_plan(planned, as_json)
+        show_plan(planned, as_json)
         check(found, wanted, ranks)
         check_placed(planned, found, request)
     if dry_run:
         return
     wanted = replace(wanted, gates=gates.judged_here(wanted.gates))
     tuned = options.use_tuned(no_tuned)
-    watcher = terminal.TerminalWatcher() if told else Unwatched()
+    watcher = progress_bars.TerminalWatcher() if told else Unwatched()
     with terminal.only_data_on_stdout():
         folder, report = run_model(request, wanted, result.keep(), watcher, found=found, ranks=ranks)
     if not told:
@@ -196,7 +197,7 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
 
     try:
         with terminal.only_data_on_stdout():
-            return prefill_of_run(request, smallest_difference, folder, report, terminal.TerminalWatcher())
+            return prefill_of_run(request, smallest_difference, folder, report, progress_bars.TerminalWatcher())
     except SsdprofError as error:
         terminal.err().print(f"No prefill times: {error.message}  {error.hint}")
         return report
@@ -211,7 +212,7 @@ def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Pat
     from ssdprof.report import terminal as tables
 
     try:
-        found = profile_run(request, folder, report, terminal.TerminalWatcher(), tuned=tuned)
+        found = profile_run(request, folder, report, progress_bars.TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
         terminal.err().print(f"No stalls: {error.message}  {error.hint}")
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.grouped import grouped
 
 
@@ -118,7 +118,7 @@ def stalls(
             tuned=options.use_tuned(no_tuned),
             command=terminal.command_line(),
         )
-        folder, report = profile(request, terminal.TerminalWatcher())
+        folder, report = profile(request, progress_bars.TerminalWatcher())
     if markdown is not None:
         stall_files.write_markdown(markdown, report, replace=force)
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import options, progress_bars, terminal
 from ssdprof.commands.grouped import grouped
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneR
     from ssdprof.tuning import store
     from ssdprof.tuning.run import tune as search
 
-    watcher = terminal.TerminalWatcher()
+    watcher = progress_bars.TerminalWatcher()
 
     def keep(report: TuneReport) -> None:
         store.keep(report.environment, report.outcomes[-1:])

@@ -17,12 +17,13 @@ import numpy as np
 
 from ssdprof.measure.accuracy import Candidate, Comparison, compare
 from ssdprof.measure.attempt import Attempt
+from ssdprof.measure.bench import Bench, Recording
 from ssdprof.measure.call import Call
 from ssdprof.measure.faults import blaming, refuse_if_lost
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples
-from ssdprof.measure.timing import Bench, Recording, Sampled, time_in_turns
+from ssdprof.measure.timing import Sampled, time_in_turns
 from ssdprof.operators.operator import Output
 
 K = TypeVar("K")

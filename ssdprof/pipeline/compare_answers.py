@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssdprof.capture.greedy import greedy
 from ssdprof.capture.head import hidden_states, logits
+from ssdprof.capture.prefill import greedy
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.errors import MissingCapabilityError

@@ -13,6 +13,7 @@ from ssdprof.environment.memory import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.measure.faults import first_line
 from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 
@@ -102,6 +103,6 @@ def memory_errors() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise MissingCapabilityError(
-            f"{device()} ran out of memory: {str(error).splitlines()[0]}",
+            f"{device()} ran out of memory: {first_line(error)}",
             "Use a shorter --seq, a shorter --segment, or --layers first:N with fewer layers.",
         ) from error

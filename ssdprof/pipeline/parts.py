@@ -10,7 +10,7 @@ from typing import Any, get_args
 from torch import nn
 
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.sites import Site, uses
+from ssdprof.capture.sites import Site, is_attention
 from ssdprof.capture.surroundings import CONVOLUTION, gated_norms
 from ssdprof.measure.gpu_trace import Work, marked
 from ssdprof.pipeline.substitute import Compute
@@ -71,7 +71,7 @@ def _part(name: PartName, work: Sequence[Work]) -> PartTime:
 
 def _modules(model: nn.Module, sites: Sequence[Site]) -> dict[PartName, list[nn.Module]]:
     mixers = [site.mixer for site in sites]
-    attention = [module for module in model.modules() if uses(module, "ALL_ATTENTION_FUNCTIONS")]
+    attention = [module for module in model.modules() if is_attention(module)]
     return {
         "mixer": list(dict.fromkeys(mixers)),
         "gated norm": list(dict.fromkeys(norm for site in sites for norm in gated_norms(site))),

@@ -13,7 +13,6 @@ import torch
 
 from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.memory import SEGMENT_LENGTHS
-from ssdprof.capture.prefill import split_prompt
 from ssdprof.capture.rehearsal import rehearse
 from ssdprof.checkpoint.definition import quiet_transformers
 from ssdprof.checkpoint.fetched import LocalCheckpoint, meta_model
@@ -27,6 +26,7 @@ from ssdprof.pipeline import limits
 from ssdprof.quantities import size_words
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Held, Placement, PlacementKind
+from ssdprof.schema.serving import split_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,9 +20,9 @@ from ssdprof.capture.surroundings import BundledSurroundings
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import installed_version
 from ssdprof.environment.present import require_gpu
+from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.gpu_trace import traced
 from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
-from ssdprof.measure.timing import CudaBench
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.lineup import Lineup, line_up

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result
-from ssdprof.capture.prefill import prefill, split_prompt
+from ssdprof.capture.prefill import prefill
 from ssdprof.capture.sites import Site
 from ssdprof.capture.surroundings import BundledSurroundings
 from ssdprof.errors import BadInputError
@@ -23,6 +23,7 @@ from ssdprof.pipeline.parts import marking, parts_marked
 from ssdprof.pipeline.substitute import Compute, substituted
 from ssdprof.schema import LayerRef, PrecisionRecord
 from ssdprof.schema.prefill import Surroundings
+from ssdprof.schema.serving import split_prompt
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,11 +9,11 @@ from contextlib import suppress
 import torch
 
 from ssdprof.capture.intercept import OperatorCall, Result
+from ssdprof.measure.bench import Bench
 from ssdprof.measure.call import call_of
 from ssdprof.measure.engine import device_times
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.statistics import median_us
-from ssdprof.measure.timing import Bench
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_found import Found, judging
 from ssdprof.pipeline.step_clock import StepClock

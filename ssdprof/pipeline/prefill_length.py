@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.measure.bench import Bench
 from ssdprof.measure.faults import blaming
 from ssdprof.measure.gpu_trace import Trace, work
 from ssdprof.measure.memory import forget_peak, peak_bytes
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.timing import Bench
 from ssdprof.pipeline.parts import part_times
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_found import Found, case_of, compared, judging

@@ -14,6 +14,7 @@ from ssdprof import kernels, operators
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.measure.accuracy import Comparison
 from ssdprof.measure.attempt import Attempt, attempt
+from ssdprof.measure.bench import Bench, CudaBench
 from ssdprof.measure.caller import Caller
 from ssdprof.measure.cases import Case, Group, batches_of, groups_of
 from ssdprof.measure.engine import Timed, Verified, objection, time_verified, verify
@@ -22,7 +23,6 @@ from ssdprof.measure.memory import outputs_that_fit
 from ssdprof.measure.rehearsal import Rehearsals
 from ssdprof.measure.roofline import roofline
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Bench, CudaBench
 from ssdprof.operators import tensors
 from ssdprof.operators.named import Roster
 from ssdprof.pipeline.request import COMPARED

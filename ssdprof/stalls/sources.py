@@ -24,7 +24,6 @@ class Sources:
     One that was not recorded with it is taken from the installed package, if it is of this package and the lines that
     are known of it are the same there.
 
-    known: other libraries' files, by their hash.
     unlabelled: files with kernels of unknown stages that were asked for, by name.
     """
 
@@ -32,11 +31,10 @@ class Sources:
         self,
         recorded: Mapping[str, str],
         excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
-        known: Mapping[str, KnownSource] | None = None,
-    ):
+    ) -> None:
         self._recorded = recorded
         self._excerpts = excerpts
-        self._known = _all_known() if known is None else known
+        self._known = _all_known()  # other libraries' files, by their hash
         self._files: dict[str, SourceFile | None] = {}
         self.not_recorded: set[str] = set()
         self.unlabelled: set[str] = set()

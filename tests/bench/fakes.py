@@ -18,10 +18,10 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.bench import CaptureError, Recording
 from ssdprof.measure.call import Run
 from ssdprof.measure.occupancy import Limits
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CaptureError, Recording
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.named import Named
 from ssdprof.operators.ssd.drawing import draw

@@ -15,12 +15,13 @@ from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CaptureSummary, capture_layers
-from ssdprof.capture.layout import PromptBuffer, tensors, token_major
+from ssdprof.capture.layout import PromptBuffer, token_major
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.operators.tensors import tensors
 from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 

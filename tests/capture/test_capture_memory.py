@@ -11,12 +11,12 @@ import transformers as tf
 
 from ssdprof.capture.footprint import Footprint, capture_bytes_per_token, decoder_layer_bytes, footprint
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.layout import tensors
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import find_sites
 from ssdprof.environment import memory
 from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.operators.tensors import tensors
 from ssdprof.quantities import size_words
 
 GIB = 2**30

@@ -18,11 +18,11 @@ import torch
 
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.layout import tensors
 from ssdprof.capture.manifest import MANIFEST, is_capture
 from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.tensors import tensors
 from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt
 
 LENGTH = 50

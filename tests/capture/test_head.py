@@ -6,8 +6,8 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.greedy import greedy
 from ssdprof.capture.head import hidden_states, logits
+from ssdprof.capture.prefill import greedy
 from ssdprof.capture.prompt_run import PromptRun
 from ssdprof.capture.sites import find_sites
 

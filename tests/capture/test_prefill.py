@@ -8,9 +8,10 @@ import torch
 
 from ssdprof.capture.attention import lower_right_attention
 from ssdprof.capture.intercept import intercept
-from ssdprof.capture.prefill import prefill, split_prompt
+from ssdprof.capture.prefill import prefill
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
+from ssdprof.schema.serving import split_prompt
 
 FP32_ROUNDING = 5e-5
 

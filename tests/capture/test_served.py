@@ -13,11 +13,12 @@ from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layers import CaptureSummary, capture_layers
-from ssdprof.capture.layout import packed, tensors
+from ssdprof.capture.layout import packed
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.tensors import tensors
 from ssdprof.schema import Prompt, Serving
 
 LENGTH = 50

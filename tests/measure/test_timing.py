@@ -14,8 +14,10 @@ import torch
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import faults
+from ssdprof.measure.bench import WARM_CALLS, CaptureError, CudaBench, Recording
+from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import WARM_CALLS, CaptureError, CudaBench, Recording, Run, Sampled, time_in_turns
+from ssdprof.measure.timing import Sampled, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds

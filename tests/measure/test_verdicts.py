@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.bench import Recording
+from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import ratio_interval
-from ssdprof.measure.timing import Recording, Run, time_in_turns
+from ssdprof.measure.timing import time_in_turns
 from ssdprof.schema import Speedup
 
 PLACEMENT = 0.003  # standard deviation, of a recording

@@ -19,8 +19,7 @@ from ssdprof.operators.ssd.peers import PEERS
 from ssdprof.pipeline import prefill
 from ssdprof.pipeline.lineup import line_up
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
-from ssdprof.pipeline.replay import COMPARED
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Unwatched
 from ssdprof.runs.record import draft
 from ssdprof.schema import EXACT_FP32, Asked, Gates, PrecisionRecord, Prompt

@@ -16,8 +16,9 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure import engine
+from ssdprof.measure.bench import Recording
+from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Recording, Run
 from ssdprof.pipeline import replay
 from ssdprof.pipeline.replay import LayerReplay, ReplayOptions, replay_layer
 from ssdprof.pipeline.request import STATE_DTYPES

@@ -13,7 +13,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.measure import faults
-from ssdprof.measure.timing import Recording
+from ssdprof.measure.bench import Recording
 from ssdprof.operators.ssd.tuning.settings import config_of
 from ssdprof.tuning.records import Outcome, Trial
 from ssdprof.tuning.search import DECIDING, SCREENING, Problem, search

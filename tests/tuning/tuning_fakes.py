@@ -17,8 +17,8 @@ from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.bench import CaptureError, Recording
 from ssdprof.measure.call import Run
-from ssdprof.measure.timing import CaptureError, Recording
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.drawing import draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD

@@ -1,4 +1,4 @@
-"""The clocks of the study's source.  Ours is ssdprof.measure.timing: a cold L2, calls and replays apart, in turns."""
+"""The clocks of the study's source.  Ours is ssdprof.measure.bench: a cold L2, calls and replays apart, in turns."""
 
 from __future__ import annotations
 

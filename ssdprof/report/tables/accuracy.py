@@ -61,19 +61,19 @@ def match(group: Group, implementation: str, tensor: TensorName) -> Table | None
     )
 
 
-def by_layer(group: Group, implementation: str, tensor: TensorName = "out") -> Table | None:
-    """RMS error against fp64, one row per layer: which layer is the worst?"""
-    series = tuple(s for s in group.series(implementation) if pool(s.cases, tensor, vs_oracle))
+def by_layer(group: Group, implementation: str) -> Table | None:
+    """RMS error of the output against fp64, one row per layer: which layer is the worst?"""
+    series = tuple(s for s in group.series(implementation) if pool(s.cases, "out", vs_oracle))
     if not series:
         return None
     rows = []
     for layer in group.layers:
         own = [[case for case in s.cases if case.layer.index == layer.index] for s in series]
-        cells = [pool(cases, tensor, vs_oracle) for cases in own]
-        limit = pool((case for cases in own for case in cases), tensor, floor)
+        cells = [pool(cases, "out", vs_oracle) for cases in own]
+        limit = pool((case for cases in own for case in cases), "out", floor)
         rows.append((str(layer.index), *(fmt.small(p.rms_ratio if p else None) for p in (*cells, limit))))
     return Table(
-        title=f"Rms error of {implementation}'s {_SHOWN[tensor]} against fp64 in each layer {group.where}",
+        title=f"Rms error of {implementation}'s {_SHOWN['out']} against fp64 in each layer {group.where}",
         headers=("layer", *(_header(s.precision) for s in series), "floor"),
         rows=tuple(rows),
         align=columns(0, len(series) + 2),
