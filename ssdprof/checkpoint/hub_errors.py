@@ -109,11 +109,12 @@ def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
 
 def cached_models() -> list[str]:
     """Ids of the models in the hub's cache, at most 20 of them."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")[:20]
+        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        return sorted(repo.repo_id for repo in found if repo.repo_type == "model")[:20]
     except CacheNotFound:
         return []
 
