@@ -118,7 +118,7 @@ def check_target(file: Path, *, replace: bool) -> None:
     if file.is_file() or not file.exists():
         check_writable(file.parent)
     if file.is_file() and not replace:
-        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name with -o.")
+        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name.")
 
 
 def check_writable(folder: Path) -> None:

@@ -399,7 +399,7 @@ def test_a_disk_too_full_for_the_manifest(tmp_path: Path, mamba2: list[CapturedL
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MissingCapabilityError, match="file/inside cannot be written"), writer(tmp_path / "file/inside"):
+    with pytest.raises(BadInputError, match="file/inside cannot be made"), writer(tmp_path / "file/inside"):
         pass
 
 

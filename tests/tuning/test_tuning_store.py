@@ -10,7 +10,7 @@ import pytest
 import torch
 from tuning_fakes import GPU, environment, outcome
 
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd import tuned
 from ssdprof.schema import EXACT_FP32
 from ssdprof.stalls import collect
@@ -144,7 +144,7 @@ def test_a_relative_cache_folder_does_not_count(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.parent.write_text("a file where a folder should be")
-    with pytest.raises(MissingCapabilityError, match="cannot be written"):
+    with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
         store.keep(environment(), [outcome()])
 
 
