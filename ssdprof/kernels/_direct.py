@@ -1,8 +1,8 @@
 """Launching a compiled kernel by the CUDA driver itself, with parameters that stay where they are.
 
 Triton's launcher encodes every descriptor again and takes some eighty Python objects apart, at each launch: on the host
-that is most of what a launch costs.  Here a launch writes the addresses of its tensors into the kernel's parameters;
-everything else was written after the first launch, which is Triton's.
+that is most of what a launch costs.  Here a launch writes the addresses of its tensors into the kernel's parameters.
+Triton encodes a descriptor once for each address.  All else is written after the first launch, which is Triton's.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 
 _WARP = 32
-_MAP_DTYPE = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
-_MAP_L2_PROMOTION = 2  # 128 bytes, as Triton encodes descriptors
+_MOST_ENCODED = 256  # kept of each descriptor: as many as there are layers, and more
+_SCRATCH = 2  # addresses of memory for Triton's own use, at the end of the parameters
+_SLOT = 8  # bytes of a parameter that is not a descriptor
+
+Address = ctypes.c_uint64
+SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 class Map(ctypes.Structure):
@@ -27,9 +30,16 @@ class Map(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
-Address = ctypes.c_uint64
-SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-Field = tuple[Any, Any]  # a parameter's type; a number, a tensor's place among those of a launch, or what a map is of
+class Field(NamedTuple):
+    """A parameter of a kernel.
+
+    value: of a number; place: of a tensor or descriptor among those of a launch; meta: of a descriptor, Triton's
+    """
+
+    kind: Any
+    value: int | float = 0
+    place: int = -1
+    meta: dict[str, Any] | None = None
 
 
 class Driver:
@@ -44,10 +54,6 @@ class Driver:
         pointer, uint = ctypes.c_void_p, ctypes.c_uint
         self.launch = library.cuLaunchKernel
         self.launch.argtypes = [pointer, *[uint] * 7, *[pointer] * 3]
-        self.encode = library.cuTensorMapEncodeTiled
-        self.encode.argtypes = [pointer, uint, uint, *[pointer] * 5, *[uint] * 4]
-        self.replace_address = library.cuTensorMapReplaceAddress
-        self.replace_address.argtypes = [pointer, pointer]
         self.parameter = library.cuFuncGetParamInfo
         self.parameter.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
 
@@ -62,31 +68,26 @@ def cuda_driver() -> Driver | None:
 
 
 class DirectLaunch:
-    """A compiled kernel and its parameters: all but the addresses of tensors and of what descriptors are over.
-
-    Raises ValueError if a descriptor cannot be encoded.
-    """
+    """A compiled kernel and its parameters: all but the addresses of tensors and of what descriptors are over."""
 
     def __init__(self, driver: Driver, compiled: Any, fields: Sequence[Field]) -> None:
         self._driver, self._function = driver, compiled.function
         self._threads, self._shared_bytes = _WARP * compiled.metadata.num_warps, compiled.metadata.shared
         self._lock = Lock()
-        self._memory = ctypes.create_string_buffer((len(fields) + 1) * ctypes.sizeof(Map))
-        begin = -ctypes.addressof(self._memory) % ctypes.sizeof(Map)
+        self._memory = ctypes.create_string_buffer(len(fields) * _SLOT)
         self._parameters = (ctypes.c_void_p * len(fields))()
         self._pointers: list[tuple[int, Any]] = []
-        self._maps: list[tuple[int, int, Any]] = []  # place, where it lies, what it is over
-        for i, (kind, value) in enumerate(fields):
-            parameter = kind.from_buffer(self._memory, begin + i * ctypes.sizeof(Map))
-            self._parameters[i] = where = ctypes.addressof(parameter)
-            if kind is Map:
-                place, descriptor, meta = value
-                _encode(driver, where, descriptor, meta)
-                self._maps.append((place, where, Address(descriptor.base.data_ptr())))
-            elif kind is Address:
-                self._pointers.append((value, parameter))
+        self._descriptors: list[tuple[int, int, _Encoded]] = []
+        for number, field in enumerate(fields):
+            if field.meta is not None:
+                self._descriptors.append((number, field.place, _Encoded(field.meta)))
+                continue
+            parameter = field.kind.from_buffer(self._memory, number * _SLOT)
+            self._parameters[number] = ctypes.addressof(parameter)
+            if field.place >= 0:
+                self._pointers.append((field.place, parameter))
             else:
-                parameter.value = value
+                parameter.value = field.value
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
         """False if nothing was launched: Triton's launcher is to do it, and to say what is wrong."""
@@ -97,15 +98,46 @@ class DirectLaunch:
         with self._lock:
             for place, parameter in self._pointers:
                 parameter.value = tensors[place].data_ptr()
-            for place, encoded, known in self._maps:
-                address = tensors[place].base.data_ptr()
-                if address != known.value:
-                    if self._driver.replace_address(encoded, address):
-                        return False
-                    known.value = address
+            for number, place, encoded in self._descriptors:
+                self._parameters[number] = encoded.of(tensors[place])
             return not self._driver.launch(
                 self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, self._parameters, None
             )
+
+
+class _Encoded:
+    """What Triton encoded of one descriptor, over different addresses."""
+
+    def __init__(self, meta: dict[str, Any]) -> None:
+        self._meta = meta
+        self._kept: dict[int, tuple[int, Any]] = {}
+
+    def of(self, descriptor: Any) -> int:
+        """Where the encoded descriptor lies."""
+        address = descriptor.base.data_ptr()
+        found = self._kept.get(address)
+        if found is None:
+            if len(self._kept) >= _MOST_ENCODED:
+                self._kept.clear()
+            encoded = encode(descriptor, self._meta)
+            found = self._kept[address] = (_map_in(encoded), encoded)
+        return found[0]
+
+
+def encode(descriptor: Any, meta: dict[str, Any]) -> Any:
+    """Triton's object with the encoded descriptor."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg as make
+
+    unused = [None] * (make.__code__.co_argcount - 2)  # from Triton 3.9 on
+    return make(descriptor, meta, *unused)[0]
+
+
+def _map_in(encoded: Any) -> int:
+    """Where the map lies that Triton's object ends with.  ValueError if that is no place for one."""
+    where = id(encoded) + type(encoded).__basicsize__ - ctypes.sizeof(Map)
+    if type(encoded).__name__ != "PyCUtensorMap" or where <= id(encoded) or where % 64:
+        raise ValueError("no encoded descriptor")
+    return int(where)
 
 
 def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any]) -> DirectLaunch | None:
@@ -122,9 +154,15 @@ def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any
             return None
         fields = list(_fields(compiled, (*tensors, *constants)))
         sizes = _sizes(driver, compiled.function)
-        fields += [(ctypes.c_int64, 0)] * (len(sizes) - len(fields))  # Triton's scratch memory, of which there is none
-        return DirectLaunch(driver, compiled, fields) if [ctypes.sizeof(kind) for kind, _ in fields] == sizes else None
-    except (AttributeError, KeyError, IndexError, ValueError):  # another version of Triton keeps it elsewhere
+        scratch = len(sizes) - len(fields)
+        fields += [Field(Address)] * scratch  # of which there is none
+        if scratch > _SCRATCH or [ctypes.sizeof(field.kind) for field in fields] != sizes:
+            return None
+        for field in fields:
+            if field.meta is not None:
+                _map_in(encode(tensors[field.place], field.meta))
+        return DirectLaunch(driver, compiled, fields)
+    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):  # of another version of Triton
         return None
 
 
@@ -143,13 +181,13 @@ def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
             for one, part in zip(kind, value, strict=True):
                 yield from of(one, part, place)
         elif kind.startswith("tensordesc"):
-            yield Map, (place, value, metas.pop(0))
-            yield from ((ctypes.c_int32, size) for size in value.shape)
-            yield from ((ctypes.c_int64, stride) for stride in value.strides)
+            yield Field(Map, place=place, meta=metas.pop(0))
+            yield from (Field(ctypes.c_int32, size) for size in value.shape)
+            yield from (Field(ctypes.c_int64, stride) for stride in value.strides)
         elif kind.startswith("*"):
-            yield Address, place
+            yield Field(Address, place=place)
         elif kind != "constexpr":
-            yield SCALARS[kind], value
+            yield Field(SCALARS[kind], value)
 
     kinds = compiled.src.signature.values()
     for place, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
@@ -163,23 +201,6 @@ def _sizes(driver: Driver, function: int) -> list[int]:
     while driver.parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
         found.append(size.value)
     return found
-
-
-def _encode(driver: Driver, encoded: int, descriptor: Any, meta: dict[str, Any]) -> None:
-    """As Triton does: dimensions from the innermost on, no stride for that one."""
-    if meta["fp4_padded"] or descriptor.padding != "zero":
-        raise ValueError("a descriptor that this package does not make")
-    rank = len(descriptor.shape)
-    sizes = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
-    strides = (ctypes.c_uint64 * rank)(*(meta["elem_size"] * stride for stride in descriptor.strides[-2::-1]))
-    block = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
-    ones = (ctypes.c_uint32 * rank)(*[1] * rank)
-    status = driver.encode(
-        encoded, _MAP_DTYPE[descriptor.base.dtype], rank, descriptor.base.data_ptr(), sizes, strides, block, ones,
-        0, meta["swizzle"], _MAP_L2_PROMOTION, 0,
-    )  # fmt: skip
-    if status:
-        raise ValueError(f"cuTensorMapEncodeTiled: {status}")
 
 
 def _hooked() -> bool:

@@ -15,10 +15,13 @@ STAGES = {
     "masked": "caller",
 }
 
-# later versions of Triton have other names for these: the barrier of a role's threads, copies by the copy engine
+# later versions of Triton have other names for these: the barrier of a role's threads, copies by the copy engine, and
+# shared memory by another layout
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_descriptor = gl.shared_memory_descriptor
+reinterpret = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
 
 
 @gluon.constexpr_function

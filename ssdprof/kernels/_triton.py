@@ -54,7 +54,8 @@ def in_units(strides, UNIT: tl.constexpr):
         known = ()
         for axis in tl.static_range(len(strides) - 1):
             known = known + (strides[axis] // UNIT * UNIT,)
-        return known + (strides[len(strides) - 1],)
+        last = strides[len(strides) - 1] + tl.zeros([], tl.int32)  # Triton 3.9 returns no constant in a new tuple
+        return known + (last,)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels import _direct
-from ssdprof.kernels._direct import DirectLaunch, direct_launch
+from ssdprof.kernels._direct import DirectLaunch, Map, direct_launch
 from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels._tiles import Rows
 
@@ -29,13 +29,12 @@ CONSTANTS = ((7, 1, 1 << 40), 0.5, 64)
 
 @dataclass
 class FakeDriver:
-    """Has a status for each function, and keeps what it is called with."""
+    """Has a status for launches, and keeps what it is called with."""
 
     sizes: list[int] = field(default_factory=lambda: list(SIZES))
-    launch_status: int = 0
-    address_status: int = 0
+    status: int = 0
     launches: list[tuple[Any, ...]] = field(default_factory=list)
-    encoded: list[tuple[Any, ...]] = field(default_factory=list)
+    encoded: list[int] = field(default_factory=list)
 
     def parameter(self, _function: int, index: int, offset: Any, size: Any) -> int:
         if index >= len(self.sizes):
@@ -43,16 +42,11 @@ class FakeDriver:
         offset._obj.value, size._obj.value = 0, self.sizes[index]
         return 0
 
-    def encode(self, where: int, *arguments: Any) -> int:
-        assert where % 64 == 0
-        self.encoded.append(tuple(list(one) if isinstance(one, ctypes.Array) else one for one in arguments))
-        _direct.Map.from_address(where).words[0] = arguments[2]
-        return 0
-
-    def replace_address(self, where: int, address: int) -> int:
-        if not self.address_status:
-            _direct.Map.from_address(where).words[0] = address
-        return self.address_status
+    def encode(self, descriptor: TensorDescriptor, meta: dict[str, Any]) -> Map:
+        """In the place of Triton's: a map that begins with the address."""
+        assert meta == META
+        self.encoded.append(descriptor.base.data_ptr())
+        return Map((ctypes.c_uint64 * 16)(self.encoded[-1]))
 
     def launch(self, *arguments: Any) -> int:
         *numbers, parameters, extra = arguments
@@ -60,7 +54,7 @@ class FakeDriver:
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64, 128: ctypes.c_int64}
         values = [kinds[size].from_address(where).value for size, where in zip(self.sizes, parameters, strict=True)]
         self.launches.append((*numbers, values))
-        return self.launch_status
+        return self.status
 
 
 class Compiled:
@@ -85,6 +79,8 @@ class Compiled:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(_direct, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(_direct, "encode", fake.encode)
+    monkeypatch.setattr(_direct, "_map_in", ctypes.addressof)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _device: STREAM)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return fake
@@ -113,15 +109,26 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver) -> No
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
 
 
-def test_a_descriptor_is_encoded_once_as_triton_does(driver: FakeDriver) -> None:
-    """Dimensions from the innermost on; bf16 is 9, and 128 bytes are brought into L2 at once."""
-    first = tensors()
-    launch = prepared(first)
-    launch(1, tensors())
-    (encoded,) = driver.encoded
-    dtype, rank, _, sizes, strides, block, ones, *rest = encoded
-    assert (dtype, rank, sizes, strides[:1], block, ones) == (9, 2, [64, 16], [128], [64, 8], [1, 1])
-    assert rest == [0, 3, 2, 0]
+def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as not too many are kept."""
+    kept = [tensors() for _ in range(3)]
+    addresses = [one[0].base.data_ptr() for one in kept]
+    launch = prepared(kept[0])
+    driver.encoded.clear()
+    for _ in range(3):
+        assert all(launch(1, one) for one in kept)
+    assert driver.encoded == addresses
+    assert [values[0] for *_, values in driver.launches] == 3 * addresses
+    monkeypatch.setattr(_direct, "_MOST_ENCODED", 3)
+    other = tensors()
+    assert launch(1, other)
+    assert launch(1, kept[0])
+    assert driver.encoded == [*addresses, other[0].base.data_ptr(), addresses[0]]
+
+
+def test_only_tritons_object_holds_a_map() -> None:
+    with pytest.raises(ValueError, match="no encoded descriptor"):
+        _direct._map_in(Map())
 
 
 def test_triton_launches_what_somebody_watches(driver: FakeDriver) -> None:
@@ -136,24 +143,21 @@ def test_triton_launches_what_somebody_watches(driver: FakeDriver) -> None:
     assert launch(1, tensors())
 
 
-@pytest.mark.parametrize("status", ["launch_status", "address_status"])
-def test_triton_launches_what_the_driver_refuses(driver: FakeDriver, status: str) -> None:
+def test_triton_launches_what_the_driver_refuses(driver: FakeDriver) -> None:
     """And then says why."""
-    first, kept = tensors(), tensors()
-    launch = prepared(first)
-    setattr(driver, status, 700)
-    assert not launch(1, kept)
-    setattr(driver, status, 0)
-    assert launch(1, kept)
-    assert driver.launches[-1][-1][0] == kept[0].base.data_ptr()
+    ours = tensors()
+    launch = prepared(ours)
+    driver.status = 700
+    assert not launch(1, ours)
+    driver.status = 0
+    assert launch(1, ours)
 
 
 @pytest.mark.parametrize(
     "unusual",
     [
         dict(num_ctas=2), dict(launch_cooperative_grid=True), dict(launch_pdl=True), dict(global_scratch_size=8),
-        dict(profile_scratch_size=8), dict(tensordesc_meta=None), dict(tensordesc_meta=[META | {"fp4_padded": True}]),
-        dict(tensordesc_meta=[{}]),
+        dict(profile_scratch_size=8), dict(tensordesc_meta=None),
     ],
     ids=str,
 )  # fmt: skip
@@ -162,7 +166,7 @@ def test_only_triton_launches_with_what_this_package_does_not_use(driver: FakeDr
     assert not driver.launches
 
 
-@pytest.mark.parametrize("sizes", [SIZES[:-3], [*SIZES, 4], [64, *SIZES[1:]]], ids=len)
+@pytest.mark.parametrize("sizes", [SIZES[:-3], [*SIZES, 4], [*SIZES, 8], [64, *SIZES[1:]]], ids=str)
 def test_only_triton_launches_a_kernel_with_other_parameters(driver: FakeDriver, sizes: list[int]) -> None:
     driver.sizes = sizes
     assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
@@ -204,7 +208,7 @@ def test_a_launcher_leaves_the_first_launch_and_refused_ones_to_triton(driver: F
     launcher(4, *tensors())
     assert [numbers[1] for numbers in driver.launches] == [4]
     assert not kernel.compiled.launched
-    driver.launch_status = 1
+    driver.status = 1
     ours = tensors()
     launcher(5, *ours)
     assert kernel.compiled.launched == [((5, 1, 1), *ours, *CONSTANTS)]

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import async_load, async_store, product_layout, role_barrier
+from ssdprof.kernels._gluon import async_load, async_store, product_layout, reinterpret, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.decays import log2_decays, sums
 from ssdprof.kernels.gdn.hopper.inverse import (
@@ -189,7 +189,7 @@ def _prep_kernel(
             mbarrier.expect(q_full, 2 * CHUNK * DIM)
             async_load(q_desc, where, q_full, q.reshape([1, 1, CHUNK, DIM]))
         all_betas = gl.allocate_shared_memory(gl.float32, [ROWS * CHUNK], vector)
-        betas = all_betas._reinterpret(gl.float32, [ROWS, CHUNK], vector)
+        betas = reinterpret(all_betas, gl.float32, [ROWS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)

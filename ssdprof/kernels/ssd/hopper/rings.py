@@ -28,8 +28,13 @@ Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
+
+from ssdprof.kernels._gluon import async_load as async_load
+from ssdprof.kernels._gluon import async_store as async_store
+from ssdprof.kernels._gluon import reinterpret as reinterpret
+from ssdprof.kernels._gluon import role_barrier as role_barrier
 
 CHUNK = gl.constexpr(64)  # rows of one matrix instruction
 SLICE = gl.constexpr(64)  # of P: likewise
@@ -104,15 +109,6 @@ class Shared:
         self.written, self.unwritten = written, unwritten
         self.RING, self.SCORE_RING = gl.constexpr(RING), gl.constexpr(SCORE_RING)
         self.HALVES, self.UNITS = gl.constexpr(HALVES), gl.constexpr(2 // HALVES)
-
-
-# what later versions of Triton renamed: the barrier of a role's threads, copies by the copy engine, shared memory by
-# another layout
-role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-descriptor = gl.shared_memory_descriptor
-reinterpret = descriptor.reinterpret if hasattr(descriptor, "reinterpret") else descriptor._reinterpret
 
 
 @gluon.constexpr_function
