@@ -1,7 +1,8 @@
 """Launching a kernel again without looking for its compiled form again.
 
 Triton finds it by the type, the alignment and the value of every argument, at every launch; on the host that is most of
-what a launch costs.  Where all of them are known to be as they were, what Triton returned the first time is launched.
+what a launch costs.  Where all of them are known to be as they were, what Triton returned the first time is launched,
+by `_direct.py` if that is possible.
 """
 
 from __future__ import annotations
