@@ -51,11 +51,9 @@ class Source:
     lanes: int
 
     @classmethod
-    def of(
-        cls, *launches: ModuleType, files: tuple[str, ...], lanes: int, shared: tuple[str, ...] = ()
-    ) -> Source:  # fmt: skip
+    def of(cls, *launches: ModuleType, files: tuple[str, ...], lanes: int) -> Source:
         package = launches[0].__name__.rpartition(".")[0]
-        return cls(launches, (*shared, *(f"{package}.{file}" for file in files)), lanes)
+        return cls(launches, ("ssdprof.kernels._gluon", *(f"{package}.{file}" for file in files)), lanes)
 
 
 SSD = Source.of(
@@ -73,7 +71,6 @@ GDN = Source.of(
         "role_scores", "role_stores", "role_states", "role_copies", "hopper_kernel",
     ),
     lanes=1,
-    shared=("ssdprof.kernels._gluon",),
 )  # fmt: skip
 
 
