@@ -36,7 +36,7 @@ from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printab
 
 INTERNAL_ERROR = 70  # never to be taken for a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
-_USAGE_ERROR: Any = typer.BadParameter.__base__  # that an option is not known is one, too
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
@@ -80,7 +80,7 @@ class Commands(TyperGroup):
 
 
 def _ranks() -> Any:
-    """Imported where something went wrong: it takes long."""
+    """The module, imported only after an error, because the import is slow."""
     from ssdprof.environment import ranks
 
     return ranks

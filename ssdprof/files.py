@@ -36,9 +36,9 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Around keeping what a command had done when it ends early: Ctrl-C and SIGTERM have no effect meanwhile.
+    """Ignore Ctrl-C and SIGTERM while a command that ends early stores its results.
 
-    torchrun sends SIGTERM to the other ranks when one has died, while they keep what they have.
+    torchrun sends SIGTERM to the other ranks when one has died, and they may be storing theirs.
     """
     if threading.current_thread() is not threading.main_thread():  # it receives no signals
         yield
@@ -122,8 +122,10 @@ def check_target(file: Path, *, replace: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises for a folder, there or still to be made: MissingCapabilityError if this user may not write into it,
-    BadInputError if it is a file."""
+    """Raises MissingCapabilityError if this user may not write into the folder, and BadInputError if it is a file.
+
+    The folder need not exist yet.
+    """
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     if not os.path.isdir(there):
         raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))

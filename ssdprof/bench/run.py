@@ -120,13 +120,7 @@ def bench(
             with watcher.step("Measuring", len(mine), unit="cells") as advance:
                 for done, (number, cell) in enumerate(mine):
                     seconds = sampling_seconds(end - time.monotonic(), len(mine) - done)
-                    try:
-                        found: BenchCell | LeftOut = bench_of_cells.measure(cell, seconds, end, watcher)
-                    except BudgetSpent as error:
-                        found = LeftOut(cell=str(cell), reason=f"the budget of {request.budget:g} s was spent{error}")
-                    except torch.OutOfMemoryError as error:
-                        found = LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
-                    outcomes.add(number, found)
+                    outcomes.add(number, bench_of_cells.outcome(cell, seconds, end, watcher))
                     clocks.poll()
                     keep(clocks.clocks)
                     advance(1)
@@ -165,8 +159,17 @@ class _Cells:
         self._rehearsals = Rehearsals(min(request.first_call, FIRST_CALL_S))
         self._verdicts: dict[Cell, dict[Hashable, Verdict]] = {}
 
+    def outcome(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell | LeftOut:
+        """seconds: of sampling.  end: of the bench, by time.monotonic."""
+        try:
+            return self.measure(cell, seconds, end, watcher)
+        except BudgetSpent as error:
+            return LeftOut(cell=str(cell), reason=f"the budget of {self._request.budget:g} s was spent{error}")
+        except torch.OutOfMemoryError as error:
+            return LeftOut(cell=str(cell), reason=f"out of memory: {first_line(error)}")
+
     def measure(self, cell: Cell, seconds: float, end: float, watcher: Watcher) -> BenchCell:
-        """seconds: of sampling.  end: of the bench, by time.monotonic.  Raises BudgetSpent, also half-way."""
+        """Raises BudgetSpent, also half-way."""
         request = self._request
         patience = Patience(most=request.first_call, until=end)
         if patience.exhausted:

@@ -21,7 +21,7 @@ SLOWEST_S = 10.0  # by which one rank may be ahead of another before work is div
 class Ranks:
     """This process among the others.  store: torchrun's own; it outlives each of them."""
 
-    divided: ClassVar[bool] = False  # whether work has been divided: before that, what goes wrong does so in every rank
+    divided: ClassVar[bool] = False  # of this process; before work is divided, all ranks run into the same errors
 
     rank: int
     count: int
@@ -34,7 +34,7 @@ class Ranks:
         return self.rank == FIRST
 
     def share(self, items: Sequence[T], rank: int | None = None) -> tuple[T, ...]:
-        """What falls to a rank, this one by default: every `count`th of `items`."""
+        """The items of a rank, this one by default: every `count`th of `items`."""
         Ranks.divided = True
         return tuple(items[self.rank if rank is None else rank :: self.count])
 
@@ -118,10 +118,10 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether an error of this rank is the first one's, too, which tells of it.
+    """Whether the first rank reports the error that this rank has run into.
 
-    Nothing has been divided yet, so it goes wrong there as it does here, and torchrun ends this process when the first
-    one has ended.  If it does not, the error is this rank's alone.
+    Before work is divided, all ranks run into the same error, and torchrun ends this process after the first one has
+    ended.  If torchrun does not, the error is only in this rank.
     """
     if not follows(environment):
         return False
@@ -133,7 +133,7 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is not the first rank, and does only what the first one does, too."""
+    """Whether this is another rank than the first, and has so far done the same as the first."""
     return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
 
 

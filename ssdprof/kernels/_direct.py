@@ -1,8 +1,9 @@
 """Launching a compiled kernel by the CUDA driver itself, with parameters that stay where they are.
 
-Triton's launcher encodes every descriptor again and takes some eighty Python objects apart, at each launch: on the host
-that is most of what a launch costs.  Here a launch writes the addresses of its tensors into the kernel's parameters.
-Triton encodes a descriptor once for each address.  All else is written after the first launch, which is Triton's.
+At each launch, Triton's launcher encodes every descriptor again and takes some eighty Python objects apart, which is
+most of what a launch costs on the host.  Here Triton makes only the first launch.  After it, the kernel's parameters
+are written once, and a later launch writes the addresses of its tensors.  Triton encodes a descriptor once for each
+address.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 import triton
 
 _WARP = 32
-_MOST_ENCODED = 256  # kept of each descriptor: as many as there are layers, and more
-_SCRATCH = 2  # addresses of memory for Triton's own use, at the end of the parameters
+_MOST_ENCODED = 256  # addresses for which the encoded descriptor is kept: more than a model has layers
+_SCRATCH = 2  # parameters at the end, at most: addresses of scratch memory, which Triton allocates if a kernel needs it
 _SLOT = 8  # bytes of a parameter that is not a descriptor
 
 Address = ctypes.c_uint64
@@ -33,7 +34,10 @@ class Map(ctypes.Structure):
 class Field(NamedTuple):
     """A parameter of a kernel.
 
-    value: of a number; place: of a tensor or descriptor among those of a launch; meta: of a descriptor, Triton's
+    kind: its ctypes type
+    value: if it is a number
+    place: the index of its tensor or descriptor among the tensors of a launch
+    meta: if it is a descriptor, what Triton needs to encode it
     """
 
     kind: Any
@@ -43,10 +47,10 @@ class Field(NamedTuple):
 
 
 class Driver:
-    """The functions of the CUDA driver that a launch needs.  They return a status: 0 if all is well.
+    """The functions of the CUDA driver that a launch needs.  They return a status, 0 on success.
 
-    Other threads of Python may run meanwhile: a launch waits where too many are queued.  Raises OSError or
-    AttributeError if the functions are not there.
+    They release Python's global lock, because a launch blocks while the queue of the stream is full.  Raises OSError or
+    AttributeError if a function is missing.
     """
 
     def __init__(self) -> None:
@@ -68,9 +72,12 @@ def cuda_driver() -> Driver | None:
 
 
 class DirectLaunch:
-    """A compiled kernel and its parameters: all but the addresses of tensors and of what descriptors are over."""
+    """A compiled kernel and its parameters.  A call writes those that depend on addresses.
 
-    def __init__(self, driver: Driver, compiled: Any, fields: Sequence[Field]) -> None:
+    tensors: those of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not recognised.
+    """
+
+    def __init__(self, driver: Driver, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]) -> None:
         self._driver, self._function = driver, compiled.function
         self._threads, self._shared_bytes = _WARP * compiled.metadata.num_warps, compiled.metadata.shared
         self._lock = Lock()
@@ -80,7 +87,9 @@ class DirectLaunch:
         self._descriptors: list[tuple[int, int, _Encoded]] = []
         for number, field in enumerate(fields):
             if field.meta is not None:
-                self._descriptors.append((number, field.place, _Encoded(field.meta)))
+                encoded = _Encoded(field.meta)
+                encoded.of(tensors[field.place])
+                self._descriptors.append((number, field.place, encoded))
                 continue
             parameter = field.kind.from_buffer(self._memory, number * _SLOT)
             self._parameters[number] = ctypes.addressof(parameter)
@@ -90,7 +99,7 @@ class DirectLaunch:
                 parameter.value = field.value
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
-        """False if nothing was launched: Triton's launcher is to do it, and to say what is wrong."""
+        """Launch.  False if nothing was launched: the caller then uses Triton's launcher, which reports the error."""
         if _hooked():
             return False
         active = triton.runtime.driver.active
@@ -106,14 +115,14 @@ class DirectLaunch:
 
 
 class _Encoded:
-    """What Triton encoded of one descriptor, over different addresses."""
+    """The encoded forms of one descriptor, by address."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self._meta = meta
         self._kept: dict[int, tuple[int, Any]] = {}
 
     def of(self, descriptor: Any) -> int:
-        """Where the encoded descriptor lies."""
+        """Address of the encoded descriptor."""
         address = descriptor.base.data_ptr()
         found = self._kept.get(address)
         if found is None:
@@ -125,15 +134,15 @@ class _Encoded:
 
 
 def encode(descriptor: Any, meta: dict[str, Any]) -> Any:
-    """Triton's object with the encoded descriptor."""
+    """Triton's object that contains the encoded descriptor."""
     from triton.backends.nvidia.driver import make_tensordesc_arg as make
 
-    unused = [None] * (make.__code__.co_argcount - 2)  # from Triton 3.9 on
+    unused = [None] * (make.__code__.co_argcount - 2)  # Triton 3.9 has a third parameter
     return make(descriptor, meta, *unused)[0]
 
 
 def _map_in(encoded: Any) -> int:
-    """Where the map lies that Triton's object ends with.  ValueError if that is no place for one."""
+    """Address of the map at the end of Triton's object.  Raises ValueError for any other object."""
     where = id(encoded) + type(encoded).__basicsize__ - ctypes.sizeof(Map)
     if type(encoded).__name__ != "PyCUtensorMap" or where <= id(encoded) or where % 64:
         raise ValueError("no encoded descriptor")
@@ -141,10 +150,10 @@ def _map_in(encoded: Any) -> int:
 
 
 def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any]) -> DirectLaunch | None:
-    """Prepare to launch what Triton compiled for `tensors` and `constants` again; None if only Triton can.
+    """A direct launch of the kernel that Triton compiled for these arguments, or None if only Triton can launch it.
 
-    Only Triton can without a CUDA driver of 12.4 or newer, for launches with options or arguments that this package
-    does not use, and if the kernel's parameters are not those that Triton 3.6 makes of the arguments.
+    It is None if the CUDA driver is older than 12.4, if the launch has options or arguments that this package does not
+    use, or if the kernel's parameters differ from those that Triton 3.6 derives from the arguments.
     """
     driver = cuda_driver()
     if driver is None:
@@ -155,25 +164,22 @@ def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any
         fields = list(_fields(compiled, (*tensors, *constants)))
         sizes = _sizes(driver, compiled.function)
         scratch = len(sizes) - len(fields)
-        fields += [Field(Address)] * scratch  # of which there is none
+        fields += [Field(Address)] * scratch  # 0, because `_is_plain` requires that there is no scratch memory
         if scratch > _SCRATCH or [ctypes.sizeof(field.kind) for field in fields] != sizes:
             return None
-        for field in fields:
-            if field.meta is not None:
-                _map_in(encode(tensors[field.place], field.meta))
-        return DirectLaunch(driver, compiled, fields)
-    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):  # of another version of Triton
+        return DirectLaunch(driver, compiled, fields, tensors)
+    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):  # another version of Triton
         return None
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Without clusters, cooperative or dependent launches, and scratch memory."""
+    """Whether the launch uses neither clusters, cooperative or dependent launches, nor scratch memory."""
     special = metadata.launch_cooperative_grid or metadata.launch_pdl
     return metadata.num_ctas == 1 and not (special or metadata.global_scratch_size or metadata.profile_scratch_size)
 
 
 def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
-    """In the order of the kernel's parameters."""
+    """The kernel's parameters, in their order."""
     metas = list(compiled.metadata.tensordesc_meta or ())
 
     def of(kind: Any, value: Any, place: int) -> Iterator[Field]:
@@ -195,7 +201,7 @@ def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
 
 
 def _sizes(driver: Driver, function: int) -> list[int]:
-    """Bytes of each of a kernel's parameters."""
+    """The size of each parameter of a kernel, in bytes."""
     found: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while driver.parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
@@ -204,6 +210,6 @@ def _sizes(driver: Driver, function: int) -> list[int]:
 
 
 def _hooked() -> bool:
-    """Whether somebody asked Triton to be told of launches."""
+    """Whether a launch hook of Triton is set."""
     hooks = triton.knobs.runtime
     return bool(getattr(hooks.launch_enter_hook, "calls", None) or getattr(hooks.launch_exit_hook, "calls", None))

@@ -155,7 +155,7 @@ def test_the_bench_of_another_rank_is_written_only_where_the_first_died(
     monkeypatch.setattr(bench_run, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: None)
     monkeypatch.setattr(bench_run, "ClockWatch", lambda: nullcontext(SimpleNamespace(clocks=None)))
-    monkeypatch.setattr(bench_run, "_Cells", lambda *_: SimpleNamespace(measure=measure))
+    monkeypatch.setattr(bench_run, "_Cells", lambda *_: SimpleNamespace(outcome=measure))
     request = bench_run.BenchRequest(operator=operators.get("ssd"), cells=CELLS, precisions=lambda _: (), named=())
     first, second = (Ranks(rank, 2, store) for rank in range(2))
     Outcomes(CELLS, first).add(0, LeftOut(cell="a", reason="measured"))

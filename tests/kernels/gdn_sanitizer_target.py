@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches of GDN: small calls of one kernel, each compared with the recurrence in fp64.
+"""Small calls of one GDN kernel under compute-sanitizer, each compared with the recurrence in fp64.
 
     python gdn_sanitizer_target.py "hopper, parts" batch packed
 
@@ -71,7 +71,7 @@ KERNELS: dict[str, Callable[[GDNInputs], GDNOutput]] = {
 
 
 def cases_of(kernel: str) -> dict[str, GDNCase]:
-    """Those that it takes: a first segment that is longer only where sequences are not packed."""
+    """The cases that a kernel supports.  Packed sequences exclude a longer first segment."""
     if kernel == "hopper, slices":
         return {"olmo": OTHER_DIMS["olmo"]}
     if not kernel.startswith("hopper"):

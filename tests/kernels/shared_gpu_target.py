@@ -1,4 +1,4 @@
-"""What `test_shared_gpu.py` runs in many processes: calls that must have the bits of the first one.  Prints "right"."""
+"""Repeats calls, which must have the same bits each time, and prints "right": one process of `test_shared_gpu.py`."""
 
 from __future__ import annotations
 

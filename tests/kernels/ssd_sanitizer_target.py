@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches of SSD: small calls of one kernel, each compared with the oracle.
+"""Small calls of one SSD kernel under compute-sanitizer, each compared with the oracle.
 
     python ssd_sanitizer_target.py "hopper, shared" batch "n 256"
 

@@ -43,7 +43,7 @@ class FakeDriver:
         return 0
 
     def encode(self, descriptor: TensorDescriptor, meta: dict[str, Any]) -> Map:
-        """In the place of Triton's: a map that begins with the address."""
+        """Replaces Triton's encoding: a map that begins with the address."""
         assert meta == META
         self.encoded.append(descriptor.base.data_ptr())
         return Map((ctypes.c_uint64 * 16)(self.encoded[-1]))
@@ -58,7 +58,7 @@ class FakeDriver:
 
 
 class Compiled:
-    """In the place of Triton's compiled kernel."""
+    """Replaces Triton's compiled kernel."""
 
     function = FUNCTION
 
@@ -114,7 +114,6 @@ def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monke
     kept = [tensors() for _ in range(3)]
     addresses = [one[0].base.data_ptr() for one in kept]
     launch = prepared(kept[0])
-    driver.encoded.clear()
     for _ in range(3):
         assert all(launch(1, one) for one in kept)
     assert driver.encoded == addresses
@@ -131,7 +130,7 @@ def test_only_tritons_object_holds_a_map() -> None:
         _direct._map_in(Map())
 
 
-def test_triton_launches_what_somebody_watches(driver: FakeDriver) -> None:
+def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
     launch, hook = prepared(tensors()), lambda _metadata: None
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(hook)
@@ -144,7 +143,7 @@ def test_triton_launches_what_somebody_watches(driver: FakeDriver) -> None:
 
 
 def test_triton_launches_what_the_driver_refuses(driver: FakeDriver) -> None:
-    """And then says why."""
+    """Triton then reports the error."""
     ours = tensors()
     launch = prepared(ours)
     driver.status = 700
@@ -188,7 +187,7 @@ def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Kernel:
-    """In the place of a kernel that Triton compiles at its first launch."""
+    """Replaces a kernel that Triton compiles at its first launch."""
 
     def __init__(self) -> None:
         self.compiled = Compiled()

@@ -14,21 +14,14 @@ import torch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
+ANYWHERE = {"ssd": ["portable", "unfused"], "gdn": ["portable", "unfused", "recurrent"]}
+HOPPER_ONLY = {
+    "ssd": ["hopper", "hopper, uneven", "hopper, alone", "hopper, shared"],
+    "gdn": ["hopper, first passes", "hopper, leading", "hopper, parts", "hopper, one launch", "hopper, slices"],
+}
 KERNELS = [
-    ("ssd", "portable"),
-    ("ssd", "unfused"),
-    pytest.param("ssd", "hopper", marks=ON_HOPPER),
-    pytest.param("ssd", "hopper, uneven", marks=ON_HOPPER),
-    pytest.param("ssd", "hopper, alone", marks=ON_HOPPER),
-    pytest.param("ssd", "hopper, shared", marks=ON_HOPPER),
-    ("gdn", "portable"),
-    ("gdn", "unfused"),
-    ("gdn", "recurrent"),
-    pytest.param("gdn", "hopper, first passes", marks=ON_HOPPER),
-    pytest.param("gdn", "hopper, leading", marks=ON_HOPPER),
-    pytest.param("gdn", "hopper, parts", marks=ON_HOPPER),
-    pytest.param("gdn", "hopper, one launch", marks=ON_HOPPER),
-    pytest.param("gdn", "hopper, slices", marks=ON_HOPPER),
+    *((operator, kernel) for operator in ANYWHERE for kernel in ANYWHERE[operator]),
+    *(pytest.param(operator, kernel, marks=ON_HOPPER) for operator in HOPPER_ONLY for kernel in HOPPER_ONLY[operator]),
 ]
 MOST = 100_000  # reports
 
