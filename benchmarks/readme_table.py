@@ -2,7 +2,7 @@
 
     python benchmarks/readme_table.py
 
-It reads every benchmarks/results/bench-<operator>-*.json.  An operator's table in the README has five lines and stands
+It reads every benchmarks/results/bench-<operator>-*.json.  An operator's tables in the README, one for each GPU, stand
 between two marks.  Its page beside the results has a selection for each GPU, and then everything.
 """
 
@@ -90,19 +90,29 @@ def current(readme: Path, of: Operator) -> str:
 
 
 def section(reports: Reports, of: Operator = SSD) -> str:
-    """The README's: one table, of the GPU with most cells and its newest kernel, and where the others are."""
-    gpu, theirs = next(iter(_by_gpu(reports).items()))
-    newest = _newest(theirs, of)
-    same = {name: report for name, report in theirs.items() if _kernel(report) == _kernel(newest)}
-    table = markdown.draw(_by_layout(of, "", _measured(same, of.library), of.library, of.in_readme))
+    """The README's: one table for each GPU, and where the others are."""
+    tables = "".join(_of_one_gpu(gpu, theirs, of) for gpu, theirs in _by_gpu(reports).items())
     return (
-        f"\nSpeedup of `fused` over `{of.library}` for one layer's operator, by device time, then by call time, on one "
-        f"{gpu} with bf16 inputs.  `fused` runs at its most accurate precision: intermediates and states in fp32.  "
-        f"Measured on {newest.created[:10]}{_of_kernels(newest)}:\n\n{table}\n\n"
+        f"\nSpeedup of `fused` over `{of.library}` for one layer's operator, by device time / by call time, with bf16 "
+        f"inputs.  `fused` runs at its most accurate precision: intermediates and states in fp32.\n\n{tables}"
         "Device time is the time on the GPU alone.  Call time is that of a Python call on an idle GPU, launches "
-        "included.  Other GPUs, shapes and libraries, times and errors: "
+        "included.  Other shapes and libraries, times and errors: "
         f"[{of.page.name}]({of.page.relative_to(ROOT)}).\n\n"
     )
+
+
+def _of_one_gpu(gpu: str, reports: Reports, of: Operator) -> str:
+    """Its table and what that was measured from; empty if there is nothing."""
+    found = _measured(reports, of.library, "bf16")
+    table = _by_layout(of, "", [cell for cell, _ in found], of.library, of.in_readme)
+    if not table.rows:
+        return ""
+    shown = {one.created: one for cell, one in found if cell.shape in of.models and cell.tokens in of.in_readme}
+    sources = [shown[created] for created in sorted(shown)]
+    days = dict.fromkeys(one.created[:10] for one in sources)
+    kernels = dict.fromkeys(one.kernels[:12] for one in sources if one.kernels)
+    of_kernels = f" with kernels {fmt.words(kernels)}" if kernels else ""
+    return f"One {gpu}, measured on {fmt.words(days)}{of_kernels}:\n\n{markdown.draw(table)}\n\n"
 
 
 def page(reports: Reports, of: Operator = SSD) -> str:
@@ -151,11 +161,6 @@ def _is_older(report: BenchReport, newest: BenchReport) -> bool:
     return report.created < newest.created and _kernel(report) != _kernel(newest)
 
 
-def _of_kernels(report: BenchReport) -> str:
-    """ " with kernels f3538be79eda": a hash of their sources."""
-    return f" with kernels {report.kernels[:12]}" if report.kernels else ""
-
-
 def _kernel(report: BenchReport) -> str:
     """Equal for results of one kernel.  Those from before its sources' hash was recorded go by the day."""
     return report.kernels or report.created[:10]
@@ -163,7 +168,10 @@ def _kernel(report: BenchReport) -> str:
 
 def _tables(of: Operator, gpu: str, reports: Reports) -> tuple[Table, ...]:
     """One GPU's: the models over the library and over the published kernel; other shapes."""
-    library, published = (_measured(reports, baseline) for baseline in (of.library, "published"))
+    library, published = (
+        [cell for cell, _ in _measured(reports, baseline, dtype)]
+        for baseline, dtype in ((of.library, "bf16"), ("published", "fp16"))
+    )
     over_published = "over the published kernel, in the faster of its settings, fp16 inputs"
     return (
         _by_layout(of, f"{gpu}: over {of.library}, bf16 inputs", library, of.library),
@@ -172,14 +180,14 @@ def _tables(of: Operator, gpu: str, reports: Reports) -> tuple[Table, ...]:
     )
 
 
-def _measured(reports: Reports, baseline: str) -> list[BenchCell]:
-    """Cells with the exact fused kernel, of the reports whose baseline it is; each once, of the largest report."""
-    by_size = sorted(reports.values(), key=lambda report: -len(report.cells))
-    cells = [cell for report in by_size if report.baseline == baseline for cell in report.cells]
-    found: dict[tuple[str, str], BenchCell] = {}
-    for cell in cells:
-        if _exact(cell) is not None:
-            found.setdefault((cell.shape, cell.tokens), cell)
+def _measured(reports: Reports, baseline: str, dtype: str) -> list[tuple[BenchCell, BenchReport]]:
+    """Cells with the exact fused kernel and such inputs, drawn as usual, of the reports whose baseline it is; each
+    once, of the newest report."""
+    found: dict[tuple[str, str], tuple[BenchCell, BenchReport]] = {}
+    for report in sorted(reports.values(), key=lambda report: report.created, reverse=True):
+        for cell in report.cells if report.baseline == baseline else ():
+            if _exact(cell) is not None and cell.dims.dtype == dtype and not cell.drawn:
+                found.setdefault((cell.shape, cell.tokens), (cell, report))
     return list(found.values())
 
 

@@ -85,7 +85,7 @@ class ContenderOptions:
         str,
         typer.Option(
             metavar="I[,I...]",
-            help="Kernels that are not run by default: fused_portable, fused_leading (GDN), recurrent_in_place (SSD).",
+            help="Kernels that are not run by default: fused_portable (GDN), recurrent_in_place (SSD).",
         ),
     ] = ""
     baseline: Annotated[

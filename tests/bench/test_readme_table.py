@@ -71,7 +71,8 @@ def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
     peer = done.cells[0].cases[2].speedups[0].model_copy(update={"baseline": "published"})
     fused = done.cells[0].cases[2].model_copy(update={"speedups": (peer,)})
     published = done.cells[0].cases[0].model_copy(update={"implementation": "published"})
-    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024").model_copy(update={"cases": (published, fused)})
+    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
+    cell = cell.model_copy(update={"cases": (published, fused), "dims": cell.dims.model_copy(update={"dtype": "fp16"})})
     made = selection({"c.json": report(cells=(cell,), baseline="published")})
     assert made.count("**") == 2
     assert "over the published kernel" in made
@@ -118,27 +119,34 @@ def test_results_of_an_older_kernel_say_so(
     assert "older kernel" not in of_b
 
 
-def test_of_results_that_have_the_same_cell_that_with_most_cells_counts(done: BenchReport) -> None:
+def test_of_results_that_have_the_same_cell_the_newest_counts(done: BenchReport) -> None:
+    """With inputs of the table's dtype, drawn as usual."""
     cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")]
+    fast = twice_as_fast(cells[2])
     reports = {
         "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells),
-        "b.json": on("A", "2026-01-01T01:00:00+00:00", *map(twice_as_fast, cells[:2])),
-    }
-    for made in (readme_table.section(reports), selection(reports)):
-        assert "6.00x" not in made
-    assert made.count("3.00x") == 3
+        "b.json": on("A", "2026-01-01T01:00:00+00:00", twice_as_fast(cells[0])),
+        "c.json": on("A", "2026-01-01T02:00:00+00:00", fast.model_copy(update={"drawn": ("normalised",)})),
+        "d.json": on(
+            "A", "2026-01-01T03:00:00+00:00",
+            fast.model_copy(update={"dims": fast.dims.model_copy(update={"dtype": "fp32"})}),
+        ),
+    }  # fmt: skip
+    made = selection(reports)
+    assert (made.count("6.00x"), made.count("3.00x")) == (1, 2)
 
 
-def test_the_readme_has_no_number_of_an_older_kernel(done: BenchReport) -> None:
+def test_the_readme_names_the_kernels_that_its_numbers_are_of(done: BenchReport) -> None:
     cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 4,096")]
     reports = {
         "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells, kernels="old"),
         "b.json": on("A", "2026-01-02T00:00:00+00:00", twice_as_fast(cells[0]), kernels="new"),
     }
     made = readme_table.section(reports).replace("\u00a0", " ")
-    assert "Measured on 2026-01-02 with kernels new:" in made
-    assert made.count("6.00x") == 1
-    assert "3.00x" not in made
+    assert "One A, measured on 2026-01-01 and 2026-01-02 with kernels old and new:" in made
+    assert (made.count("6.00x"), made.count("3.00x")) == (1, 1)
+    del reports["a.json"]
+    assert "One A, measured on 2026-01-02 with kernels new:" in readme_table.section(reports).replace("\u00a0", " ")
 
 
 def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchReport) -> None:
@@ -149,7 +157,7 @@ def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchRep
         "a.json": on("A", "2026-01-01T00:00:00+00:00", cell, kernels="old"),
         "b.json": decoding.model_copy(update={"baseline": "selective_state_update"}),
     }
-    assert "Measured on 2026-01-01 with kernels old:" in readme_table.section(reports)
+    assert "measured on 2026-01-01 with kernels old:" in readme_table.section(reports)
     assert "3.00x" in readme_table.section(reports)
     assert "older kernel" not in readme_table.page(reports)
 
@@ -170,9 +178,8 @@ def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
     assert "6.00x" not in of_b
     assert "nemotron-3-nano" not in of_b
     assert of_a.count("6.00x") == of_a.count("3.00x") == 1
-    readme = readme_table.section(reports)
-    assert all(words in readme for words in ("on one B more with bf16", "Measured on 2026-01-01:"))
-    assert "6.00x" not in readme
+    of_b, of_a = readme_table.section(reports).split("One B more, measured on 2026-01-01:")[1].split("One A few")
+    assert (of_b.count("3.00x"), of_b.count("6.00x"), of_a.count("6.00x")) == (3, 0, 1)
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:

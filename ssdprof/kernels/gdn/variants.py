@@ -88,20 +88,17 @@ def _plan_recurrent(call: Call) -> Plan:
     )
 
 
-def hopper_cut(call: Call) -> HopperConfig:
+def _hopper_cut(call: Call) -> HopperConfig:
     """How `fused` cuts the call on a Hopper GPU."""
     return HopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
 
 
 def _prepare_hopper(call: Call) -> Launch:
-    return HopperLaunch(call.inputs, hopper_cut(call), state_v_first=call.state_v_first)
+    return HopperLaunch(call.inputs, _hopper_cut(call), state_v_first=call.state_v_first)
 
 
 def _plan_hopper(call: Call) -> Plan:
-    return hopper_plan(call, hopper_cut(call))
-
-
-def hopper_plan(call: Call, config: HopperConfig) -> Plan:
+    config = _hopper_cut(call)
     settings = asdict(config)
     reason = settings.pop("reason")
     slow = "; two more launches for heads that forget slowly" if config.slow_parts else ""
@@ -119,7 +116,7 @@ def _sliced(call: Call) -> Call:
 
 
 def _prepare_slices(call: Call) -> Launch:
-    return SlicedLaunch(call.inputs, hopper_cut(_sliced(call)), state_v_first=call.state_v_first)
+    return SlicedLaunch(call.inputs, _hopper_cut(_sliced(call)), state_v_first=call.state_v_first)
 
 
 def _plan_slices(call: Call) -> Plan:
@@ -129,7 +126,7 @@ def _plan_slices(call: Call) -> Plan:
     return replace(
         plan,
         launches=plan.launches + copies,
-        workspace_bytes=hopper_slices.workspace_bytes(call.inputs, hopper_cut(of_heads)),
+        workspace_bytes=hopper_slices.workspace_bytes(call.inputs, _hopper_cut(of_heads)),
         reason=f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {plan.reason}",
     )
 

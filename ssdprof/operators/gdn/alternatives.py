@@ -6,11 +6,9 @@ from dataclasses import replace
 
 from ssdprof.kernels._launch import LaunchCache
 from ssdprof.kernels.gdn import tuned
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.variants import HOPPER, PORTABLE, Call, Launch, Variant, hopper_cut, hopper_plan
+from ssdprof.kernels.gdn.variants import PORTABLE, Call, Launch, Variant
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
@@ -49,14 +47,4 @@ class _Forced:
             raise UnsupportedError(f"{self._name}: {why}")
 
 
-def _leading(call: Call) -> HopperConfig:
-    return hopper_cut(call).leading(call.inputs)
-
-
-LEADING = Variant(
-    name="leading",
-    unsupported=HOPPER.unsupported,
-    prepare=lambda call: HopperLaunch(call.inputs, _leading(call), state_v_first=call.state_v_first),
-    plan=lambda call: hopper_plan(call, _leading(call)),
-)
-ALTERNATIVES = {one.name: one for one in (_Forced(variant).implementation for variant in (PORTABLE, LEADING))}
+ALTERNATIVES = {one.name: one for one in (_Forced(variant).implementation for variant in (PORTABLE,))}

@@ -69,14 +69,9 @@ class HopperConfig:
         config = _cut(nchunks, sequences * heads, sm_count)
         if config.stays:
             return _of_whole_sequences(config, inputs)
-        # the number of rows depends on the batch
-        return config if batch_invariant else _with_parts(config, inputs, nchunks, sm_count)
-
-    def leading(self, inputs: GDNInputs) -> HopperConfig:
-        """With a longer first segment, where that is possible and segments are not short."""
-        nchunks = ceil_div(inputs.v.shape[1], CHUNK.value)
-        possible = self.segment < nchunks and not self.slow_parts and inputs.cu_seqlens is None
-        return replace(self, leads=possible and self.segment >= WORTH_LEAD)
+        if not batch_invariant:  # the number of rows depends on the batch
+            config = _with_parts(config, inputs, nchunks, sm_count)
+        return replace(config, leads=_worth_leading(config, inputs, nchunks))
 
 
 @lru_cache(maxsize=1024)
@@ -118,6 +113,11 @@ def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count:
     segment = parts * ceil_div(config.segment, parts)
     longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
     return replace(config, segment=segment, slow_parts=parts, longest_first_pass=longest, carriers=sm_count)
+
+
+def _worth_leading(config: HopperConfig, inputs: GDNInputs, nchunks: int) -> bool:
+    possible = config.segment < nchunks and not config.slow_parts and inputs.cu_seqlens is None
+    return possible and config.segment >= WORTH_LEAD
 
 
 def _power_of_two(most: int) -> int:
