@@ -15,18 +15,19 @@ HOLDS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "==": operator.eq,
 }
-OTHER_GPU, NOT_MEASURED = "other GPU", "not measured"
+INSIDE, OUTSIDE, OTHER_GPU, NOT_MEASURED = "inside", "outside", "other GPU", "not measured"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One claim or number, in words."""
+    """One claim or number, in words.  reason: why it does not hold."""
 
     claim: str
     quoted: str
     measured: str
     verdict: str
     note: str = ""
+    reason: str = ""
 
 
 def number(value: float) -> str:
@@ -58,7 +59,7 @@ def _claim(claim: Claim, values: Mapping[str, float], units: Mapping[str, str], 
     names = names_in(claim)
     absent = [name for name in names if name not in values]
     if claim.why or absent:
-        measured, verdict = claim.why or f"missing: {', '.join(absent)}", NOT_MEASURED
+        measured, verdict = claim.why or f"missing: {'; '.join(map(_words, absent))}", NOT_MEASURED
     else:
         held = all(
             HOLDS[sign](values[left], float(right) if is_number(right) else values[right])
@@ -66,9 +67,19 @@ def _claim(claim: Claim, values: Mapping[str, float], units: Mapping[str, str], 
         )
         shown = {name: (number(values[name]), units.get(name.partition("[")[0], "")) for name in names}
         alone = len(shown) == 1 and all(unit for _, unit in shown.values())  # a runner's names say what unit they have
-        measured = ", ".join(f"{'' if alone else name} {found} {unit}".strip() for name, (found, unit) in shown.items())
+        measured = "; ".join(
+            f"{'' if alone else f'{_words(name)}:'} {one} {unit}".strip() for name, (one, unit) in shown.items()
+        )
         verdict = _worded(held, other, claim.absolute)
-    return Verdict(claim=claim.words, quoted=claim.quoted, measured=measured, verdict=verdict, note=claim.note)
+    reason = claim.reason if verdict.startswith(OUTSIDE) else ""
+    return Verdict(
+        claim=claim.words, quoted=claim.quoted, measured=measured, verdict=verdict, note=claim.note, reason=reason
+    )
+
+
+def _words(name: str) -> str:
+    """ "published_call, 1 x 1,024" of a value's name."""
+    return name.replace("[", ", ").rstrip("]")
 
 
 def _number(group: Numbers, key: str, quoted: float, values: Mapping[str, float], other: bool) -> Verdict:
@@ -84,4 +95,4 @@ def _worded(inside: bool, other: bool, absolute: bool) -> str:
     """A ratio of another GPU can be inside or outside; a time of another GPU says nothing."""
     if other and absolute:
         return OTHER_GPU
-    return f"{'inside' if inside else 'outside'}{f' ({OTHER_GPU})' if other else ''}"
+    return f"{INSIDE if inside else OUTSIDE}{f' ({OTHER_GPU})' if other else ''}"

@@ -134,14 +134,16 @@ class Numbers(Part):
 
 
 class Claim(Part):
-    """holds: comparisons of values, joined by "and".  why: it is not measured.  note: in plain words, for readers.
-    gpu: if another than the document's.  absolute: it is about a time, which another GPU cannot confirm."""
+    """holds: comparisons of values, joined by "and".  why: it is not measured.  note: how it is judged.  reason: why it
+    does not hold in the recorded results.  gpu: if another than the document's.  absolute: it is about a time, which
+    another GPU cannot confirm."""
 
     words: str
     quoted: str
     holds: str = ""
     why: str = ""
     note: str = ""
+    reason: str = ""
     gpu: str = ""
     absolute: bool = False
 

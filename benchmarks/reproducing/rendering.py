@@ -16,6 +16,7 @@ from reproducing.result import Result
 from ssdprof.report.plots import canvas
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Picture
 
 TOKENS = re.compile(r"([\d,]+) x ([\d,]+)")
@@ -78,7 +79,7 @@ def as_picture(document: Published, result: Result) -> str | None:
     drawn = _drawn(figure, result)
     if not drawn:
         return None
-    return canvas.draw(partial(_paint, figure=figure, drawn=drawn, quoted=_quoted(document)), (10, 5))
+    return canvas.draw(partial(_paint, figure=figure, drawn=drawn, quoted=_quoted(document)), _size(drawn))
 
 
 def _drawn(figure: Figure, result: Result) -> dict[str, Series]:
@@ -138,32 +139,62 @@ def _quoted(document: Published) -> dict[str, dict[str, float]]:
     return {group.value: group.quoted for group in document.numbers}
 
 
+def _keys(drawn: Mapping[str, Series]) -> list[str]:
+    return list(dict.fromkeys(key for series in drawn.values() for key, _ in series))
+
+
+def _size(drawn: Mapping[str, Series]) -> tuple[float, float]:
+    """Inches: a line for each key that has no place on an axis of lengths."""
+    keys = _keys(drawn)
+    lines = 0 if _are_lengths(keys) else len(drawn) if keys == [""] else len(keys)
+    return 10, max(5 if not lines else 2, 1.5 + 0.22 * lines)
+
+
+def _are_lengths(keys: Sequence[str]) -> bool:
+    return len(keys) > 1 and all(map(TOKENS.fullmatch, keys))
+
+
 def _paint(picture: Picture, figure: Figure, drawn: dict[str, Series], quoted: dict[str, dict[str, float]]) -> None:
     axes = canvas.plain(picture)
-    if figure.band:
-        axes.axhspan(*figure.band, color=canvas.GREY, alpha=0.2, label="quoted range")
-    keys = list(dict.fromkeys(key for series in drawn.values() for key, _ in series))
-    sizes = [TOKENS.fullmatch(key) for key in keys]
-    if len(keys) > 1 and all(sizes):
-        for color, (name, series) in zip(canvas.COLORS, drawn.items(), strict=False):
-            for number, (batch, points) in enumerate(_by_batch(series).items()):
-                style = ("-", "--", ":", "-.")[number % 4]
-                label = f"{name}, batch {batch}"
-                axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label, linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens of a sequence")
+    if _are_lengths(_keys(drawn)):
+        if figure.band:
+            axes.axhspan(*figure.band, color=canvas.GREY, alpha=0.2, label="quoted range")
+        _lines(axes, drawn)
+        axes.set_ylabel(figure.axis)
     else:
-        if keys == [""]:  # every value is one number
-            keys, drawn = list(drawn), {"measured": [(name, series[0][1]) for name, series in drawn.items()]}
-        for color, (name, series) in zip(canvas.COLORS, drawn.items(), strict=False):
-            places = [keys.index(key) for key, _ in series]
-            axes.plot(places, [number for _, number in series], "o", color=color, label=name, markersize=4)
-            crosses = [(keys.index(key), number) for key, number in quoted.get(name, {}).items() if key in keys]
-            if crosses:
-                axes.plot(*zip(*crosses, strict=True), "x", color=color, label=f"{name}, quoted", markersize=5)
-        axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
-    axes.set_ylabel(figure.axis)
+        _points(axes, drawn, quoted)
+        axes.set_xlabel(figure.axis)
     canvas.legend_below(picture, columns=4)
+
+
+def _lines(axes: Axes, drawn: Mapping[str, Series]) -> None:
+    """Over the length: a colour for each value, a marker for each batch."""
+    batches = {name: _by_batch(series) for name, series in drawn.items()}
+    markers = dict(zip(sorted({batch for found in batches.values() for batch in found}), "os^Dv*P", strict=False))
+    for color, (name, found) in zip(canvas.COLORS, batches.items(), strict=False):
+        axes.plot([], [], color=color, label=name)
+        for batch, points in found.items():
+            axes.plot(*zip(*points, strict=True), color=color, marker=markers[batch], markersize=4, linewidth=1)
+    for batch, marker in markers.items():
+        axes.plot([], [], marker, color=canvas.GREY, markersize=4, label=f"batch {batch}")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens of a sequence")
+
+
+def _points(axes: Axes, drawn: dict[str, Series], quoted: Mapping[str, Mapping[str, float]]) -> None:
+    """A line for each key, from above; crosses are quoted numbers."""
+    keys = _keys(drawn)
+    if keys == [""]:  # every value is one number
+        keys, drawn = list(drawn), {"measured": [(name, series[0][1]) for name, series in drawn.items()]}
+    for color, (name, series) in zip(canvas.COLORS, drawn.items(), strict=False):
+        places = [keys.index(key) for key, _ in series]
+        axes.plot([number for _, number in series], places, "o", color=color, label=name, markersize=4)
+        crosses = [(number, keys.index(key)) for key, number in quoted.get(name, {}).items() if key in keys]
+        if crosses:
+            axes.plot(*zip(*crosses, strict=True), "x", color=color, label=f"{name}, quoted", markersize=5)
+    axes.set_yticks(range(len(keys)), keys, fontsize=8)
+    axes.grid(axis="y", color=canvas.GREY, alpha=0.2, linewidth=0.5)
+    axes.invert_yaxis()
 
 
 def _by_batch(series: Series) -> dict[int, list[tuple[int, float]]]:
@@ -177,7 +208,7 @@ def _by_batch(series: Series) -> dict[int, list[tuple[int, float]]]:
 
 
 def _notes(found: Iterable[Verdict]) -> Iterator[str]:
-    notes = [f"{one.claim}: {one.note}" for one in found if one.note]
+    notes = [f"{one.claim}: {words}" for one in found for words in (one.note, one.reason) if words]
     if notes:
         yield _list(notes)
 

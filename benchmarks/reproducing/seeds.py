@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from reproducing import judging
-from reproducing.judging import NOT_MEASURED, Verdict
+from reproducing.judging import INSIDE, NOT_MEASURED, OUTSIDE, Verdict
 from reproducing.published import Published
 from reproducing.result import Result
 
@@ -17,7 +17,7 @@ A claim **holds** if the measured values are inside what is quoted, and does not
 ratio is judged on any GPU; one about a time on the quoted GPU only.  What was measured stands beside every claim in the
 comparison's own page, with what the source leaves open and what was chosen.
 """
-GROUPS = (("inside", "Holds"), ("outside", "Does not hold"), ("", "Cannot be said"))
+GROUPS = ((INSIDE, "Holds"), (OUTSIDE, "Does not hold"), ("", "Cannot be said"))
 
 
 def page(found: Sequence[tuple[str, Published, Sequence[Result]]]) -> str:
@@ -65,5 +65,5 @@ def _of_result(document: Published, result: Result) -> Iterator[str]:
 
 def _line(one: Verdict) -> str:
     measured = one.measured if one.verdict == NOT_MEASURED else f"measured {one.measured}"
-    note = f"  {one.note[0].upper()}{one.note[1:].rstrip('.')}." if one.note else ""
-    return f"- {one.claim}: quoted {one.quoted}; {measured}.{note}"
+    sentences = (f"  {words[0].upper()}{words[1:].rstrip('.')}." for words in (one.note, one.reason) if words)
+    return f"- {one.claim}: quoted {one.quoted}; {measured}.{''.join(sentences)}"

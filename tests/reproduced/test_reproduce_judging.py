@@ -34,11 +34,19 @@ def test_a_measured_number_has_its_unit_or_its_name() -> None:
     assert one.measured == "2 x"
     claim = {"words": "W", "quoted": "Q", "holds": "least > 0 and speedup[a] > 0"}
     (both,) = judging.claims(document(claim=[claim]), {"least": 2.0, "speedup[a]": 3.0}, H200)
-    assert both.measured == "least 2 x, speedup[a] 3 x"
+    assert both.measured == "least: 2 x; speedup, a: 3 x"
     claim = {"words": "W", "quoted": "Q", "holds": "time_us > 0"}
     stated = document(runner="studies/x.py", measure=[], value=[], numbers=[], figure=None, claim=[claim])
     (own,) = judging.claims(stated, {"time_us": 2.5}, H200)
-    assert own.measured == "time_us 2.5"
+    assert own.measured == "time_us: 2.5"
+
+
+@pytest.mark.parametrize(("holds", "reason"), [("least > 1", ""), ("least > 3", "Because."), ("other > 1", "")])
+def test_a_reason_stands_where_the_claim_does_not_hold(holds: str, reason: str) -> None:
+    claim = {"words": "W", "quoted": "Q", "holds": holds, "note": "Judged so.", "reason": "Because."}
+    stated = document(runner="studies/x.py", measure=[], value=[], numbers=[], figure=None, claim=[claim])
+    (one,) = judging.claims(stated, {"least": 2.0}, H200)
+    assert (one.note, one.reason) == ("Judged so.", reason)
 
 
 @pytest.mark.parametrize("holds", ["a", "a > ", "a >= 1 or a <= 2", "a >= 1, a <= 2", "a => 1", "1 < a"])

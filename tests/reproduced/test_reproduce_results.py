@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import reproduce
 from reproduced.made import DOCUMENT, H200, document
-from reproducing import published, rendering, seeds
+from reproducing import judging, published, rendering, seeds
 from reproducing.result import Result, load, understood
 
 from ssdprof.bench.schema import BenchReport, dump
@@ -60,7 +60,12 @@ def test_a_runner_writes_its_pages_again(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
     content = {"missing": {}, "reports": {"kernels": json.loads(dump(recorded))}}
-    stated = document(claim=[*DOCUMENT["claim"], {"words": "Thrice", "quoted": "3x", "holds": "least > 1000"}])
+    stated = document(
+        claim=[
+            *DOCUMENT["claim"],
+            {"words": "Thrice", "quoted": "3x", "holds": "least > 1000", "reason": "twice is all"},
+        ]
+    )
     result = understood("test", stated, content)
     text = seeds.page([("test", stated, [result]), ("later", document(title="Later"), [])])
     assert f"| test | {H200} | 1 | 1 | 1 |" in text
@@ -68,6 +73,7 @@ def test_the_page_tells_what_holds_and_why(recorded: BenchReport) -> None:
     order = [places[0], "It is faster: quoted 1x", places[1], "Thrice: quoted 3x", places[2], "nobody can"]
     assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert "It says so." in text
+    assert "Twice is all." in text
     assert "A source.  GPU of the source: H200." in text
     assert "Not measured yet: `python benchmarks/reproduce.py later`." in text
 
@@ -101,6 +107,16 @@ def test_a_committed_page_is_what_its_result_and_its_document_say(file: Path) ->
         pytest.skip("the runner writes its page")
     page = rendering.as_markdown(stated, load(file.stem, stated, file))
     assert file.with_suffix(".md").read_text(encoding="utf-8") == page, f"reproduce.py {file.stem} --from {file}"
+
+
+@pytest.mark.parametrize(
+    "file", sorted(reproduce.RESULTS.glob("*/*.json")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
+def test_every_claim_that_does_not_hold_in_a_committed_result_has_a_reason(file: Path) -> None:
+    stated = published.load(file.stem)
+    result = load(file.stem, stated, file)
+    claims = judging.claims(stated, result.values, result.gpu)
+    assert [one.claim for one in claims if one.verdict.startswith(judging.OUTSIDE) and not one.reason] == []
 
 
 def test_the_committed_page_of_all_results_is_what_they_say() -> None:
