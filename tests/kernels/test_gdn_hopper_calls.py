@@ -96,7 +96,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, number, operations = CASES[name]
-    monkeypatch.setattr(variants, "hopper_cut", lambda _call: config)
+    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     launches.clear()
     inputs = case.inputs(seed=1)
@@ -125,7 +125,7 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
 
         monkeypatch.setattr(where, what, property(replaced) if isinstance(found, property) else replaced)
 
-    monkeypatch.setattr(variants, "hopper_cut", lambda _call: config)
+    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
     for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (variants, "choose"), (torch.cuda, "device")):
         count(where, what)
     for number in range(1, 4):
@@ -140,7 +140,7 @@ def test_parts_of_a_workspace_lie_apart_and_aligned(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, *_ = CASES[name]
-    monkeypatch.setattr(variants, "hopper_cut", lambda _call: config)
+    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
     memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}
