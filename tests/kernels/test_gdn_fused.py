@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ssdprof.kernels import get
 from ssdprof.kernels.gdn.fused import plan, run
+from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch
@@ -228,3 +229,23 @@ def test_a_sequence_is_the_same_in_any_pack_if_batch_invariant(lengths: tuple[in
         cu_seqlens=torch.tensor([0, end]),
     )
     assert_bitwise(run(first, batch_invariant=True), GDNOutput(together.out[:, :end], together.final_states[:1]))
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("heads", [32, 160])
+def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2norm: bool) -> None:
+    """A cut, or tiles, that depend on it would be other ones where a sequence is alone."""
+    hopper, portable = [], []
+    for sequences, seqlen in ((1, 64), (1, 4000), (2, 8000), (64, 160_000)):
+        empty = torch.empty(1, seqlen, 1, 1, device="meta", dtype=BF16)
+        q, v = (empty.expand(1, seqlen, count, 128) for count in (heads // 2, heads))
+        inputs = GDNInputs.unchecked(
+            q=q, k=q, v=v, g=v[..., 0], beta=v[..., 0], use_qk_l2norm=l2norm,
+            cu_seqlens=torch.empty(sequences + 1, device="meta", dtype=torch.int32),
+        )  # fmt: skip
+        config = HopperConfig.choose(inputs, 132, batch_invariant=True)
+        assert 64 * config.segment >= seqlen
+        hopper.append(replace(config, segment=0))
+        portable.append(PortableConfig.choose(inputs, (9, 0), 132, batch_invariant=True))
+    assert len(set(hopper)) == len(set(portable)) == 1
+    assert portable[0].segment == 0

@@ -11,6 +11,7 @@ from gdn_cases import EXACT, Case
 from test_gdn_fused import CASES, CONFIGS, LIMITS, TINY, assert_bitwise, assert_close, fused
 
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.gdn.fused import run
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.recurrent import gdn_recurrent
@@ -82,6 +83,17 @@ def test_batch_invariant() -> None:
     together = gdn_fused(*tensors, use_qk_l2norm=True, batch_invariant=True)
     alone = gdn_fused(*(one[3:4] for one in tensors), use_qk_l2norm=True, batch_invariant=True)
     assert_bitwise(alone, GDNOutput(together.out[3:4], together.final_states[3:4]))
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "portable"])
+def test_batch_invariant_packs(kernel: str) -> None:
+    """QWEN's K = V = 128 runs the Hopper kernel where there is one; K = V = 60 never does."""
+    dims = QWEN if kernel == "hopper" else QWEN | {"key_dim": 60, "value_dim": 60}
+    inputs = cuda(Case(lengths=(5000, 0, 70, 3000), dtype=BF16, **dims).inputs())  # type: ignore[arg-type]
+    together = run(inputs, batch_invariant=True)
+    tensors = {name: getattr(inputs, name)[:, :5000] for name in ("q", "k", "v", "g", "beta")}
+    first = replace(inputs, **tensors, cu_seqlens=torch.tensor([0, 5000], device="cuda"))
+    assert_bitwise(run(first, batch_invariant=True), GDNOutput(together.out[:, :5000], together.final_states[:1]))
 
 
 # Sizes and limits of flash-linear-attention's tests/ops/test_gdn.py: batch, T, H, HV, K = V, scale, what divides g, the

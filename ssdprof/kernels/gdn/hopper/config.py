@@ -62,9 +62,11 @@ class HopperConfig:
         """By the length and number of sequences, the number of heads and the GPU.
 
         With `batch_invariant`, as if there were one sequence: a sequence's result is then bitwise the same in any
-        batch.
+        batch.  Packed sequences are then not cut, because their lengths are not known on the host.
         """
         nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
+        if batch_invariant and inputs.cu_seqlens is not None:
+            return _of_whole_sequences(cls(segment=nchunks), inputs)
         sequences = 1 if batch_invariant else inputs.sequences
         config = _cut(nchunks, sequences * heads, sm_count)
         if config.stays:

@@ -43,12 +43,17 @@ class PortableConfig:
     def choose(
         cls, inputs: GDNInputs, capability: tuple[int, int], sm_count: int, *, batch_invariant: bool = False
     ) -> PortableConfig:
-        """As many programs as there are multiprocessors, if there can be: first by slices of V, then by segments."""
+        """As many programs as there are multiprocessors, if there can be: first by slices of V, then by segments.
+
+        Packed sequences that are to be batch invariant are not cut, because their lengths are not known on the host.
+        """
         heads, value_dim = inputs.v.shape[2:]
         key_dim = inputs.q.shape[3]
         sequences = 1 if batch_invariant else inputs.sequences
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-        chunks_per_sm = sequences * heads * triton.cdiv(value_dim, 128) * triton.cdiv(inputs.v.shape[1], 64) / sm_count
+        uncut = batch_invariant and inputs.cu_seqlens is not None
+        chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], 64)
+        chunks_per_sm = sequences * heads * triton.cdiv(value_dim, 128) * chunks / sm_count
         wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and chunks_per_sm >= _ENOUGH_CHUNKS
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
         if inputs.q.dtype == torch.float32:
@@ -71,7 +76,7 @@ class PortableConfig:
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
         return replace(
             config,
-            segment=config.segment_for(inputs, sm_count // programs),
+            segment=0 if uncut else config.segment_for(inputs, sm_count // programs),
             scan_stages=config.stages_that_fit(inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)),
         )
 
