@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -144,10 +145,9 @@ def _keys(drawn: Mapping[str, Series]) -> list[str]:
 
 
 def _size(drawn: Mapping[str, Series]) -> tuple[float, float]:
-    """Inches: a line for each key that has no place on an axis of lengths."""
+    """Width and height in inches."""
     keys = _keys(drawn)
-    lines = 0 if _are_lengths(keys) else len(drawn) if keys == [""] else len(keys)
-    return 10, max(5 if not lines else 2, 1.5 + 0.22 * lines)
+    return 10, 5 if _are_lengths(keys) else 1.5 + 0.22 * max(len(keys), len(drawn))
 
 
 def _are_lengths(keys: Sequence[str]) -> bool:
@@ -170,7 +170,7 @@ def _paint(picture: Picture, figure: Figure, drawn: dict[str, Series], quoted: d
 def _lines(axes: Axes, drawn: Mapping[str, Series]) -> None:
     """Over the length: a colour for each value, a marker for each batch."""
     batches = {name: _by_batch(series) for name, series in drawn.items()}
-    markers = dict(zip(sorted({batch for found in batches.values() for batch in found}), "os^Dv*P", strict=False))
+    markers = dict(zip(sorted({batch for found in batches.values() for batch in found}), cycle("os^Dv*P")))
     for color, (name, found) in zip(canvas.COLORS, batches.items(), strict=False):
         axes.plot([], [], color=color, label=name)
         for batch, points in found.items():

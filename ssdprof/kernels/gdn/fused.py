@@ -57,8 +57,8 @@ def gdn_fused(
         registers for a whole sequence, so that state_dtype has no influence.
     state_v_first: initial and final states have V before K
     batch_invariant: a sequence's result is bitwise the same in a batch of any size, and in any pack.  Without it, how
-        sequences are cut, and whether short ones of a pack go token by token, depends on how many there are.  Packed
-        sequences are then not cut, so that few long ones take longer.
+        sequences are cut, and whether short ones of a pack go token by token, depends on how many there are.  With it,
+        packed sequences are not cut, so a pack of few long ones takes longer.
 
     Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences, HV, V, K) if
     state_v_first, in fp32: bitwise the same in every call, whatever the other sequences of the batch or pack hold.  No

@@ -47,4 +47,5 @@ class _Forced:
             raise UnsupportedError(f"{self._name}: {why}")
 
 
-ALTERNATIVES = {one.name: one for one in (_Forced(variant).implementation for variant in (PORTABLE,))}
+_FUSED_PORTABLE = _Forced(PORTABLE).implementation
+ALTERNATIVES = {_FUSED_PORTABLE.name: _FUSED_PORTABLE}

@@ -62,7 +62,7 @@ class HopperConfig:
         """By the length and number of sequences, the number of heads and the GPU.
 
         With `batch_invariant`, as if there were one sequence: a sequence's result is then bitwise the same in any
-        batch.  Packed sequences are then not cut, because their lengths are not known on the host.
+        batch.  With it, packed sequences are not cut, because their lengths are not known on the host.
         """
         nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
