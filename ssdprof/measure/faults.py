@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -79,5 +81,14 @@ def type_and_message(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message: errors of compilers and of CUDA go on for pages."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """The first line of the message that is not empty, or where an error without a message was raised.
+
+    Errors of compilers and of CUDA go on for pages.
+    """
+    lines = (line for line in str(error).splitlines() if line.strip())
+    return next(lines, None) or f"no message, raised {_where(error)}"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "outside of Python"

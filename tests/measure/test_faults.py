@@ -1,5 +1,6 @@
 """A kernel that costs the process its GPU is named; any other error stays what it is."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -47,3 +48,16 @@ def test_an_error_that_leaves_the_gpu_is_not_touched(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="illegal memory access"):
         faults.blaming(GPU, "fused", faulty)
     assert faults.blaming(GPU, "fused", lambda: 3) == 3
+
+
+def test_an_error_without_a_message_says_where_it_was_raised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError
+    assert re.fullmatch(
+        r"RuntimeError: no message, raised in test_faults\.py, line \d+", faults.type_and_message(caught.value)
+    )
+    assert faults.first_line(RuntimeError()) == "no message, raised outside of Python"
+
+
+def test_empty_lines_before_a_message_are_left_out() -> None:
+    assert faults.first_line(RuntimeError("\n  \nptxas failed\nand more")) == "ptxas failed"
