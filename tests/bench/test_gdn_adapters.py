@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels.gdn.adapters import packages
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
@@ -101,7 +103,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     put(monkeypatch, "fla", __version__="9.9")
     monkeypatch.delitem(sys.modules, "fla.ops.gated_delta_rule", raising=False)
     put(monkeypatch, "flash_qla", chunk_gated_delta_rule=as_fla(made))
-    put(monkeypatch, "flashinfer", __version__="9.9")
+    put(monkeypatch, "flashinfer")
     put(monkeypatch, "flashinfer.gdn_prefill", chunk_gated_delta_rule=as_flashinfer(made))
     return made
 
@@ -204,3 +206,8 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
             _ = resolve(GDN, name).present
+
+
+def test_a_library_from_a_checkout_has_no_version() -> None:
+    assert packages.version("torch") == metadata.version("torch")
+    assert packages.version("no-such-package") == "unknown"

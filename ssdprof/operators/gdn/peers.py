@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from ssdprof.kernels.gdn.adapters import fla, flash_qla, flashinfer
+from ssdprof.kernels.gdn.adapters import fla, flash_qla, flashinfer, packages
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
@@ -35,11 +35,12 @@ def _fla_operator() -> ModuleType:
 
 
 def _flash_qla(_checkout: Path | None) -> Peer:
-    return Peer(implementation=flash_qla.load(), version=flash_qla.version(), precisions=_fp32_states)
+    return Peer(implementation=flash_qla.load(), version=packages.version("flash_qla"), precisions=_fp32_states)
 
 
 def _flashinfer(_checkout: Path | None) -> Peer:
-    return Peer(implementation=flashinfer.load(), version=flashinfer.version(), precisions=_fp32_states)
+    version = packages.version("flashinfer-python")
+    return Peer(implementation=flashinfer.load(), version=version, precisions=_fp32_states)
 
 
 def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,14 +23,6 @@ def load() -> Implementation:
     """Raises ImportError where the library, or what it needs, is missing."""
     flash_qla = _FlashQLA(import_module("flash_qla").chunk_gated_delta_rule)
     return Implementation(operator="gdn", name="flash_qla", run=flash_qla.run, plan=flash_qla.plan)
-
-
-def version() -> str:
-    """As its package says it."""
-    try:
-        return metadata.version("flash_qla")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The kernel of FlashInfer, as installed: https://github.com/flashinfer-ai/flashinfer.
 
-Its operator differs from ours in four ways: it takes the decay and not its logarithm, it does not normalise q and k
-whatever it is told, beta is fp32, and its states have V before K.  The arguments that it needs are prepared in the
+Its operator differs from ours in four ways: it takes the decay and not its logarithm, not every version normalises q
+and k when asked to, beta is fp32, and its states have V before K.  The arguments that it needs are prepared in the
 first call and kept for as long as the inputs live, so that preparing them is not in the library's time.
 """
 
@@ -27,11 +27,6 @@ def load() -> Implementation:
     """Raises ImportError where the library, or what it needs, is missing."""
     flashinfer = _FlashInfer(import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule)
     return Implementation(operator="gdn", name="flashinfer", run=flashinfer.run, plan=flashinfer.plan)
-
-
-def version() -> str:
-    """As the library says it."""
-    return str(getattr(import_module("flashinfer"), "__version__", "unknown"))
 
 
 class _FlashInfer:

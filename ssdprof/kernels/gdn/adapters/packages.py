@@ -1,0 +1,13 @@
+"""Versions of libraries whose modules do not state them."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version(package: str) -> str:
+    """The version of an installed package, or "unknown" for a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
