@@ -1,7 +1,7 @@
 """Whether results hold the bars of bars-ssd.toml and bars-gdn.toml, cell by cell.
 
-If several results measured the same thing, the least counts, so that no bar holds because another library was slow
-once.  A case that ran and was not timed (wrong or refused) has missed.
+If several results measured the same thing, the least of those with the newest kernels counts, so that no bar holds
+because another library was slow once.  A case that ran and was not timed (wrong or refused) has missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
 BEST_RIVAL, FLOOR = "best rival", "floor"
 KINDS = ("device", "call", "error")
 Key = tuple[str, str, str, str]  # shape, tokens, dtype, draw
-Cells = Mapping[Key, Sequence[BenchCell]]
+Cells = Mapping[Key, Sequence[tuple[BenchReport, BenchCell]]]
 NO_RIVALS = Rivals()
 
 
@@ -79,12 +79,13 @@ def check(
     return tuple(map(_of_measured, found) if partial else found)
 
 
-def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[BenchCell]]:
-    """Every measurement of a cell."""
-    found: dict[Key, list[BenchCell]] = {}
-    for report in reports:
+def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[tuple[BenchReport, BenchCell]]]:
+    """Every measurement of a cell, with the result that it is part of; the newest last."""
+    found: dict[Key, list[tuple[BenchReport, BenchCell]]] = {}
+    for report in sorted(reports, key=lambda one: one.created):
         for cell in report.cells:
-            found.setdefault((cell.shape, cell.tokens, cell.dims.dtype, " ".join(cell.drawn)), []).append(cell)
+            key = (cell.shape, cell.tokens, cell.dims.dtype, " ".join(cell.drawn))
+            found.setdefault(key, []).append((report, cell))
     return found
 
 
@@ -111,12 +112,13 @@ def _readings(bar: Mapping[str, Any], kind: str, cells: Cells, rivals: Rivals) -
         name = f"{shape}, {tokens}{', ' if drawn else ''}{drawn}"
         measured = cells.get((shape, tokens, bar.get("dtype", "bf16"), drawn), ())
         readings = [
-            Reading(cell=name, ratio=ratio, rival=rival)
-            for cell in measured
+            (report.kernels, Reading(cell=name, ratio=ratio, rival=rival))
+            for report, cell in measured
             if cell.checked is None or not bar.get("checked_in_full")
             for ratio, rival in _ratio(cell, bar, kind, rivals)
         ]
-        yield min(readings, key=lambda one: one.ratio or 0, default=Reading(cell=name, ratio=None))
+        counted = [reading for kernels, reading in readings if kernels == readings[-1][0]]
+        yield min(counted, key=lambda one: one.ratio or 0, default=Reading(cell=name, ratio=None))
 
 
 def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> Iterator[tuple[float, str]]:

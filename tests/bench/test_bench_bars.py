@@ -88,6 +88,16 @@ def test_of_several_results_that_have_both_the_least_counts() -> None:
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
 
 
+def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured() -> None:
+    older = timed(200.0, kernels="01")
+    newer = timed(150.0, kernels="02", created="2026-01-02T00:00:00+00:00")
+    alone = report(
+        *measured(contender("fused", lambda _: 1.0)), kernels="03", created="2026-01-03T00:00:00+00:00"
+    )  # no yardstick: it does not make the others older
+    for order in ((older, newer, alone), (alone, newer, older)):
+        assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 2.0
+
+
 @pytest.mark.parametrize("rival", [True, False])
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
 def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: str, *, rival: bool) -> None:
