@@ -1,11 +1,11 @@
 """Time small calls of the gated delta rule beside flash-linear-attention: 15 batches and 12 packs.
 
-    python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla]
+    python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla] [--complete]
 
 The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
 key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
 `ssdprof bench gdn` does it.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
-GPU.
+GPU.  --complete keeps the cases that FILE.json holds and measures the others; GPU and kernels must be the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
+from ssdprof.bench.file import read
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
 from ssdprof.commands.progress_bars import TerminalWatcher
 from ssdprof.environment.present import require_gpu
-from ssdprof.errors import SsdprofError
+from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import write_text
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Tokens
@@ -111,6 +112,24 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     )
 
 
+def joined(earlier: BenchReport, later: BenchReport) -> BenchReport:
+    """The cases of both, in the order of `cells`; the rest is of the later one.
+
+    Raises BadInputError where they are of other kernels, libraries or another GPU.
+    """
+    if (before := _measured_with(earlier)) != (now := _measured_with(later)):
+        raise BadInputError(f"The earlier cases were measured with {before}, not {now}.", "Measure all of them again.")
+    order = [cell.shape.name for cell in cells()]
+    found = sorted((*earlier.cells, *later.cells), key=lambda cell: order.index(cell.shape))
+    return later.model_copy(update={"cells": tuple(found), "seconds": earlier.seconds + later.seconds})
+
+
+def _measured_with(report: BenchReport) -> dict[str, str | None]:
+    gpu, packages = report.environment.gpu, report.environment.packages
+    libraries = {name: packages.get(name) for name in ("torch", "triton")}
+    return {"GPU": gpu.name if gpu else None, "kernels": report.kernels, **libraries, **report.peers}
+
+
 def table(report: BenchReport) -> str:
     """Markdown: device times in microseconds, and how many times as fast as fla ours are."""
     lines = [
@@ -141,15 +160,25 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--budget", type=float, help="seconds of wall clock")
     parser.add_argument("--no-fla", action="store_true", help="ours alone")
+    parser.add_argument("--complete", action="store_true", help="keep the cases of FILE and measure the others")
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
     require_gpu(*NEEDS_GPU)
     named = tuple(resolve(gdn, name) for name in names)
     _ = named[0].present  # raises where fla is asked for and is not installed
+    earlier = read(arguments.file) if arguments.complete and arguments.file.exists() else None
+    done = {cell.shape for cell in earlier.cells} if earlier else set()
+
+    def whole(report: BenchReport) -> BenchReport:
+        return joined(earlier, report) if earlier else report
+
+    def keep(partial: BenchReport) -> None:
+        write_text(arguments.file, dump(whole(partial)) + "\n")
+
     request = BenchRequest(
         operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
-        cells=tuple(cells()),
+        cells=tuple(cell for cell in cells() if cell.shape.name not in done),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
         named=named,
         baseline=names[0],
@@ -157,8 +186,7 @@ def main() -> None:
         first_call=60,
         command=("python", "benchmarks/small_gdn_cases.py", str(arguments.file)),
     )
-    report = bench(request, TerminalWatcher(), lambda partial: write_text(arguments.file, dump(partial) + "\n"))
-    text = table(report)
+    text = table(whole(bench(request, TerminalWatcher(), keep)))
     write_text(arguments.file.with_suffix(".md"), text)
     print(text)
 
