@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from command_line import Answer
 from torch.distributed import HashStore
+from torchrun import Start, ranks_of, starting, wait_for
 
 from ssdprof import runs
 from ssdprof.environment.ranks import Ranks, first_tells, follows, join
@@ -24,7 +25,6 @@ from ssdprof.pipeline.run import check
 from ssdprof.pipeline.subject import find_to_replay
 from ssdprof.schema import RunReport
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
 FAST = ("--dtypes", "exact", "--states", "fp32")
 
 
@@ -155,7 +155,7 @@ def test_what_goes_wrong_once_work_is_divided_is_told_by_every_rank(
 
 
 @pytest.mark.slow
-def test_torchrun_shows_a_wrong_option_once(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
     process = start("run", "demo", "--layers", "99")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
@@ -167,27 +167,9 @@ def test_torchrun_shows_a_wrong_option_once(start: Callable[..., subprocess.Pope
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `ssdprof` in a folder of the test's own, with two ranks or with none."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*words: str, ranks: bool = True) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*(TORCHRUN if ranks else (sys.executable, "-m")), "ssdprof", *words],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-            process.communicate(timeout=60)
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
 
 
 def same(report: RunReport) -> dict[str, Any]:
@@ -198,7 +180,7 @@ def same(report: RunReport) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_report_of_one_process(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_two_ranks_write_the_report_of_one_process(start: Start, tmp_path: Path) -> None:
     words = ("run", "demo", "--seq", "16,24", "--layers", "first:3", "--decode", "1", *FAST)
     for name, ranks in (("one", False), ("two", True)):
         process = start(*words, "--out", name, ranks=ranks)
@@ -218,9 +200,7 @@ def test_two_ranks_write_the_report_of_one_process(start: Callable[..., subproce
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_two_gpus_write_the_report_of_one_but_for_times(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_two_gpus_write_the_report_of_one_but_for_times(start: Start, tmp_path: Path) -> None:
     """All but times is equal: captures and so accuracies, to the bit; kernels and their launches; memory.
 
     One short prompt, one precision and a layer for each rank: longer ones and more of them show nothing else.
@@ -244,9 +224,7 @@ def test_two_gpus_write_the_report_of_one_but_for_times(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_the_run_and_is_named(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, killed: int
-) -> None:
+def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path: Path, killed: int) -> None:
     process = start("run", "demo", "--seq", "256", "--out", "run")
     ranks = wait_for(lambda: ranks_of(process.pid) if (tmp_path / "run" / "report.json").exists() else None)
     os.kill(ranks[killed], signal.SIGKILL)
@@ -258,21 +236,3 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(
     assert f"Rank {killed} of 2 died before its share was done." in report.notes
     if killed == 1:
         assert "Rank 1 of 2 died before its share was done." in err
-
-
-def wait_for(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if answer := found():
-            return answer
-        time.sleep(0.05)
-    raise TimeoutError
-
-
-def ranks_of(parent: int) -> dict[int, int]:
-    """Rank -> process, of torchrun's children."""
-    found = {}
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        words = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-        found |= {int(word.removeprefix("RANK=")): int(child) for word in words if word.startswith("RANK=")}
-    return found

@@ -63,7 +63,10 @@ class Outcomes:
             self._ranks.end()
 
     def broken_off(self, error: BaseException) -> MissingCapabilityError | None:
-        """Take everything that was measured if a rank died; the error that names it.  error: what ended this rank."""
+        """If a rank died, take everything that was measured, and leave out the rest; the error that names that rank.
+
+        error: what ended this rank.
+        """
         if self._ranks is None:
             return None
         lost = self._ranks.lost()
@@ -73,7 +76,7 @@ class Outcomes:
             return None
         self._take(self._ranks.sent())
         gone = self._ranks.gone(lost)
-        self._leave_out(lost, gone.message.rstrip("."))
+        self._leave_out(range(self._ranks.count), gone.message.rstrip("."))
         self.writes = True
         return gone
 

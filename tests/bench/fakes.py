@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from ssdprof import schema
+from ssdprof import kernels, schema
+from ssdprof.bench import run as bench_run
 from ssdprof.bench.cell import Stopwatch, time_cell
 from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import judge
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
+from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -85,6 +89,30 @@ class UnreadClocks:
     def __exit__(self, *_: object) -> None: ...
 
     def poll(self) -> None: ...
+
+
+def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
+    """The bundled implementation, which tells the stopwatch that it ran."""
+    plain = kernels.get(operator, name)
+
+    def run(inputs: Any, precision: Precision) -> Any:
+        RAN.append((name, cost))
+        return plain.run(inputs, precision)
+
+    return replace(plain, run=run)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ssdprof bench ssd` runs without a GPU: kernels in the interpreter, and a stopwatch that makes its numbers up."""
+    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
+        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+    monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(bench_run, "require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: CEILINGS)
+    monkeypatch.setattr(bench_run, "CudaBench", CudaFakeBench)
+    monkeypatch.setattr(bench_run, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
+    monkeypatch.setattr(bench_run, "ClockWatch", UnreadClocks)
+    monkeypatch.setattr(bench_run.Limits, "of", lambda _: HOPPER)
 
 
 def contender(

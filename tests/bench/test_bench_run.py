@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from command_line import call
-from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
+from fakes import noting, pretend_gpu
 from typer.testing import CliRunner
 
 from ssdprof import kernels
@@ -22,37 +20,15 @@ from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels import registry
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure import rehearsal
-from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.drawing import Cell
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 
 
-def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
-    """The implementation, which tells the stopwatch that it ran."""
-    plain = kernels.get(operator, name)
-
-    def run(inputs: Any, precision: Precision) -> Any:
-        RAN.append((name, cost))
-        return plain.run(inputs, precision)
-
-    return replace(plain, run=run)
-
-
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run, "require_gpu", lambda *_: torch.device("cpu"))
-    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
-        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
-    monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(run, "measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr(run, "CudaBench", CudaFakeBench)
-    monkeypatch.setattr(run, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
-    monkeypatch.setattr(run, "ClockWatch", UnreadClocks)
-    monkeypatch.setattr(run.Limits, "of", lambda _: HOPPER)
+    pretend_gpu(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
 

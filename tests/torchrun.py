@@ -1,0 +1,62 @@
+"""`ssdprof` in processes of its own, alone or as two ranks of torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Start = Callable[..., subprocess.Popen[str]]
+MODULE = ("-m", "ssdprof")
+
+
+@contextmanager
+def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]:
+    """start(*words, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
+
+    program: what Python and torchrun are given before the words.  What still runs at the end is terminated.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, ranks: bool = True) -> subprocess.Popen[str]:
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2") if ranks else ()
+        process = subprocess.Popen(
+            [sys.executable, *torchrun, *program, *words],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    """The first true answer of `found`.  TimeoutError after 120 s."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if answer := found():
+            return answer
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Rank -> process, of torchrun's children."""
+    found = {}
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        words = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+        found |= {int(word.removeprefix("RANK=")): int(child) for word in words if word.startswith("RANK=")}
+    return found
