@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from documented_kernels import DOCUMENT, write_example
 from typer.testing import CliRunner
 
 from ssdprof import runs
@@ -28,7 +29,6 @@ from ssdprof.schema import CaseResult, PrecisionRecord
 from ssdprof.schema.outcome import outcome
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "your-own-kernel.md"
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
 SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
 
@@ -65,9 +65,7 @@ def cases() -> dict[str, CaseResult]:
     ("model", "function"), [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)]
 )
 def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
-    example = re.search(r"<!-- example: my_kernels\.py -->\n```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
-    assert example is not None
-    (here / "my_kernels.py").write_text(example[1])
+    write_example(here)
     code, shown, told = call("run", model, *SHORT, "--impl", f"unfused,my_kernels:{function}")
     assert code == 0, shown + told
     assert "PASSED: all 2 cases are within the error budget" in shown

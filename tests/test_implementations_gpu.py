@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from documented_kernels import write_example
 from typer.testing import CliRunner
 
 from ssdprof import runs
@@ -15,7 +16,6 @@ from ssdprof.schema import CaseResult
 
 pytestmark = pytest.mark.gpu
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "your-own-kernel.md"
 FAULTY = """
 import torch
 import triton
@@ -74,9 +74,7 @@ def cases() -> dict[str, CaseResult]:
 
 @pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
 def test_the_example_of_the_documents_is_timed(here: Path, model: str, function: str) -> None:
-    example = re.search(r"<!-- example: my_kernels\.py -->\n```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
-    assert example is not None
-    (here / "my_kernels.py").write_text(example[1])
+    write_example(here)
     name = f"my_kernels:{function}"
     words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--impl", f"unfused,fused,{name}")
     code, shown = call("run", model, *words)

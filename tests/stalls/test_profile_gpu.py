@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
+from documented_kernels import write_example
 from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
@@ -13,6 +15,7 @@ from ssdprof.pipeline.stall_request import StallRequest
 from ssdprof.pipeline.stalls import profile
 from ssdprof.progress import Unwatched
 from ssdprof.schema import EXACT_FP32
+from ssdprof.schema.stalls import StallReport
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 
@@ -74,3 +77,19 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
         assert known is not bool(kernel.unlabelled), kernel.kernel
     if not any(kernel.unlabelled for kernel in report.kernels):
         assert algorithm <= stages
+
+
+@pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
+def test_the_example_of_the_documents_is_profiled(users_folder: Path, model: str, function: str) -> None:
+    """By line: its author has named no stages."""
+    write_example(users_folder)
+    name = f"my_kernels:{function}"
+    code, out, err = call("stalls", model, "--seq", "512", "--impl", f"fused,{name}", "--out", "run", "--json")
+    assert code == 0, err
+    report = StallReport.model_validate_json(out)
+    assert report.missing == ""
+    (own,) = (kernel for kernel in report.kernels if kernel.implementation == name)
+    assert own.kernel == function.replace("my_", "") + "_scan"
+    assert own.busy_samples
+    assert {line.file for line in own.lines} == {"my_kernels.py"}
+    assert [check for check in own.checks if check.status == "failed"] == []
