@@ -128,6 +128,9 @@ def test_prefill_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused(3, "prefill", "demo", "--seq", "1k")
     assert "Prefill times need an NVIDIA GPU" in error
     assert "'long' is not a number of tokens" in refused(2, "prefill", "demo", "--seq", "long")
+    error = refused(2, "prefill", "demo", "--impl", "unfused,fusde")
+    assert "--impl does not know 'fusde'. hint: Did you mean fused?" in error
+    assert "--baseline does not know 'mamba'" in refused(2, "prefill", "demo", "--baseline", "mamba")
 
 
 def test_a_model_that_is_nowhere() -> None:

@@ -87,11 +87,14 @@ def prefill(
 
     # these import torch: after all words that can be checked without
     from ssdprof.environment.present import require_gpu
+    from ssdprof.operators import named
     from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.runs import prefill_file
     from ssdprof.schema.prefill_rows import broken_gates
 
+    named.refuse_unknown("--impl", names)
+    named.refuse_unknown("--baseline", (timed.baseline,))
     require_gpu(*NEEDS_GPU)
     subject = find(request)
     options.use_tuned(no_tuned)

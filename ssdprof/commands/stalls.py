@@ -95,13 +95,14 @@ def stalls(
         )
 
     # these import torch: after all words that can be checked without
-    _refuse_unknown(implementations)
+    from ssdprof.operators import named
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stall_request import StallRequest
     from ssdprof.pipeline.stalls import from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 
+    named.refuse_unknown("--impl", implementations, besides=("reference",))
     folder: Path | None = None
     if files:
         report = from_files(files)
@@ -130,19 +131,3 @@ def stalls(
             terminal.err().print(f"Kept in {written}.")
     if report.missing:
         raise typer.Exit(ExitCode.MISSING_CAPABILITY)
-
-
-def _refuse_unknown(names: tuple[str, ...]) -> None:
-    """BadInputError for a name that no operator has.  Whether an implementation can run here is not known yet."""
-    from ssdprof import operators
-    from ssdprof.errors import BadInputError
-    from ssdprof.operators import named
-
-    records = [operators.get(name) for name in operators.names()]
-    unknown = [name for name in names if name == "reference" or not any(named.knows(one, name) for one in records)]
-    if unknown:
-        known = dict.fromkeys(name for one in records for name in named.known(one) if name != "reference")
-        raise BadInputError(
-            f"--impl does not know {', '.join(map(repr, unknown))}.",
-            f"Choose from: {', '.join(known)}; or give MODULE:FUNCTION.",
-        )

@@ -9,7 +9,7 @@ my_module:my_function    the user's own kernel; its module may lie in the curren
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +93,21 @@ def known(operator: Operator[Any]) -> tuple[str, ...]:
 def knows(operator: Operator[Any], word: str) -> bool:
     """Whether `resolve` would know the name, without looking whether it is there.  Any MODULE:FUNCTION is one."""
     return ":" in word or word.partition("=")[0] in known(operator)
+
+
+def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
+    """Raise BadInputError for words of an option that no operator knows, or that are in `besides`.
+
+    Nothing is imported: an implementation that is known may still be missing on this machine.
+    """
+    records = [operators.get(name) for name in operators.names()]
+    unknown = [word for word in words if word in besides or not any(knows(one, word) for one in records)]
+    if unknown:
+        names = dict.fromkeys(name for one in records for name in known(one) if name not in besides)
+        raise BadInputError(
+            f"{option} does not know {', '.join(map(repr, unknown))}.",
+            f"{nearest(unknown[0], names)}  A kernel of your own is MODULE:FUNCTION.",
+        )
 
 
 def kind_of(operator: Operator[Any], word: str) -> Kind:
