@@ -133,11 +133,15 @@ def stalls(
 
 
 def _refuse_unknown(names: tuple[str, ...]) -> None:
-    """BadInputError for a name that no operator has.  Whether an implementation can run here is not known yet."""
+    """BadInputError for a name that no operator has, and for a library that is named with two checkouts.
+
+    Whether an implementation can run here is not known yet.
+    """
     from ssdprof import operators
     from ssdprof.errors import BadInputError
     from ssdprof.operators import named
 
+    named.refuse_two_checkouts(names)
     records = [operators.get(name) for name in operators.names()]
     unknown = [name for name in names if name == "reference" or not any(named.knows(one, name) for one in records)]
     if unknown:

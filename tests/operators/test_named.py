@@ -15,7 +15,7 @@ import torch
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get, tensors
-from ssdprof.operators.named import kind_of, known, resolve
+from ssdprof.operators.named import Roster, kind_of, known, refuse_two_checkouts, resolve
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -116,6 +116,18 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
         resolve(SSD, f"fused={here}")
 
 
+def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
+    roster = Roster(torch.device("cpu"))
+    (here / "a").mkdir()
+    first = roster.get(SSD, f"published={here}")
+    assert roster.get(SSD, f"published={here}") is roster.get(SSD, "published") is first
+    with pytest.raises(BadInputError, match="published is named with two checkouts"):
+        roster.get(SSD, f"published={here / 'a'}")
+    refuse_two_checkouts(["fused", "published=a", "published=a"])
+    with pytest.raises(BadInputError, match="published is named with two checkouts"):
+        refuse_two_checkouts(["published=a", "fused", "published=b"])
+
+
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(BadInputError, match=r"There is no implementation 'fussed' of ssd\.") as told:
         resolve(SSD, "fussed")
@@ -189,6 +201,13 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert (found.name, found.kind, found.source) == ("mine", "own", "kernels_of_a_user:plain")
     assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
     assert "mine" in known(GDN)
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(here / "site", "a-kernel", mine="broken_module:f")
+    monkeypatch.syspath_prepend(here / "site")
+    with pytest.raises(BadInputError, match=r"The entry point 'mine' cannot be loaded\.  The module of broken_mod"):
+        resolve(SSD, "mine")
 
 
 def test_the_kind_of_a_name_needs_no_import() -> None:
