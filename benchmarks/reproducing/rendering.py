@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Picture
 
+LONGEST_LABEL = 64  # characters on a line of a figure's label
 TOKENS = re.compile(r"([\d,]+) x ([\d,]+)")
 VALUE = re.compile(r"(\w+)(?:\[(.+)\])?")
 Series = list[tuple[str, float]]  # of a value: key and number
@@ -192,7 +194,7 @@ def _points(axes: Axes, drawn: dict[str, Series], quoted: Mapping[str, Mapping[s
         crosses = [(number, keys.index(key)) for key, number in quoted.get(name, {}).items() if key in keys]
         if crosses:
             axes.plot(*zip(*crosses, strict=True), "x", color=color, label=f"{name}, quoted", markersize=5)
-    axes.set_yticks(range(len(keys)), keys, fontsize=8)
+    axes.set_yticks(range(len(keys)), [fill(key, LONGEST_LABEL) for key in keys], fontsize=8)
     axes.grid(axis="y", color=canvas.GREY, alpha=0.2, linewidth=0.5)
     axes.invert_yaxis()
 

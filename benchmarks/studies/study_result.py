@@ -75,9 +75,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def ticks(panel: Any, values: Iterable[int]) -> None:
-    """Names the measured places of a logarithmic x axis, and no others."""
+    """Names the measured places of a logarithmic x axis and no others, and 1, 2 and 5 of each decade of the y axis."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     places = sorted(set(values))
     panel.set_xticks(places, [f"{place:,}" for place in places], rotation=45 if max(places, default=0) > 999 else 0)
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     panel.minorticks_off()
 
 

@@ -67,7 +67,7 @@ def _timed_case(
     if timed is None:
         return case
     if timed.changed:
-        return _updated(case, status="inaccurate", reason=f"after it was timed: {timed.changed}")
+        return _updated(case, status="inaccurate", reason=timed.changed)
     if timed.sampled is None:
         return _updated(case, reason=timed.untimed)
     timing, smallest = timed.sampled.timing(), watch.sampling.smallest_difference

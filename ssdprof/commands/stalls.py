@@ -102,6 +102,7 @@ def stalls(
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 
+    named.refuse_two_checkouts(implementations)
     named.refuse_unknown("--impl", implementations, besides=("reference",))
     folder: Path | None = None
     if files:

@@ -17,7 +17,7 @@ import torch
 
 from ssdprof.measure.call import Run
 from ssdprof.measure.events import cuda_event
-from ssdprof.measure.faults import first_line
+from ssdprof.measure.faults import first_line, refuse_if_interrupted
 from ssdprof.operators.operator import Output
 
 WARM_CALLS = 10  # back to back, of one sample
@@ -26,7 +26,7 @@ _MOST_PADDING = 32  # pages
 
 
 class CaptureError(Exception):
-    """A call cannot be captured as a CUDA graph; the message is CUDA's."""
+    """A call cannot be captured as a CUDA graph; the message is CUDA's or the kernel's."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class CudaBench:
                 output = run()
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except Exception as error:  # CUDA's, or the kernel's own, of any kind
+            refuse_if_interrupted(error)
             torch.cuda.synchronize(self.device)
             self._pool = torch.cuda.graph_pool_handle()  # the old one still waits for the end of the capture
             raise CaptureError(first_line(error)) from error

@@ -53,7 +53,7 @@ class Timed:
     """What came out of timing a call.
 
     sampled: None if it was not timed, and then `untimed` says why: the output is as good as it was.
-    changed: what is wrong with an output after the timed loop; there is no time then.
+    changed: what is wrong with an output after the timed loop, or what a timed call raised; there is no time then.
     wavered: some output had other bits than at first, and still passed.
     """
 

@@ -95,6 +95,8 @@ class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in _ALLOCATIONS or made.layout != torch.strided or not made.numel():
             return made
+        if made.is_meta:  # it has no memory
+            return made
         shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
         block = _Block.of(_extent(made), 0, made.device, (shape,))
         self._blocks.append(block)

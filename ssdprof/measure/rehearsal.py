@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from ssdprof import operators, schema
+from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.attempt import Attempt, attempt
@@ -82,8 +83,8 @@ def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, lim
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
-        # -P: what lies in the current directory hides no module that is imported here
-        command = [sys.executable, "-P", "-m", "ssdprof.measure.rehearsal", name]
+        tensors.release_cache(inputs)
+        command = [*child.python("ssdprof.measure.rehearsal"), name]
         code = _run(command, folder / _WORDS, limit_s + _START_S)
         if code == 0 and (folder / _VERDICT).is_file():
             return Verdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
@@ -97,12 +98,11 @@ def _run(command: list[str], words: Path, timeout_s: float) -> int:
     Whatever happens, no process of its group is left.
     """
     environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with (
         words.open("wb") as file,
         subprocess.Popen(
             command,
-            env=environment,
+            env=environment | child.search_path(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -13,10 +13,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.measure.bench import WARM_CALLS, Bench, CaptureError, Recording
 from ssdprof.measure.call import Run
-from ssdprof.measure.faults import blaming
+from ssdprof.measure.faults import blaming, refuse_if_interrupted, type_and_message
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, spread
 from ssdprof.operators.operator import Output
@@ -81,7 +82,15 @@ class Session:
 
     sampled: dict[str, Sampled]
     untimed: dict[str, str]  # why there is no time; the output is as good as it was
-    changed: dict[str, str]  # what is wrong with the output after the timed loop
+    changed: dict[str, str]  # what is wrong with the output after the timed loop, or what a timed call raised
+
+
+class _CallError(Exception):
+    """A call raised while it was timed; the message says what."""
+
+    def __init__(self, key: str, error: Exception) -> None:
+        super().__init__(f"a later call raised {type_and_message(error)}")
+        self.key = key
 
 
 def time_in_turns(
@@ -94,11 +103,12 @@ def time_in_turns(
     """
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
+    changed: dict[str, str] = {}
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         recordings.clear()
         bench.relocate(generator)
-        keys = [key for key in runs if key not in untimed]
+        keys = [key for key in runs if key not in untimed and key not in changed]
         for key in (keys[place] for place in generator.permutation(len(keys))):
             try:
                 recordings[key] = blaming(bench.device, key, partial(bench.record, runs[key]))
@@ -108,30 +118,48 @@ def time_in_turns(
                 untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
         samplers: dict[Name, Sampler] = {}
         for key, recording in recordings.items():
-            samplers["call", key] = partial(blaming, bench.device, key, partial(bench.call_us, runs[key]))
-            samplers["device", key] = partial(blaming, bench.device, key, partial(bench.device_us, recording))
+            samplers["call", key] = partial(_sample, bench, key, partial(bench.call_us, runs[key]))
+            samplers["device", key] = partial(_sample, bench, key, partial(bench.device_us, recording))
             if plan.warm:
-                samplers["warm", key] = partial(blaming, bench.device, key, partial(bench.warm_us, runs[key]))
+                samplers["warm", key] = partial(_sample, bench, key, partial(bench.warm_us, runs[key]))
         return samplers
+
+    def sampled_without_errors() -> dict[Name, Samples]:
+        """From the beginning without those that raise: all that have times took the same turns."""
+        while True:
+            try:
+                return sample_in_turns(set_up, plan)
+            except _CallError as error:
+                changed[error.key] = str(error)
 
     gc.collect()
     with no_garbage_collection():  # one in the middle of a call is not the call's
-        samples = sample_in_turns(set_up, plan)
+        samples = sampled_without_errors()
 
     sampled: dict[str, Sampled] = {}
-    changed: dict[str, str] = {}
     for key in runs:
-        if key in untimed:
+        if key in untimed or key in changed:
             continue
         look = partial(_reason_now, partial(check, key), runs[key], bench, recordings[key])
         reason = blaming(bench.device, key, look)  # whatever a call leaves the GPU to do is done when it was looked at
         if reason:
-            changed[key] = reason
+            changed[key] = f"after it was timed: {reason}"
         else:
             sampled[key] = Sampled(
                 call=samples["call", key], device=samples["device", key], warm=samples.get(("warm", key))
             )
     return Session(sampled=sampled, untimed=untimed, changed=changed)
+
+
+def _sample(bench: Bench, key: str, sampler: Sampler) -> float:
+    """Raises _CallError, and MissingCapabilityError with the key if the GPU is lost."""
+    try:
+        return blaming(bench.device, key, sampler)
+    except (MissingCapabilityError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a kernel's own, of any kind
+        refuse_if_interrupted(error)
+        raise _CallError(key, error) from error
 
 
 def _reason_now(check: Callable[[Output], str], run: Run, bench: Bench, recording: Recording) -> str:

@@ -75,12 +75,29 @@ class Roster:
         self._known: dict[tuple[str, str], Named] = {}
 
     def get(self, operator: Operator[Any], word: str) -> Named:
-        """As `resolve`; also by the name alone of a library whose checkout was named before."""
+        """As `resolve`; also by the name alone of a library whose checkout was named before.
+
+        BadInputError for a second checkout of a library.
+        """
         key = (operator.name, word)
         if key not in self._known:
             found = resolve(operator, word).on(self._device)
+            if (operator.name, found.name) in self._known:
+                raise _two_checkouts(found.name)
             self._known[key] = self._known[operator.name, found.name] = found
         return self._known[key]
+
+
+def refuse_two_checkouts(words: Iterable[str]) -> None:
+    """BadInputError if different words name one library: reports tell implementations apart by their names."""
+    names = [word.partition("=")[0] for word in dict.fromkeys(words)]
+    for name in names:
+        if names.count(name) > 1:
+            raise _two_checkouts(name)
+
+
+def _two_checkouts(name: str) -> BadInputError:
+    return BadInputError(f"{name} is named with two checkouts.", "Measure each of them in a command of its own.")
 
 
 def known(operator: Operator[Any]) -> tuple[str, ...]:
@@ -176,7 +193,15 @@ def _library(name: str, source: PeerSource, checkout: Path | None) -> Named:
 
 
 def _own(operator: Operator[Any], name: str, reference: str) -> Named:
-    function = own.load(reference)
+    try:
+        function = own.load(reference)
+    except BadInputError as error:
+        if name == reference:
+            raise
+        raise BadInputError(
+            f"The entry point {name!r} cannot be loaded.  {error.message}",
+            "Leave it out, or repair the package that registers it.",
+        ) from error
     own.refuse_other_operator(operator, name, function)
     return Named(
         name=name,

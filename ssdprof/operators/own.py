@@ -18,6 +18,7 @@ from ssdprof.errors import BadInputError, library_message
 from ssdprof.kernels import _triton as _triton  # a kernel of the user's is defined for the interpreter where ours are
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.operators import tensors
 from ssdprof.operators.operator import Operator, Output
 
 GROUP = "ssdprof.implementations"
@@ -45,7 +46,9 @@ def load(reference: str) -> Callable[..., Any]:
     try:
         with _current_directory_first(), redirect_stdout(sys.stderr):  # stdout is for the command's data
             module = import_module(name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's module does: pytest's skip is no Exception
         raise BadInputError(
             f"The module of {reference} cannot be imported: {library_message(error)}.",
             "Give MODULE:FUNCTION, where MODULE is importable, also from the current directory.",
@@ -68,7 +71,8 @@ def implementation(operator: Operator[Any], name: str, function: Callable[..., A
     told = takes_precision(function)
 
     def run(inputs: Any, precision: Precision) -> Output:
-        return _pair(name, function(inputs, precision=precision) if told else function(inputs))
+        with torch.cuda.device(_index(inputs)):  # Triton launches on the current GPU
+            return _pair(name, function(inputs, precision=precision) if told else function(inputs))
 
     def plan(_inputs: Any, _precision: Precision) -> Plan:
         return Plan(variant=name, launches=0)
@@ -100,6 +104,12 @@ def _annotations(function: Callable[..., Any]) -> list[Any]:
         return [parameter.annotation for parameter in signature(function).parameters.values()]
     except ValueError:
         return []
+
+
+def _index(inputs: Any) -> int:
+    """The number of the inputs' GPU; -1 on a CPU, with which `torch.cuda.device` does nothing."""
+    index = tensors.device(inputs).index
+    return -1 if index is None else index
 
 
 def _pair(name: str, output: Any) -> Output:

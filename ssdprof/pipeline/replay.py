@@ -215,7 +215,7 @@ class LayerReplay:
         if timed.untimed:
             self._update(case, reason=timed.untimed)
         if timed.changed:
-            self._update(case, status="inaccurate", reason=f"after it was timed: {timed.changed}")
+            self._update(case, status="inaccurate", reason=timed.changed)
         if timed.sampled is None:
             return
         timing, ceilings = timed.sampled.timing(), self._options.ceilings

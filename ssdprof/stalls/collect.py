@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from ssdprof.environment import child
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Launched, Refusal
@@ -37,8 +39,7 @@ class Job:
 def target(job: Job, launched: Path) -> tuple[str, ...]:
     """The command of the process that runs the job once inside the range, and writes what it launches."""
     return (
-        sys.executable,
-        *("-m", "ssdprof.stalls.target"),
+        *child.python("ssdprof.stalls.target"),
         str(job.folder),
         *("--layer", str(job.layer)),
         *("--seqlen", str(job.seqlen)),
@@ -61,11 +62,23 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
         try:
             ncu.run(target(job, launched), timeout_s=timeout_s, environ=_environment(job))
         except MissingCapabilityError as error:
-            if launched.is_file():
-                refusal = Refusal.model_validate_json(launched.read_text(encoding="utf-8"))
+            if refusal := _refusal(launched):
                 raise SsdprofError(refusal.message, refusal.hint, ExitCode(refusal.exit_code)) from error
             raise
+        if not launched.is_file():
+            raise MissingCapabilityError(
+                f"{job.implementation} ended its process with exit code 0 before it was profiled.",
+                "Leave it out of --impl.",
+            )
         return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
+
+
+def _refusal(launched: Path) -> Refusal | None:
+    """What the target wrote instead of its launches; None if it ended before or after it could write."""
+    try:
+        return Refusal.model_validate_json(launched.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
 
 
 def profile(
@@ -98,4 +111,4 @@ def profile(
 
 
 def _environment(job: Job) -> dict[str, str]:
-    return ncu.clean_environment(os.environ) | {"TRITON_CACHE_DIR": str(job.cache)}
+    return ncu.clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 from ssdprof.stalls import unpack
 from ssdprof.stalls.raw import RawKernel, RawReport
@@ -53,20 +54,25 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
     """By ncu-report in a child process, which a damaged file may crash."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
-        command = [sys.executable, "-m", "ssdprof.stalls.unpack", str(path), str(out)]
+        command = [*child.python("ssdprof.stalls.unpack"), str(path), str(out)]
         try:
-            child = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
+            ended = subprocess.run(
+                command,
+                env=os.environ | child.search_path(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
-        if child.returncode == unpack.NOT_INSTALLED:
+        if ended.returncode == unpack.NOT_INSTALLED:
             raise MissingCapabilityError(
                 "The ncu-report package, which reads ncu's files, is not installed.", "pip install ncu-report"
             )
-        if child.returncode != 0:
-            words = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            how = how_ended(child.returncode) if child.returncode < 0 else "".join(words)
+        if ended.returncode != 0:
+            words = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            how = how_ended(ended.returncode) if ended.returncode < 0 else "".join(words)
             raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
         return unpack.parse(out.read_text(encoding="utf-8"))
 

@@ -132,10 +132,14 @@ def _is_jit(decorator: ast.expr) -> bool:
 
 
 def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
+    """The dict of that name; None if there is none.  In a user's file the name may stand for anything."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
-            value = ast.literal_eval(node.value)
-            return {str(key): str(stage) for key, stage in value.items()}
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:  # no literal
+                return None
+            return {str(key): str(stage) for key, stage in value.items()} if isinstance(value, dict) else None
     return None
 
 

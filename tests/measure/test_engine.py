@@ -108,7 +108,7 @@ def test_a_call_that_damages_its_inputs_has_no_output_and_no_time(inputs: SSDInp
     later = replace(call(inputs, 1.0), damage=damaged_when_timed)
     verified = verify({later: attempt(later)}, inputs)
     timed = time_verified(list(verified.values()), FakeBench(), PLAN)[later]
-    assert (timed.sampled, timed.changed) == (None, "it changes its inputs: x")
+    assert (timed.sampled, timed.changed) == (None, "after it was timed: it changes its inputs: x")
 
 
 def test_a_call_that_is_unfit_is_not_made(inputs: SSDInputs) -> None:

@@ -110,6 +110,7 @@ def test_guarded_tensors_hold_what_they_would_hold() -> None:
         assert torch.full((2,), 7).tolist() == [7, 7]
         assert torch.ones_like(torch.empty(2, dtype=torch.int32)).tolist() == [1, 1]
         assert torch.empty(0).shape == (0,)
+        assert torch.empty(2, 3, device="meta").is_meta  # without memory, it has no guards
         plain, guarded = torch.randn(4, 4), torch.empty(4, 4)
         guarded.copy_(plain)
         assert torch.equal(guarded @ guarded, plain @ plain)

@@ -113,6 +113,21 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
     assert time.monotonic() - began < 60
 
 
+def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(rehearsal.tensors, "device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
+
+    def run(_command: list[str], words: Path, _timeout_s: float) -> int:
+        done.append("run")
+        words.write_text("")
+        return 1
+
+    monkeypatch.setattr(rehearsal, "_run", run)
+    assert verdict("good", ssd())[0] == "failed"
+    assert done == ["released", "run"]
+
+
 def test_each_precision_and_form_of_inputs_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
 

@@ -147,6 +147,22 @@ def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
     assert session.untimed["b"].startswith("b is not timed: no memory is left")
 
 
+def test_a_later_call_that_raises_is_named_and_the_others_are_timed() -> None:
+    class Fails(FakeRun):
+        calls = 0
+
+        def __call__(self) -> SSDOutput:
+            self.calls += 1
+            if self.calls > 3:
+                raise ValueError("three calls are enough")
+            return super().__call__()
+
+    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeBench(), PLAN, check=fine)
+    assert session.changed == {"b": "a later call raised ValueError: three calls are enough"}
+    assert list(session.sampled) == ["a"]
+    assert session.sampled["a"].timing().samples == PLAN.max_recordings * PLAN.max_rounds
+
+
 @pytest.mark.parametrize("error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")])
 def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception) -> None:
     session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeBench(), PLAN, check=fine)
@@ -201,7 +217,7 @@ def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None
     assert [(key, value) for key, value, _ in seen] == [("a", 200), ("a", 200), ("b", 100)]
     assert min(events for *_, events in seen) > loop
     assert list(session.sampled) == ["a"]
-    assert session.changed == {"b": "head 3 is wrong"}
+    assert session.changed == {"b": "after it was timed: head 3 is wrong"}
 
 
 def test_the_two_times_make_two_ratios_and_two_verdicts() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -11,8 +14,8 @@ import torch
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
-from ssdprof.operators import get
-from ssdprof.operators.named import kind_of, known, resolve
+from ssdprof.operators import get, tensors
+from ssdprof.operators.named import Roster, kind_of, known, refuse_two_checkouts, resolve
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -22,7 +25,7 @@ MODULE = """
 from dataclasses import dataclass
 
 def plain(inputs):
-    return inputs, inputs
+    return inputs.x, inputs.x
 
 def told(inputs, *, precision):
     return precision, precision
@@ -39,11 +42,19 @@ number = 3
 """
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Of some operator."""
+
+    x: torch.Tensor
+
+
 @pytest.fixture(autouse=True)
 def here(users_folder: Path) -> Path:
     (users_folder / "kernels_of_a_user.py").write_text(MODULE)
     (users_folder / "broken_module.py").write_text("import no_such_library\n")
     (users_folder / "leaving_module.py").write_text("raise SystemExit('gone')\n")
+    (users_folder / "skipping_module.py").write_text("import pytest\npytest.importorskip('no_such_library')\n")
     return users_folder
 
 
@@ -105,6 +116,18 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
         resolve(SSD, f"fused={here}")
 
 
+def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
+    roster = Roster(torch.device("cpu"))
+    (here / "a").mkdir()
+    first = roster.get(SSD, f"published={here}")
+    assert roster.get(SSD, f"published={here}") is roster.get(SSD, "published") is first
+    with pytest.raises(BadInputError, match="published is named with two checkouts"):
+        roster.get(SSD, f"published={here / 'a'}")
+    refuse_two_checkouts(["fused", "published=a", "published=a"])
+    with pytest.raises(BadInputError, match="published is named with two checkouts"):
+        refuse_two_checkouts(["published=a", "fused", "published=b"])
+
+
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(BadInputError, match=r"There is no implementation 'fussed' of ssd\.") as told:
         resolve(SSD, "fussed")
@@ -119,7 +142,7 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
     found = resolve(SSD, "kernels_of_a_user:plain")
     assert (found.kind, found.source) == ("own", "kernels_of_a_user:plain")
     x = torch.ones(1)
-    assert found.present.run(x, Precision()) == (x, x)
+    assert found.present.run(Inputs(x), Precision()) == (x, x)
     assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
     assert sys.path[-1] == str(here), "what is imported later is found too, and hides no installed module"
     assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
@@ -129,7 +152,25 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
     found = resolve(SSD, "kernels_of_a_user:told")
     assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
     with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
-        found.present.run(None, Precision())
+        found.present.run(Inputs(torch.ones(1)), Precision())
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
+def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
+    monkeypatch: pytest.MonkeyPatch, device: str, index: int
+) -> None:
+    """Triton launches on the current GPU, which is another one in a rank of torchrun or a placed model."""
+    current: list[int] = []
+
+    @contextmanager
+    def on(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(tensors, "device", lambda _: torch.device(device))
+    resolve(SSD, "kernels_of_a_user:plain").present.run(Inputs(torch.ones(1)), Precision())
+    assert current == [index]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +178,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
     [
         ("broken_module:f", "The module of broken_module:f cannot be imported: No module named 'no_such_library'"),
         ("leaving_module:f", "The module of leaving_module:f cannot be imported: SystemExit: gone"),
+        ("skipping_module:f", "The module of skipping_module:f cannot be imported: could not import 'no_such_library'"),
         ("nowhere:f", "The module of nowhere:f cannot be imported: No module named 'nowhere'"),
         ("kernels_of_a_user:g", "has no 'g'"),
         ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
@@ -159,6 +201,13 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert (found.name, found.kind, found.source) == ("mine", "own", "kernels_of_a_user:plain")
     assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
     assert "mine" in known(GDN)
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(here / "site", "a-kernel", mine="broken_module:f")
+    monkeypatch.syspath_prepend(here / "site")
+    with pytest.raises(BadInputError, match=r"The entry point 'mine' cannot be loaded\.  The module of broken_mod"):
+        resolve(SSD, "mine")
 
 
 def test_the_kind_of_a_name_needs_no_import() -> None:

@@ -116,10 +116,10 @@ def test_the_shares_of_appendix_b_add_up_as_stated() -> None:
     assert any(f"add up to about {round(total, -1):.0f} %" in choice for choice in stated.choices)
 
 
-def test_the_quoted_bandwidth_of_scan_003_fits_the_quoted_times_where_stated() -> None:
+def test_the_quoted_bandwidth_of_scan_003_fits_the_quoted_times() -> None:
     """The head dimension that was chosen rests on it."""
     (us,) = [one["us"]["parallel"] for one in documents.load("scan-003").quoted if one.get("tiles") == 64 and
              one["pass"] == "forward"]  # fmt: skip
-    gb_per_s = {512: 343, 1024: 507, 2048: 455, 4096: 972, 8192: 805, 16384: 810, 32768: 813}
-    fits = {n: rate == pytest.approx(392 * 128 * n / us[str(n)] / 1e3, rel=0.01) for n, rate in gb_per_s.items()}
-    assert [n for n, fit in fits.items() if not fit] == [1024, 2048, 4096]
+    gb_per_s = {512: 343, 1024: 750, 2048: 741, 4096: 797, 8192: 805, 16384: 810, 32768: 813}
+    for length, rate in gb_per_s.items():
+        assert rate == pytest.approx(392 * 128 * length / us[str(length)] / 1e3, rel=0.01), length

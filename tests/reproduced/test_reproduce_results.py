@@ -85,6 +85,16 @@ def test_values_without_a_quoted_number_stand_beside() -> None:
     assert re.search(r"\| a +\| 1 +\| 1.5 +\| outside +\| 7.25", page)
 
 
+def test_a_long_label_of_a_figure_has_two_lines() -> None:
+    """On one line it would be cut off at the left."""
+    long = "Chunk Scan, previous state: barriers of prev_states and what is computed"
+    result = Result(name="test", gpu=H200, values={"speedup[a]": 1.0, f"speedup[{long}]": 2.0}, missing={})
+    picture = rendering.as_picture(document(), result)
+    assert picture is not None
+    assert ">Chunk Scan, previous state: barriers of prev_states and what is<" in picture
+    assert ">computed<" in picture
+
+
 def test_crosses_are_quoted_numbers() -> None:
     result = Result(name="test", gpu=H200, values={"speedup[a]": 1.0, "speedup[b]": 2.0}, missing={})
     stated = document(numbers=[{"words": "N", "value": "speedup", "quoted": {"a": 1.5}}])

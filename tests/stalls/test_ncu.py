@@ -48,7 +48,7 @@ def test_the_target_gets_the_layer_and_nothing_else() -> None:
         precision=PrecisionRecord(intermediates="relaxed", state_dtype="fp16"),
     )
     assert collect.target(job, Path("/t/launched.json")) == (
-        sys.executable, "-m", "ssdprof.stalls.target", "/c", "--layer", "3", "--seqlen", "1024",
+        sys.executable, "-P", "-m", "ssdprof.stalls.target", "/c", "--layer", "3", "--seqlen", "1024",
         "--implementation", "fused", "--intermediates", "relaxed", "--state-dtype", "fp16",
         "--launched", "/t/launched.json",
     )  # fmt: skip
@@ -184,6 +184,29 @@ def test_a_refusal_of_the_target_keeps_its_words_and_its_exit_code(
         collect.launch(job(tmp_path))
     assert (raised.value.message, raised.value.hint) == ("fused: no.", "Try another.")
     assert raised.value.exit_code == code
+
+
+@pytest.mark.parametrize(("written", "code", "told"), [("", 0, "fused ended its process"), ("{}", 3, "exit code 3")])
+def test_a_target_that_ends_early_or_late_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, code: int, told: str
+) -> None:
+    """A kernel may end its process, before it is known what it launches or after."""
+
+    def target(_job: collect.Job, file: Path) -> list[str]:
+        if written:
+            file.write_text(written)
+        return ["sh", "-c", f"exit {code}"]
+
+    monkeypatch.setattr(collect, "target", target)
+    with pytest.raises(MissingCapabilityError, match=told):
+        collect.launch(job(tmp_path))
+
+
+@pytest.mark.usefixtures("users_folder")
+def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path) -> None:
+    (tmp_path / "statistics.py").write_text("raise SystemExit('a script of the user')")
+    words = (*collect.target(job(tmp_path), tmp_path / "launched.json")[:4], "--help")
+    assert "usage:" in ncu.run(words, timeout_s=120, environ=collect._environment(job(tmp_path)))
 
 
 def test_a_target_that_says_nothing_is_explained_by_its_last_words(

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +18,6 @@ from ssdprof.stalls.raw import RawKernel
 from ssdprof.stalls.read import read
 
 SOURCE = "@jit\ndef _mine(x):\n    return x\n"
-ROOT = Path(__file__).parent.parent.parent
 PCSAMP = "smsp__pcsamp_warps_issue_stalled"
 
 
@@ -98,7 +96,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     """Puts a module in the place of ncu_report, for child processes."""
     folder = tmp_path / "site"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+    monkeypatch.syspath_prepend(folder)
 
     def put(source: str) -> None:
         (folder / "ncu_report.py").write_text(source)

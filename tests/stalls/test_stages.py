@@ -85,6 +85,14 @@ def test_a_file_without_a_table_has_its_functions_as_stages() -> None:
     assert foreign.place(line_of("return x + 1")) == Place("helper", "helper")
 
 
+@pytest.mark.parametrize("value", ["3", "tl.constexpr(3)", "(1, 2)"])
+def test_a_name_of_the_user_that_stands_for_something_else_is_no_table(value: str) -> None:
+    own = f"STAGES = {value}\nWAITS = {value}\n\n@triton.jit\ndef scan(x):\n    return x\n"
+    parsed = parse(own)
+    assert parsed.place(6) == Place("scan", "scan")
+    assert not parsed.labelled
+
+
 def test_a_function_that_the_table_forgot_is_unknown() -> None:
     assert parse(SOURCE.replace('"load": "loads", ', "")).place(line_of("return helper")) == Place("load", UNKNOWN)
 

@@ -160,6 +160,21 @@ def test_the_files_of_a_result(name: str, tmp_path: Path) -> None:
     assert "registers" in plot or tile(128) in plot
 
 
+def test_a_logarithmic_axis_within_one_decade_has_numbers() -> None:
+    from matplotlib.figure import Figure
+
+    panel = Figure().add_subplot()
+    panel.plot([1, 16], [110, 480])
+    panel.set(xscale="log", yscale="log")
+    study_result.ticks(panel, (1, 16))
+    panel.figure.draw_without_rendering()
+    low, high = panel.get_ylim()
+    assert [label.get_text() for label in panel.get_yticklabels() if low <= label.get_position()[1] <= high] == [
+        "200",
+        "500",
+    ]
+
+
 def test_a_baseline_has_the_same_products() -> None:
     assert {baseline_of(name) for name in diagonal(64)} == {BASELINE}
     assert {name: baseline_of(name) for name in of_rank(64)} == {
