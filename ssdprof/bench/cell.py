@@ -66,8 +66,8 @@ def _timed_case(
     case = _case(choice, watch.limits)
     if timed is None:
         return case
-    if timed.changed:
-        return _updated(case, status="inaccurate", reason=timed.changed)
+    if timed.spoilt:
+        return _updated(case, status=timed.spoilt.status, reason=timed.spoilt.reason)
     if timed.sampled is None:
         return _updated(case, reason=timed.untimed)
     timing, smallest = timed.sampled.timing(), watch.sampling.smallest_difference

@@ -23,7 +23,7 @@ from ssdprof.measure.faults import blaming, refuse_if_lost
 from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import Samples
-from ssdprof.measure.timing import Sampled, time_in_turns
+from ssdprof.measure.timing import Sampled, Spoilt, time_in_turns
 from ssdprof.operators.operator import Output
 
 K = TypeVar("K")
@@ -53,13 +53,13 @@ class Timed:
     """What came out of timing a call.
 
     sampled: None if it was not timed, and then `untimed` says why: the output is as good as it was.
-    changed: what is wrong with an output after the timed loop, or what a timed call raised; there is no time then.
+    spoilt: what was wrong after the first call; there is no time then.
     wavered: some output had other bits than at first, and still passed.
     """
 
     sampled: Sampled | None = None
     untimed: str = ""
-    changed: str = ""
+    spoilt: Spoilt | None = None
     wavered: bool = False
 
 
@@ -130,7 +130,7 @@ def time_verified(
         one.call: Timed(
             sampled=session.sampled.get(name),
             untimed=session.untimed.get(name, ""),
-            changed=session.changed.get(name, ""),
+            spoilt=session.spoilt.get(name),
             wavered=one.call in wavered,
         )
         for name, one in named.items()

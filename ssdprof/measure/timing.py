@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turn
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, spread
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup, Timing, WarmSpeedup, WarmTiming
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,21 +79,29 @@ def _warm_timing(samples: Samples) -> WarmTiming:
     return WarmTiming(calls=WARM_CALLS, median_us=median_us(samples), interval_us=median_interval(samples))
 
 
+@dataclass(frozen=True)
+class Spoilt:
+    """Why an implementation that had passed has no time: its output was wrong later, or a later call raised."""
+
+    status: Literal["inaccurate", "failed"]
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """What came out of timing some implementations together, by their keys."""
 
     sampled: dict[str, Sampled]
     untimed: dict[str, str]  # why there is no time; the output is as good as it was
-    changed: dict[str, str]  # what is wrong with the output after the timed loop, or what a timed call raised
+    spoilt: dict[str, Spoilt]
 
 
 class _CallError(Exception):
-    """A call raised while it was timed; the message says what."""
+    """A call raised after the first one."""
 
     def __init__(self, key: str, error: Exception) -> None:
-        super().__init__(f"a later call raised {type_and_message(error)}")
-        self.key = key
+        super().__init__(key)
+        self.key, self.spoilt = key, Spoilt("failed", f"a later call raised {type_and_message(error)}")
 
 
 def time_in_turns(
@@ -103,12 +114,12 @@ def time_in_turns(
     """
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
-    changed: dict[str, str] = {}
+    spoilt: dict[str, Spoilt] = {}
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         recordings.clear()
         bench.relocate(generator)
-        keys = [key for key in runs if key not in untimed and key not in changed]
+        keys = [key for key in runs if key not in untimed and key not in spoilt]
         for key in (keys[place] for place in generator.permutation(len(keys))):
             try:
                 recordings[key] = blaming(bench.device, key, partial(bench.record, runs[key]))
@@ -118,10 +129,10 @@ def time_in_turns(
                 untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
         samplers: dict[Name, Sampler] = {}
         for key, recording in recordings.items():
-            samplers["call", key] = partial(_sample, bench, key, partial(bench.call_us, runs[key]))
-            samplers["device", key] = partial(_sample, bench, key, partial(bench.device_us, recording))
+            samplers["call", key] = partial(_called, bench, key, partial(bench.call_us, runs[key]))
+            samplers["device", key] = partial(_called, bench, key, partial(bench.device_us, recording))
             if plan.warm:
-                samplers["warm", key] = partial(_sample, bench, key, partial(bench.warm_us, runs[key]))
+                samplers["warm", key] = partial(_called, bench, key, partial(bench.warm_us, runs[key]))
         return samplers
 
     def sampled_without_errors() -> dict[Name, Samples]:
@@ -130,7 +141,7 @@ def time_in_turns(
             try:
                 return sample_in_turns(set_up, plan)
             except _CallError as error:
-                changed[error.key] = str(error)
+                spoilt[error.key] = error.spoilt
 
     gc.collect()
     with no_garbage_collection():  # one in the middle of a call is not the call's
@@ -138,23 +149,27 @@ def time_in_turns(
 
     sampled: dict[str, Sampled] = {}
     for key in runs:
-        if key in untimed or key in changed:
+        if key in untimed or key in spoilt:
             continue
         look = partial(_reason_now, partial(check, key), runs[key], bench, recordings[key])
-        reason = blaming(bench.device, key, look)  # whatever a call leaves the GPU to do is done when it was looked at
+        try:
+            reason = _called(bench, key, look)  # whatever a call leaves the GPU to do is done when it was looked at
+        except _CallError as error:
+            spoilt[key] = error.spoilt
+            continue
         if reason:
-            changed[key] = f"after it was timed: {reason}"
+            spoilt[key] = Spoilt("inaccurate", f"after it was timed: {reason}")
         else:
             sampled[key] = Sampled(
                 call=samples["call", key], device=samples["device", key], warm=samples.get(("warm", key))
             )
-    return Session(sampled=sampled, untimed=untimed, changed=changed)
+    return Session(sampled=sampled, untimed=untimed, spoilt=spoilt)
 
 
-def _sample(bench: Bench, key: str, sampler: Sampler) -> float:
-    """Raises _CallError, and MissingCapabilityError with the key if the GPU is lost."""
+def _called(bench: Bench, key: str, work: Callable[[], T]) -> T:
+    """What `work` returns.  Raises _CallError, and MissingCapabilityError with the key if the GPU is lost."""
     try:
-        return blaming(bench.device, key, sampler)
+        return blaming(bench.device, key, work)
     except (MissingCapabilityError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a kernel's own, of any kind

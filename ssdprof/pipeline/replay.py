@@ -214,8 +214,8 @@ class LayerReplay:
             self._update(case, reason="repeated calls differ in their bits, within the budget")
         if timed.untimed:
             self._update(case, reason=timed.untimed)
-        if timed.changed:
-            self._update(case, status="inaccurate", reason=timed.changed)
+        if timed.spoilt:
+            self._update(case, status=timed.spoilt.status, reason=timed.spoilt.reason)
         if timed.sampled is None:
             return
         timing, ceilings = timed.sampled.timing(), self._options.ceilings

@@ -17,6 +17,7 @@ from ssdprof.measure.attempt import attempt
 from ssdprof.measure.call import Call, UnfitError
 from ssdprof.measure.engine import device_times, time_verified, verify
 from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import Spoilt
 
 PLAN = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5)
 
@@ -89,9 +90,11 @@ def test_an_output_that_changes_is_told_from_one_that_wavers(inputs: SSDInputs) 
     )
     verified = verify({one: attempt(one) for one in (wavering, changing)}, inputs)
     timed = time_verified(list(verified.values()), FakeBench(), PLAN)
-    assert (timed[wavering].wavered, timed[wavering].changed) == (True, "")
+    assert (timed[wavering].wavered, timed[wavering].spoilt) == (True, None)
     assert timed[wavering].sampled is not None
-    assert "out, head" in timed[changing].changed
+    spoilt = timed[changing].spoilt
+    assert spoilt is not None
+    assert "out, head" in spoilt.reason
     assert timed[changing].sampled is None
 
 
@@ -108,7 +111,7 @@ def test_a_call_that_damages_its_inputs_has_no_output_and_no_time(inputs: SSDInp
     later = replace(call(inputs, 1.0), damage=damaged_when_timed)
     verified = verify({later: attempt(later)}, inputs)
     timed = time_verified(list(verified.values()), FakeBench(), PLAN)[later]
-    assert (timed.sampled, timed.changed) == (None, "after it was timed: it changes its inputs: x")
+    assert (timed.sampled, timed.spoilt) == (None, Spoilt("inaccurate", "after it was timed: it changes its inputs: x"))
 
 
 def test_a_call_that_is_unfit_is_not_made(inputs: SSDInputs) -> None:

@@ -17,7 +17,7 @@ from ssdprof.measure import faults
 from ssdprof.measure.bench import WARM_CALLS, CaptureError, CudaBench, Recording
 from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Sampled, time_in_turns
+from ssdprof.measure.timing import Sampled, Spoilt, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
@@ -147,18 +147,22 @@ def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
     assert session.untimed["b"].startswith("b is not timed: no memory is left")
 
 
-def test_a_later_call_that_raises_is_named_and_the_others_are_timed() -> None:
+LAST_CALL = PLAN.max_recordings + SAMPLED + 1  # recorded, timed, and at last looked at
+
+
+@pytest.mark.parametrize("calls", [3, LAST_CALL - 1], ids=["while it is timed", "the last one"])
+def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int) -> None:
     class Fails(FakeRun):
         calls = 0
 
         def __call__(self) -> SSDOutput:
             self.calls += 1
-            if self.calls > 3:
-                raise ValueError("three calls are enough")
+            if self.calls > calls:
+                raise ValueError("no more calls")
             return super().__call__()
 
     session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeBench(), PLAN, check=fine)
-    assert session.changed == {"b": "a later call raised ValueError: three calls are enough"}
+    assert session.spoilt == {"b": Spoilt("failed", "a later call raised ValueError: no more calls")}
     assert list(session.sampled) == ["a"]
     assert session.sampled["a"].timing().samples == PLAN.max_recordings * PLAN.max_rounds
 
@@ -217,7 +221,7 @@ def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None
     assert [(key, value) for key, value, _ in seen] == [("a", 200), ("a", 200), ("b", 100)]
     assert min(events for *_, events in seen) > loop
     assert list(session.sampled) == ["a"]
-    assert session.changed == {"b": "after it was timed: head 3 is wrong"}
+    assert session.spoilt == {"b": Spoilt("inaccurate", "after it was timed: head 3 is wrong")}
 
 
 def test_the_two_times_make_two_ratios_and_two_verdicts() -> None:
