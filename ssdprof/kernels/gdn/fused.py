@@ -42,7 +42,8 @@ def gdn_fused(
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay; above 0 it counts as 0.  That is not checked on the host.
-    beta: (B, T, HV), any value
+    beta: (B, T, HV), any value.  Where beta times the squared length of a key is above 2, the result may overflow to
+        NaN although the state stays small; `gdn_unfused` and `gdn_recurrent` have no such limit.
     scale: K ** -0.5 if None
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
