@@ -27,6 +27,7 @@ from ssdprof.capture.layout import PromptBuffer
 from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
+from ssdprof.kernels.oracle_blocks import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import (
@@ -203,6 +204,8 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
         arguments = operator.door.arguments(capture.scalars)
         _check_types(operator.inputs, arguments)
         inputs = operator.inputs(**found, **arguments)
+        if (bounds := found.get("cu_seqlens")) is not None:
+            sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would leave their tensors
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)

@@ -15,6 +15,13 @@ def strides_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return () if tensor is None else tensor.stride()
 
 
+def is_expanded(tensor: torch.Tensor | None) -> bool:
+    """Whether indices share an element, as after `expand`: such a tensor can be read, but not written to."""
+    return tensor is not None and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def strides_unit(*tensors: torch.Tensor) -> int:
     """The largest power of two up to 16 of which all strides but the last ones are multiples, for `in_units`.
 

@@ -12,13 +12,20 @@ MEANINGS = (
     ("exact", "decays and their products are kept in fp32"),
     ("relaxed", "they are rounded to 16 bits: to the inputs' dtype, or to bf16 for fp32 inputs"),
 )
+IF_THERE = (
+    ("recurrent", "one launch that goes token by token, with the state in registers"),
+    ("unfused_step", "a decode step with one launch for each of its parts; the baseline of decode steps"),
+)
 
 
 def meanings(report: RunReport) -> tuple[tuple[str, str], ...]:
     """The words of the report, with its baseline."""
+    ran = {case.implementation for case in report.cases}
+    there = tuple((word, meaning) for word, meaning in IF_THERE if word in ran)
+    unfused, fused, *precisions = MEANINGS
+    others = (fused, *there, *precisions)
     if report.baseline == "unfused":
-        return MEANINGS
-    unfused, *others = MEANINGS
+        return (unfused, *others)
     own = ("baseline", f"{report.baseline}, which the others are compared with")
     return (own, (unfused[0], unfused[1].partition(";")[0]), *others)
 

@@ -159,6 +159,21 @@ def test_a_stored_pack_with_other_bounds_is_damaged(tmp_path: Path) -> None:
         store.load(tmp_path)[1](stored)
 
 
+@pytest.mark.parametrize("bounds", [[0, 30, 20, LENGTH], [0, 20, LENGTH + 1], [1, LENGTH]])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
+    name: str, bounds: list[int], tmp_path: Path
+) -> None:
+    (first, *_), _ = capture(name, tiny_models.prompt(LENGTH), Serving(packed=(20, 30)))
+    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=LENGTH, token_sha256="")
+    wrong = replace(first, inputs=replace(first.inputs, cu_seqlens=torch.tensor(bounds)))
+    ref = tiny_models.checkpoint_ref(name)
+    with store.CaptureWriter(tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH) as writer:
+        stored = writer.add(wrong)
+    with pytest.raises(BadInputError, match=f"cu_seqlens must rise from 0 to {LENGTH}"):
+        store.load(tmp_path)[1](stored)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["granitemoehybrid", "mamba2", "qwen3_next", "olmo_hybrid"])
 def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:

@@ -1,6 +1,7 @@
 """`gdn_fused` as a function, as a torch operator and behind flash-linear-attention's signatures."""
 
 import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,11 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
     assert inputs.initial_state is not None
     with pytest.raises(ValueError, match=r"initial_state must have shape .*K comes before V"):
         call(inputs, initial_state=inputs.initial_state.mT.contiguous())
+    with pytest.raises(ValueError, match=r"have shape \(2, 2, 24, 16\), not \(2, 2, 16, 24\): V comes before K"):
+        call(inputs, initial_state=inputs.initial_state, state_v_first=True)
+    for shape in ((5,), (2, 24, 16), (1, 2, 24, 16)):
+        with pytest.raises(ValueError, match=re.escape(f"have shape (2, 2, 24, 16), not {shape}")):
+            call(inputs, initial_state=torch.zeros(shape), state_v_first=True)
 
 
 @pytest.mark.parametrize("case", [CASE, PACKED], ids=str)
@@ -103,6 +109,8 @@ def test_refuses_inputs_that_do_not_fit() -> None:
         gdn_fused(*(one.repeat_interleave(3, 2)[:, :, :3] for one in (q, k)), v, g, beta)
     with pytest.raises(ValueError, match=r"k must be torch\.bfloat16 as q is"):
         gdn_fused(q, k.float(), v, g, beta)
+    with pytest.raises(ValueError, match="g must be a tensor, not None"):
+        gdn_fused(q, k, v, None, beta)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 256, not 257"):
         gdn_fused(q.new_zeros(2, 20, 1, 257), q.new_zeros(2, 20, 1, 257), v, g, beta)
     with pytest.raises(ValueError, match="empty"):

@@ -53,6 +53,8 @@ def test_in_place(v_first: bool, dtype: torch.dtype) -> None:
     assert torch.equal(state, expected.final_states.to(dtype))
     with pytest.raises(ValueError, match="initial_state"):
         gdn_recurrent(replace(inputs, initial_state=None), in_place=True)
+    with pytest.raises(ValueError, match="cannot write to an expanded initial_state"):
+        gdn_recurrent(replace(inputs, initial_state=state[:1].expand(2, -1, -1, -1)), in_place=True)
 
 
 def test_a_batch_is_its_sequences() -> None:

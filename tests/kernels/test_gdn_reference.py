@@ -90,6 +90,8 @@ def test_strong_decay_and_closed_gates_stay_finite() -> None:
         (dict(g=torch.zeros(1, 69, 2)), "g must have shape"),
         (dict(initial_state=torch.zeros(1, 2, 8, 8)), "initial_state must have shape"),
         (dict(initial_state=torch.zeros(1, 2, 6, 8)), "K comes before V"),
+        (dict(initial_state=torch.zeros(8)), r"initial_state must have shape .*, not \(8,\)"),
+        (dict(beta=None), "beta must be a tensor, not None"),
         (dict(initial_state=torch.zeros(1, 2, 8, 6, dtype=torch.int32)), "initial_state must be float64"),
         (dict(chunk_size=48), "chunk_size"),
         (dict(q=torch.zeros(1, 0, 2, 8)), r"q is empty: \(1, 0, 2, 8\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -97,6 +98,16 @@ def test_identical_keys_with_full_beta_do_not_explode() -> None:
     inputs = Case(length=128, key_dim=32, dtype=BF16, gate=0.0, collinear=1.0).inputs(beta=torch.ones_like(inputs.beta))
     out, exact = run(inputs).out.double(), gdn_recurrence(inputs).out
     assert (out - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", ["unfused", "recurrent"])
+def test_long_keys_under_strong_gates_stay_finite(name: str) -> None:
+    """Without gates, the inverse of such a chunk overflows in fp16."""
+    inputs = Case(length=64, key_dim=64, l2norm=False, gate=8.0, dtype=torch.float16).inputs()
+    inputs = replace(inputs, k=8 * inputs.k)
+    output, exact = kernels.get("gdn", name).run(inputs, EXACT), gdn_recurrence(inputs)
+    for ours, expected in zip(output, exact, strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
 
 
 def test_layouts_of_models_change_no_bit() -> None:

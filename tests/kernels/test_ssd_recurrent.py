@@ -39,6 +39,9 @@ def test_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(state, expected.final_states.to(dtype))
     with pytest.raises(ValueError, match="initial_states"):
         ssd_recurrent(replace(inputs, initial_states=None), in_place=True)
+    shared = replace(inputs, initial_states=state[:1].expand(state.shape))
+    with pytest.raises(ValueError, match="cannot write to expanded initial_states"):
+        ssd_recurrent(shared, in_place=True)
 
 
 def test_steps_are_a_sequence() -> None:

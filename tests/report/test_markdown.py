@@ -8,7 +8,7 @@ from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_checkpoint, m
 
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
-from ssdprof.report.origin import MEANINGS
+from ssdprof.report.origin import MEANINGS, meanings
 from ssdprof.schema import EXACT_FP32
 
 PARSER = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -98,6 +98,14 @@ def test_weights_gpu_and_time_stand_under_the_verdict_and_the_words_are_explaine
     assert text.splitlines()[4].startswith(origin)
     for word, meaning in MEANINGS:
         assert re.search(rf"^\| {word} +\| {re.escape(meaning)}", text, re.MULTILINE)
+    assert "token by token" not in text
+
+
+def test_implementations_of_decode_steps_are_explained_where_they_ran():
+    report = make_report()
+    recurrent = [case.model_copy(update={"implementation": "recurrent"}) for case in report.cases]
+    words = [word for word, _ in meanings(report.model_copy(update={"cases": (*report.cases, *recurrent)}))]
+    assert words == ["unfused", "fused", "recurrent", "exact", "relaxed"]
 
 
 def test_a_partial_run_says_so_at_the_very_top():

@@ -1,7 +1,8 @@
 """`gdn_fused` behind the signatures of flash-linear-attention's gated delta rule: a change of one import.
 
 Shapes as in `gdn_fused`; the result is (out, final_state), with None for the state unless output_final_state.  What the
-kernels do not do is refused by name, with UnsupportedError.
+kernels do not do is refused by name, with UnsupportedError.  A g above 0 counts as 0, whereas in fla it makes the state
+grow.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def gdn_fused(
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay; above 0 it counts as 0.  That is not checked on the host.
-    beta: (B, T, HV), any value
+    beta: (B, T, HV), any value.  Where beta times the squared length of a key is above 2, the result may overflow to
+        NaN although the state stays small; `gdn_unfused` and `gdn_recurrent` have no such limit.
     scale: K ** -0.5 if None
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
@@ -75,9 +76,11 @@ def gdn_fused(
                 precision.intermediates, precision.state_dtype, state_v_first, batch_invariant,
             )
         )  # fmt: skip
+    if state_v_first and initial_state is not None and initial_state.ndim == 4:
+        initial_state = initial_state.mT
     inputs = GDNInputs.unchecked(
-        q=q, k=k, v=v, g=g, beta=beta, scale=scale, use_qk_l2norm=use_qk_l2norm, cu_seqlens=cu_seqlens, chunk_size=64,
-        initial_state=initial_state.mT if state_v_first and initial_state is not None else initial_state,
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, scale=scale, use_qk_l2norm=use_qk_l2norm,
+        chunk_size=64, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     output = run(inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant)
     return GDNOutput(output.out, output.final_states.mT) if state_v_first else output
@@ -156,7 +159,7 @@ tuned.when_changed(forget_launches)
 
 
 def _prepare(inputs: GDNInputs, precision: Precision, batch_invariant: bool, state_v_first: bool) -> Launch:
-    inputs.check()
+    inputs.check(state_v_first=state_v_first)
     refuse_unsupported("fused", inputs)
     call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
     return variants.choose(call).prepare(call)

@@ -65,8 +65,14 @@ class GDNInputs:
     def __post_init__(self) -> None:
         self.check()
 
-    def check(self) -> None:
-        """Raises ValueError that names the argument that does not fit the others."""
+    def check(self, *, state_v_first: bool = False) -> None:
+        """Raises ValueError that names the argument that does not fit the others.
+
+        state_v_first: the caller's own initial_state has V before K, so the message names its shapes in that order
+        """
+        for name in ("q", "k", "v", "g", "beta"):
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} must be a tensor, not None")
         for name, tensor, dims in (("q", self.q, "(B, T, H, K)"), ("v", self.v, "(B, T, HV, V)")):
             if tensor.ndim != 4:
                 raise ValueError(f"{name} must be {dims}, not {tuple(tensor.shape)}")
@@ -93,7 +99,9 @@ class GDNInputs:
                 raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
             if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
-        self._check("initial_state", self.states_shape)
+        if self.initial_state is not None:
+            self._check_state(self.initial_state, v_first=state_v_first)
+            self._check("initial_state", self.states_shape)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and value.device != self.q.device:
@@ -101,16 +109,23 @@ class GDNInputs:
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
         tensor = getattr(self, name)
-        if tensor is None:
-            return
         if tuple(tensor.shape) != shape:
-            swapped = name == "initial_state" and tuple(tensor.mT.shape) == shape
-            hint = ": K comes before V, transpose the last two dimensions" if swapped else ""
-            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}{hint}")
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} as q is, not {tensor.dtype}")
         if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
             raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
+
+    def _check_state(self, state: torch.Tensor, *, v_first: bool) -> None:
+        """The shape of initial_state; messages name shapes as the caller has them, with V before K if v_first."""
+        shape, given = tuple(self.states_shape), tuple(state.shape)
+        if given == shape:
+            return
+        first, second = ("V", "K") if v_first else ("K", "V")
+        hint = f": {first} comes before {second}, transpose the last two dimensions" if given == _swap(shape) else ""
+        if v_first:
+            shape, given = _swap(shape), _swap(given)
+        raise ValueError(f"initial_state must have shape {shape}, not {given}{hint}")
 
     @property
     def signature(self) -> Hashable:
@@ -154,3 +169,8 @@ class GDNInputs:
     def scale_or_default(self) -> float:
         """What multiplies q."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
+
+
+def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with its last two sizes swapped, if it is that of states."""
+    return (*shape[:2], shape[3], shape[2]) if len(shape) == 4 else shape

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels._launch import LaunchCache, Launcher
-from ssdprof.kernels._strides import strides_of
+from ssdprof.kernels._strides import is_expanded, strides_of
 from ssdprof.kernels._triton import INTERPRETED, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
@@ -180,7 +180,8 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and are that tensor.
 
-    Raises ValueError if in_place has no initial_state to write to, and UnsupportedError where the kernel cannot run.
+    Raises ValueError if in_place has no initial_state to write to, or an expanded one, and UnsupportedError where the
+    kernel cannot run.
     """
     if in_place and inputs.initial_state is None:
         raise ValueError("in_place needs an initial_state to write to")
@@ -191,6 +192,8 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
 def _prepare(inputs: GDNInputs, in_place: bool) -> RecurrentLaunch:
     inputs.check()
     refuse_unsupported("recurrent", inputs)
+    if in_place and is_expanded(inputs.initial_state):
+        raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
     return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
 
 

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._launch import LaunchCache, Launcher
-from ssdprof.kernels._strides import strides_of
+from ssdprof.kernels._strides import is_expanded, strides_of
 from ssdprof.kernels._triton import INTERPRETED, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
@@ -189,8 +189,8 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
 
     in_place: the final states overwrite inputs.initial_states, in its dtype, and are that tensor.
 
-    Raises ValueError if in_place has no initial_states to write to, and UnsupportedError for N above MAX_DSTATE, for
-    inputs that want a gradient, and for tensors that are not on a GPU, outside Triton's interpreter.
+    Raises ValueError if in_place has no initial_states to write to, or expanded ones, and UnsupportedError for N above
+    MAX_DSTATE, for inputs that want a gradient, and for tensors that are not on a GPU, outside Triton's interpreter.
     """
     if in_place and inputs.initial_states is None:
         raise ValueError("in_place needs initial_states to write to")
@@ -202,6 +202,8 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
 def _prepare(inputs: SSDInputs, in_place: bool) -> RecurrentLaunch:
     inputs.check()
     _refuse_unsupported(inputs)
+    if in_place and is_expanded(inputs.initial_states):
+        raise ValueError("in_place cannot write to expanded initial_states: pass initial_states.contiguous()")
     return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
 
 
