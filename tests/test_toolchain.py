@@ -186,6 +186,25 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
 
+def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs under a number of its own often has root's home."""
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{furnished}/root/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    (furnished / "root").mkdir()
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != furnished / "root")
+    monkeypatch.setenv("HOME", f"{furnished}/root")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{furnished}/root/lib:{furnished}/lib")
+    assert [one.name for one in needs() if not one.found] == ["Triton's cache"]
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme=None: {"include": f"{furnished}/root/include"})  # noqa: ARG005
+    assert need("Python headers").found == ""
+
+
 @pytest.mark.usefixtures("furnished")
 def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
