@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,14 +296,7 @@ def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (furnished / "include" / "Python.h").unlink()
-    driver(monkeypatch, processes=3)
-    gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
-    monkeypatch.setattr(checks, "gpu", lambda: gpu)
-    monkeypatch.setattr(checks, "read", lambda: None)
-    monkeypatch.setattr(checks, "current_uuid", lambda: "GPU-1")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    found = {one.name: one for one in checks._gpu()}
+    found = doctor_of_a_slice(monkeypatch)
     assert (found["gpu slice"].status, found["gpu sharing"].status) == ("warn", "warn")
     assert "nvidia-smi -mig 0" in found["gpu slice"].hint
     assert found["gpu sharing"].detail == "2 other processes on it"
@@ -310,3 +304,34 @@ def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch:
     assert found["Python headers"].status == "missing"
     assert found["Python headers"].hint.startswith("Run: apt-get update && apt-get install -y python3.")
     assert all((one.hint == "") == (one.status == "ok") for one in found.values())
+
+
+@pytest.mark.usefixtures("furnished")
+def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that another process has in exclusive mode, or whose memory is full."""
+
+    def refuse(_: object) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later.")
+
+    found = doctor_of_a_slice(monkeypatch, refuse)
+    assert found["gpu memory"].status == "missing"
+    assert found["gpu memory"].detail == "CUDA cannot start the GPU: CUDA error: out of memory"
+    assert found["C compiler"].status == "ok"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MissingCapabilityError, match=r"cannot start the GPU: CUDA error: out of memory\.") as caught:
+        require_toolchain()
+    assert caught.value.hint.endswith("nvidia-smi")
+
+
+def doctor_of_a_slice(
+    monkeypatch: pytest.MonkeyPatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
+) -> dict[str, checks.Check]:
+    """What the doctor says of a slice of an H200 that others share.  memory: free and total."""
+    driver(monkeypatch, processes=3)
+    gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
+    monkeypatch.setattr(checks, "gpu", lambda: gpu)
+    monkeypatch.setattr(checks, "read", lambda: None)
+    monkeypatch.setattr(checks, "current_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    return {one.name: one for one in checks._gpu()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ssdprof.environment.ranks import started
+from ssdprof.errors import MissingCapabilityError
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -24,12 +25,23 @@ def free_memory(device: torch.device) -> int:
     On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set a limit.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = gpu_memory(device)
         allocated = torch.cuda.memory_allocated(device)
         cached = torch.cuda.memory_reserved(device) - allocated
         allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free + cached, allowed - allocated)
     return host_memory()
+
+
+def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
+    """Free and total bytes of a GPU, the current one by default.  MissingCapabilityError if CUDA cannot start it."""
+    try:
+        return torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        raise MissingCapabilityError(
+            f"CUDA cannot start the GPU: {str(error).splitlines()[0].rstrip('.')}.",
+            "Another process may have it alone, or fill its memory.  To see the processes, run: nvidia-smi",
+        ) from error
 
 
 def host_memory() -> int:

@@ -54,10 +54,16 @@ def needs() -> Iterator[Need]:
 
 
 def require_toolchain() -> None:
-    """MissingCapabilityError for the first thing that Triton would fail without."""
+    """MissingCapabilityError for the first thing that Triton would fail without, or a GPU that CUDA cannot start."""
+    import torch
+
+    from ssdprof.environment.memory import gpu_memory
+
     for need in needs():
         if not need.found:
             raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", need.hint)
+    if torch.cuda.is_available():
+        gpu_memory()
 
 
 def unusable_gpu() -> str:
