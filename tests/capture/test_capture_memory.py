@@ -129,6 +129,7 @@ def test_the_arithmetic_of_a_footprint() -> None:
     assert need.one_shot(1000) == 1000 * (100 + 10 + 60) + 7
     assert need.segmented(1000, 900) == 900 * 100 + 1000 * 3 + 7
     assert need.segmented(1000, 100) == 1000 * (10 + 60) + 7
+    assert need.chunked(1000, 100) == need.one_shot(100) + 1000 * 3
     assert need.least(1000, (1000, 900)) == need.segmented(1000, 900)
 
 
