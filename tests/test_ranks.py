@@ -76,6 +76,18 @@ def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks])
     assert first.lost() == ()
 
 
+def test_a_process_that_ends_while_it_is_looked_at_is_lost(
+    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: Path) -> str:
+        raise ProcessLookupError
+
+    two[0].store.set("1/process", str(os.getpid()))
+    assert two[0].lost() == ()
+    monkeypatch.setattr(Path, "read_text", gone)
+    assert two[0].lost() == (1,)
+
+
 def test_other_ranks_wait_for_the_first(two: tuple[Ranks, Ranks]) -> None:
     first, second = two
     waiting = second.waiting()

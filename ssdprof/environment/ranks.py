@@ -189,5 +189,8 @@ def _runs(process: int) -> bool:
         return False
     except PermissionError:
         return True
-    status = Path(f"/proc/{process}/stat")
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # its parent has just asked for its exit code
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
