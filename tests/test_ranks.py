@@ -18,13 +18,21 @@ from torch.distributed import HashStore
 from torchrun import Start, ranks_of, starting, wait_for
 
 from ssdprof import runs
-from ssdprof.environment.ranks import Ranks, first_tells, follows, join
+from ssdprof.environment.ranks import Ranks, first_tells, follows, join, started
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, ReplayRequest
 from ssdprof.pipeline.run import check
 from ssdprof.pipeline.subject import find_to_replay
 from ssdprof.schema import RunReport
 
+OF_TORCHRUN = {  # what it sets for the first of two ranks
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 FAST = ("--dtypes", "exact", "--states", "fp32")
 
 
@@ -68,6 +76,18 @@ def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks])
     assert first.lost() == ()
 
 
+def test_a_process_that_ends_while_it_is_looked_at_is_lost(
+    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: Path) -> str:
+        raise ProcessLookupError
+
+    two[0].store.set("1/process", str(os.getpid()))
+    assert two[0].lost() == ()
+    monkeypatch.setattr(Path, "read_text", gone)
+    assert two[0].lost() == (1,)
+
+
 def test_other_ranks_wait_for_the_first(two: tuple[Ranks, Ranks]) -> None:
     first, second = two
     waiting = second.waiting()
@@ -90,8 +110,26 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
-        join({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
+        join(OF_TORCHRUN)
     assert "--nproc-per-node 1" in caught.value.hint
+
+
+@pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_world_size_that_torchrun_did_not_set_is_refused(absent: str) -> None:
+    """Containers of a cluster may have it without the rest."""
+    with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as caught:
+        join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
+    assert "unset WORLD_SIZE" in caught.value.hint
+
+
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert started({"WORLD_SIZE": ""}) == 1
+    for word in ("two", "0", "-2", "1.5"):
+        monkeypatch.setenv("WORLD_SIZE", word)
+        answer = Answer("run", "demo")
+        assert (answer.code, answer.out) == (2, "")
+        assert answer.err == f"error: WORLD_SIZE='{word}' is not a number of processes. hint: Run: unset WORLD_SIZE"
 
 
 @pytest.mark.parametrize(

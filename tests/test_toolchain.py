@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,25 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
 
+def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that runs under a number of its own often has root's home."""
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{furnished}/root/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    (furnished / "root").mkdir()
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != furnished / "root")
+    monkeypatch.setenv("HOME", f"{furnished}/root")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{furnished}/root/lib:{furnished}/lib")
+    assert [one.name for one in needs() if not one.found] == ["Triton's cache"]
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme=None: {"include": f"{furnished}/root/include"})  # noqa: ARG005
+    assert need("Python headers").found == ""
+
+
 @pytest.mark.usefixtures("furnished")
 def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
@@ -276,14 +296,7 @@ def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (furnished / "include" / "Python.h").unlink()
-    driver(monkeypatch, processes=3)
-    gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
-    monkeypatch.setattr(checks, "gpu", lambda: gpu)
-    monkeypatch.setattr(checks, "read", lambda: None)
-    monkeypatch.setattr(checks, "current_uuid", lambda: "GPU-1")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    found = {one.name: one for one in checks._gpu()}
+    found = doctor_of_a_slice(monkeypatch)
     assert (found["gpu slice"].status, found["gpu sharing"].status) == ("warn", "warn")
     assert "nvidia-smi -mig 0" in found["gpu slice"].hint
     assert found["gpu sharing"].detail == "2 other processes on it"
@@ -291,3 +304,34 @@ def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch:
     assert found["Python headers"].status == "missing"
     assert found["Python headers"].hint.startswith("Run: apt-get update && apt-get install -y python3.")
     assert all((one.hint == "") == (one.status == "ok") for one in found.values())
+
+
+@pytest.mark.usefixtures("furnished")
+def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that another process has in exclusive mode, or whose memory is full."""
+
+    def refuse(_: object) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later.")
+
+    found = doctor_of_a_slice(monkeypatch, refuse)
+    assert found["gpu memory"].status == "missing"
+    assert found["gpu memory"].detail == "CUDA cannot start the GPU: CUDA error: out of memory"
+    assert found["C compiler"].status == "ok"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MissingCapabilityError, match=r"cannot start the GPU: CUDA error: out of memory\.") as caught:
+        require_toolchain()
+    assert caught.value.hint.endswith("nvidia-smi")
+
+
+def doctor_of_a_slice(
+    monkeypatch: pytest.MonkeyPatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
+) -> dict[str, checks.Check]:
+    """What the doctor says of a slice of an H200 that others share.  memory: free and total."""
+    driver(monkeypatch, processes=3)
+    gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
+    monkeypatch.setattr(checks, "gpu", lambda: gpu)
+    monkeypatch.setattr(checks, "read", lambda: None)
+    monkeypatch.setattr(checks, "current_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    return {one.name: one for one in checks._gpu()}

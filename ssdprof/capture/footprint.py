@@ -45,6 +45,10 @@ class Footprint:
         prefill = segment_length * self.activations + seqlen * self.attention_cache
         return max(prefill, seqlen * self.capture * (1 + _REPLAY_PER_CAPTURE)) + self.fixed_bytes
 
+    def chunked(self, seqlen: int, chunk: int) -> int:
+        """Peak bytes when it goes through in chunks, of which each is replayed on the way."""
+        return self.one_shot(chunk) + seqlen * self.attention_cache
+
     def least(self, seqlen: int, segment_lengths: Iterable[int]) -> int:
         """The smallest of the peaks that these segment lengths give."""
         return min(

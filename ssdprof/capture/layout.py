@@ -8,6 +8,7 @@ production model's causal convolution writes one token-major buffer, (b, l, conv
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 
 from ssdprof import operators
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import device, tensors
+from ssdprof.quantities import size_words
 
 
 def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
@@ -98,8 +100,19 @@ class PromptBuffer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a file of the temporary folder, whose name is gone at once, and whose room with the tensor."""
+    """A tensor in a file of the temporary folder, whose name is gone at once, and whose room with the tensor.
+
+    MissingCapabilityError if the room is not there.  Without asking for it, a full disk would kill the process later.
+    """
+    size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise MissingCapabilityError(
+                f"The temporary folder has no room for {size_words(size)} of captured inputs: {error.strerror}.",
+                "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
+            ) from error
         return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 

@@ -19,7 +19,7 @@ from ssdprof.capture.layout import PromptBuffer, token_major
 from ssdprof.capture.prefill import Feed
 from ssdprof.capture.sites import find_sites
 from ssdprof.operators import tensors
-from ssdprof.schema.serving import split_prompt
+from ssdprof.schema.serving import Serving, split_prompt
 
 _ATTENTION = "ssdprof_rehearsal"
 
@@ -60,19 +60,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         self.now -= size
 
 
-def rehearse(model: Any, wanted: set[int], *, seqlen: int, segment_length: int, batch: int, on_gpu: bool) -> int:
+def rehearse(
+    model: Any,
+    wanted: set[int],
+    *,
+    seqlen: int,
+    segment_length: int,
+    batch: int,
+    on_gpu: bool,
+    serving: Serving = Serving(),  # noqa: B008
+) -> int:
     """Peak bytes beside the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
 
-    seqlen: tokens of the prompt.  on_gpu: there, kernels compute operators and attention with no more than their
-    outputs.  What replaying takes is left out.
+    seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: there, kernels compute operators and attention
+    with no more than their outputs.  What replaying takes is left out, and decode steps, which are single tokens.
     """
-    segments = split_prompt(seqlen, segment_length)
-    whole = len(segments) == 1
+    segments = split_prompt(max(serving.packed, default=seqlen), segment_length)  # of the longest sequence
+    several = len(segments) > 1
+    on_the_way = serving.chunk is not None or not (several or serving.packed)
     collected: dict[int, PromptBuffer] = {}
 
     def handler(call: OperatorCall) -> Result:
         index = call.site.layer_index
-        if index in wanted and whole:
+        if index in wanted and on_the_way:
             token_major(call.inputs)  # and gone again, as a captured layer that has been handed on
         elif index in wanted and not on_gpu and index not in collected:
             collected[index] = PromptBuffer(call.inputs, seqlen, tensors.device(call.inputs))
@@ -84,14 +94,14 @@ def rehearse(model: Any, wanted: set[int], *, seqlen: int, segment_length: int, 
         model.set_attn_implementation(_ATTENTION)
         sites = find_sites(model)
         with torch.no_grad(), LiveBytes("meta") as counted, intercept(sites, handler):
-            feed = Feed(model, cached=not whole)
-            ids = torch.empty(batch, seqlen, dtype=torch.int64, device="meta")
+            feed = Feed(model, cached=several or serving.decode > 0)
+            ids = torch.empty(batch, segments[-1][1], dtype=torch.int64, device="meta")
             for start, stop in segments:
                 feed(ids[:, start:stop])
     finally:
         model.set_attn_implementation(before)
     peak: int = counted.peak
-    if whole or not on_gpu:
+    if on_the_way or not on_gpu:
         return peak
     layer = max(capture_bytes_per_token(site) for site in sites if site.layer_index in wanted)
     return max(peak, batch * seqlen * layer)  # collected in main memory, and brought back after the prompt

@@ -16,8 +16,9 @@ from packaging.requirements import Requirement
 
 from ssdprof.environment.clocks import current_uuid, read
 from ssdprof.environment.machine import gpu, installed_version
+from ssdprof.environment.memory import gpu_memory
 from ssdprof.environment.toolchain import needs, others_on_gpu, unusable_gpu
-from ssdprof.errors import masked
+from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.quantities import size_words
 from ssdprof.schema import Record
 
@@ -90,8 +91,11 @@ def _gpu() -> Iterator[Check]:
         yield Check(name="gpu", status="warn", detail=details, hint=hint)
     else:
         yield Check(name="gpu", status="ok", detail=details)
-    free, total = torch.cuda.mem_get_info()
-    yield Check(name="gpu memory", status="ok", detail=f"{size_words(free)} free of {size_words(total)}")
+    try:
+        free, total = gpu_memory()
+        yield Check(name="gpu memory", status="ok", detail=f"{size_words(free)} free of {size_words(total)}")
+    except MissingCapabilityError as error:
+        yield Check(name="gpu memory", status="missing", detail=error.message.rstrip("."), hint=error.hint)
     yield from _company(found.name)
     for need in needs():
         status: Literal["ok", "missing"] = "ok" if need.found else "missing"

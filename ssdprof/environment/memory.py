@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ssdprof.environment.ranks import started
+from ssdprof.errors import MissingCapabilityError
+
+_MEMINFO = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+# A limit, what counts against it, and the part of that which is a copy of files: the kernel drops it when memory is
+# needed.  A checkpoint that was just downloaded or read is such a copy.
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+_V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 
 
 def free_memory(device: torch.device) -> int:
@@ -15,12 +25,23 @@ def free_memory(device: torch.device) -> int:
     On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set a limit.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = gpu_memory(device)
         allocated = torch.cuda.memory_allocated(device)
         cached = torch.cuda.memory_reserved(device) - allocated
         allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free + cached, allowed - allocated)
     return host_memory()
+
+
+def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
+    """Free and total bytes of a GPU, the current one by default.  MissingCapabilityError if CUDA cannot start it."""
+    try:
+        return torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        raise MissingCapabilityError(
+            f"CUDA cannot start the GPU: {str(error).splitlines()[0].rstrip('.')}.",
+            "Another process may have it alone, or fill its memory.  To see the processes, run: nvidia-smi",
+        ) from error
 
 
 def host_memory() -> int:
@@ -30,12 +51,30 @@ def host_memory() -> int:
 
 def _available() -> int:
     """Linux's estimate, or less where a control group limits it."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
+    return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups()))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What each limit of this process's control groups leaves, in version 2 and in version 1."""
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or its limit is "max"
-        return available
-    return min(available, limit - used)
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers not in ("", "memory"):
+            continue
+        top = _GROUPS / controllers
+        limit, used, cached = _V1 if controllers else _V2
+        own = top / path.lstrip("/")  # not there in a container that sees its own group as the top
+        for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+            try:
+                allowed, taken = (int((group / name).read_text()) for name in (limit, used))
+                found = _numbers(group / "memory.stat")
+                yield allowed - taken + sum(found.get(name, 0) for name in cached)
+            except (OSError, ValueError):  # no such group, or its limit is "max"
+                continue
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The contents of a file that has a name and a number in each line."""
+    return {name: int(number) for name, number, *_ in map(str.split, file.read_text().splitlines())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 T = TypeVar("T")
 POLL_S = 0.2
 FIRST = 0  # the rank that writes the report
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that it sets beside WORLD_SIZE
 SLOWEST_S = 10.0  # by which one rank may be ahead of another before work is divided
 
 
@@ -113,8 +115,14 @@ class Ranks:
 
 
 def started(environment: Mapping[str, str] = os.environ) -> int:
-    """Processes that torchrun started, this one included; 1 without torchrun."""
-    return int(environment.get("WORLD_SIZE", "1"))
+    """Processes that torchrun started, this one included; 1 without torchrun.
+
+    BadInputError for a WORLD_SIZE that torchrun does not set.
+    """
+    count = environment.get("WORLD_SIZE") or "1"
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", count):
+        raise BadInputError(f"WORLD_SIZE={count!r} is not a number of processes.", "Run: unset WORLD_SIZE")
+    return int(count)
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
@@ -140,7 +148,8 @@ def follows(environment: Mapping[str, str] = os.environ) -> bool:
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     """Meet the other processes that torchrun started, and take this one's GPU; None if there are no others.
 
-    BadInputError for processes on several machines; MissingCapabilityError for more processes than GPUs.
+    BadInputError for processes on several machines, and where torchrun did not start this one; MissingCapabilityError
+    for more processes than GPUs.
     """
     count = started(environment)
     if count == 1:
@@ -148,6 +157,12 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     if environment.get("LOCAL_WORLD_SIZE", str(count)) != str(count):
         raise BadInputError(
             "Ranks on several machines are not supported.", "Start all of them on one: torchrun --nproc-per-node N."
+        )
+    if absent := [name for name in _OF_TORCHRUN if not environment.get(name)]:
+        raise BadInputError(
+            f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun did not start this "
+            "process.",
+            f"For one process, run: unset WORLD_SIZE.  For {count}: torchrun --nproc-per-node {count} -m ssdprof ...",
         )
     import torch
     from torch.distributed.distributed_c10d import PrefixStore
@@ -174,5 +189,8 @@ def _runs(process: int) -> bool:
         return False
     except PermissionError:
         return True
-    status = Path(f"/proc/{process}/stat")
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # its parent has just asked for its exit code
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -54,10 +54,16 @@ def needs() -> Iterator[Need]:
 
 
 def require_toolchain() -> None:
-    """MissingCapabilityError for the first thing that Triton would fail without."""
+    """MissingCapabilityError for the first thing that Triton would fail without, or a GPU that CUDA cannot start."""
+    import torch
+
+    from ssdprof.environment.memory import gpu_memory
+
     for need in needs():
         if not need.found:
             raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", need.hint)
+    if torch.cuda.is_available():
+        gpu_memory()
 
 
 def unusable_gpu() -> str:
@@ -144,7 +150,7 @@ def _headers() -> Need:
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(_manager(), "python3-dev")
-    found = str(header) if header.exists() else ""
+    found = str(header) if os.path.exists(header) else ""
     lacking = f"Python's headers are not installed ({header} is missing)"
     return Need("Python headers", found, lacking, f"{_installer()} {package}")
 
@@ -167,7 +173,7 @@ def _driver_library() -> Need:
 
 def _with_driver_library(folders: Sequence[str]) -> str:
     """The first folder that holds it; empty if none does."""
-    return next((folder for folder in folders if folder and (Path(folder) / DRIVER_LIBRARY).exists()), "")
+    return next((folder for folder in folders if folder and os.path.exists(f"{folder}/{DRIVER_LIBRARY}")), "")
 
 
 def _loaded_from() -> str:
@@ -191,7 +197,7 @@ def _linked_folders() -> list[str] | None:
 def _cache() -> Need:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # stays "~" for a user without a home, as in Triton
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     writable = os.access(existing, os.W_OK)
     lacking = f"its cache {folder} cannot be written"
     return Need("Triton's cache", str(folder) if writable else "", lacking, "export TRITON_CACHE_DIR=/tmp/triton")

@@ -223,6 +223,9 @@ class _Chooser:
         return self._needed(self._seqlen, length)
 
     def _needed(self, seqlen: int, segment_length: int) -> int:
+        serving = self._subject.serving
+        if serving.chunk is not None or (serving.decode and segment_length >= seqlen):  # with a cache in either case
+            return self._subject.batch * self._need.chunked(seqlen, min(segment_length, seqlen))
         return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
     def _gpus(self) -> Sequence[int]:
@@ -240,8 +243,9 @@ class _Chooser:
             main = index == self._main
             yield index, (limits.free_bytes() if main else free_memory(torch.device("cuda", index))) - beside
         if kind == "cpu-offload":
-            # Segments collect inputs in main memory, which may be half of what is left then.
-            inputs = 2 * self._subject.batch * self._seqlen * self._need.capture
+            # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
+            collected = 0 if self._subject.serving.chunk else self._subject.batch * self._seqlen
+            inputs = 2 * collected * self._need.capture
             yield "cpu", host_memory() - inputs
         if kind == "disk-offload":
             yield "disk", 0
@@ -271,6 +275,7 @@ class _Chooser:
                     segment_length=length,
                     batch=self._subject.batch,
                     on_gpu=self._main != "cpu",
+                    serving=self._subject.serving,
                 )
         except Exception:  # of the model's code, which raises nearly every class there is; a real run says what it is
             return None

@@ -1,6 +1,8 @@
 """The whole stage: a model, a prompt, and one call per wanted layer."""
 
+import errno
 import gc
+import os
 import weakref
 from dataclasses import fields
 from pathlib import Path
@@ -197,8 +199,24 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
         capture("mamba2", segment_length=40, host_budget_bytes=100)
 
 
-def test_a_million_tokens_take_more_than_2_to_the_31_elements() -> None:
+def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Writing to a mapped file that has no room is a bus error."""
+
+    def refuse(_file: int, _start: int, size: int) -> None:
+        if size > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(MissingCapabilityError, match=r"no room for .* of captured inputs: No space left") as raised:
+        capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert "TMPDIR" in raised.value.hint
+
+
+def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces at both ends of the prompt are where they belong.  The file is sparse: only their pages are written."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     seqlen, heads, dim, length = 1 << 20, 32, 64, 8
     generator = torch.Generator().manual_seed(0)
 

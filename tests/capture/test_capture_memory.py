@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,7 @@ def test_the_arithmetic_of_a_footprint() -> None:
     assert need.one_shot(1000) == 1000 * (100 + 10 + 60) + 7
     assert need.segmented(1000, 900) == 900 * 100 + 1000 * 3 + 7
     assert need.segmented(1000, 100) == 1000 * (10 + 60) + 7
+    assert need.chunked(1000, 100) == need.one_shot(100) + 1000 * 3
     assert need.least(1000, (1000, 900)) == need.segmented(1000, 900)
 
 
@@ -191,3 +193,39 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_available", lambda: 8000)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
+    version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The group above has a lower limit.  A downloaded checkpoint fills the cache up to the limit."""
+    controller, prefix, limit, taken = (
+        ("memory", "total_", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("", "", "memory.max", "memory.current")
+    )
+
+    def group(path: str, allowed: str, used: int, cached: int) -> None:
+        folder = tmp_path / controller / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(f"{allowed}\n")
+        (folder / taken).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(
+            f"{prefix}inactive_file {cached // 2}\n{prefix}active_file {cached // 2}\n{prefix}anon 1\n"
+        )
+
+    (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemAvailable:     100 kB\nHugePages_Total:  0\n")
+    (tmp_path / "own").write_text(f"3:cpuset:/\n0:{controller}:/jobs/mine\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    assert host_memory() == 100 * 1024
+    group("jobs/mine", "90000" if version == 1 else "max", 60000, 0)
+    assert host_memory() == (30000 if version == 1 else 100 * 1024)
+    group("jobs", "80000", 79000, 28000)
+    assert host_memory() == 29000
+    (tmp_path / "own").write_text(f"0:{controller}:/jobs/of/another/tree\n")  # as a container without its own view
+    assert host_memory() == 29000
+    (tmp_path / "own").unlink()
+    assert host_memory() == 100 * 1024
