@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 
 from ssdprof.environment.clocks import current_uuid, read
 from ssdprof.environment.machine import gpu, installed_version
-from ssdprof.environment.memory import gpu_memory
 from ssdprof.environment.toolchain import needs, others_on_gpu, unusable_gpu
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.quantities import size_words
@@ -78,6 +77,8 @@ def _packages() -> Iterator[Check]:
 
 def _gpu() -> Iterator[Check]:
     import torch
+
+    from ssdprof.environment.memory import gpu_memory
 
     found = gpu()
     if found is None:
