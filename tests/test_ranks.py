@@ -194,11 +194,12 @@ def test_what_goes_wrong_once_work_is_divided_is_told_by_every_rank(
 
 @pytest.mark.slow
 def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
+    """torchrun ends the other rank, which may be slower and not have found the error yet."""
     process = start("run", "demo", "--layers", "99")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert err.count("Layer 99 has no SSD or GDN operator") == 1
-    assert err.count("exitcode  : 2") == 2
+    assert "exitcode  : 2 " in err
 
 
 # --- whole runs
