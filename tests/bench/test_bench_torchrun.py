@@ -51,8 +51,9 @@ def test_two_ranks_write_the_bench_of_one_process(start: Start, tmp_path: Path) 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_dies_ends_the_bench_and_is_named(start: Start, tmp_path: Path, killed: int) -> None:
+    """A cell takes seconds: when the first one is done, both ranks have begun, and neither is near its end."""
     result = tmp_path / "result.json"
-    process = start(*BENCH, "--seq", "200,300,400,500,600,700", "--out", "result.json")
+    process = start(*BENCH, "--seq", "3000,3001,3002,3003,3004,3005", "--out", "result.json")
     ranks = wait_for(lambda: ranks_of(process.pid) if result.exists() else None)
     os.kill(ranks[killed], signal.SIGKILL)
     _, err = process.communicate(timeout=120)
