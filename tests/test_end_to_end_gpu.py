@@ -65,7 +65,7 @@ def test_interrupted_while_timing() -> None:
         for _ in range(2400):
             if Path("run/report.json").exists() and runs.read("run")[1].cases:
                 break
-            assert process.poll() is None
+            assert process.poll() is None, process.communicate()[1]
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=120)[1]

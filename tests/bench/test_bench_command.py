@@ -89,4 +89,4 @@ def test_a_small_bench(tmp_path: Path) -> None:
     assert code == 1
     assert "GATE FAILED: min-speedup 1000" in err
     assert "Fused over unfused" in out
-    assert json.loads(result.read_text())["kind"] == "bench ssd"
+    assert json.loads(result.read_text())["kind"] == "bench"
