@@ -51,7 +51,12 @@ def record(folder: Path, word: str) -> None:
 
     compile_target._resources = with_code  # type: ignore[assignment]
     folder.mkdir(parents=True, exist_ok=True)
-    launches = {f"{module} {label}": run for module in MODULES for label, run in import_module(module).LAUNCHES.items()}
+    launches = {
+        f"{module} {table} {label}": run
+        for module in MODULES
+        for table in ("LAUNCHES", "ONE_LAUNCH")
+        for label, run in getattr(import_module(module), table, {}).items()
+    }
     chosen = {label: run for label, run in launches.items() if word in label}
     for label, kernels in compile_target._compile_all(chosen, CAPABILITY).items():
         for index, code in enumerate(kernels):
