@@ -26,7 +26,16 @@ CASES: dict[str, Case] = {
     "a rank of eight, cut": Case(key_heads=2, values_per_key=4, key_dim=128, value_dim=128, length=8192, dtype=BF16),
     "olmo": Case(key_heads=30, key_dim=96, value_dim=192, length=2000, dtype=BF16),
     "60": Case(key_heads=4, key_dim=60, value_dim=60, length=1000, l2norm=False, dtype=FP16),
+    "16": Case(key_heads=4, key_dim=16, value_dim=16, length=1024, batch=8, dtype=BF16),
+    "32": Case(key_heads=4, key_dim=32, value_dim=32, length=4096, dtype=BF16),
+    "192, cut": Case(key_heads=2, key_dim=192, value_dim=192, length=8192, dtype=BF16),
+    "200 and 100, packed": Case(
+        key_heads=2, key_dim=200, value_dim=100, lengths=(600, 9), initial_state=True, dtype=FP16
+    ),
     "256": Case(key_heads=2, key_dim=256, value_dim=256, length=1024, dtype=BF16),
+    "256 and 64, wide and cut": Case(
+        key_heads=2, key_dim=256, value_dim=64, lengths=(4500,), initial_state=True, dtype=BF16
+    ),
     "qwen fp32": Case(key_heads=2, key_dim=128, value_dim=128, length=256, dtype=FP32),
 }
 # Bytes of one thread's stack, as ptxas left it with Triton 3.6.  Without wgmma, accumulators of the first launch and

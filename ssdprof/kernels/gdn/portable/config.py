@@ -62,17 +62,22 @@ class PortableConfig:
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
             )  # fmt: skip
         elif wide:
+            config = cls(block_k=block_k, reason="slices of 128 of V, a register operand: enough chunks")
+        elif key_dim > 128 and capability == (9, 0):
+            unmasked = key_dim % block_k == 0 and value_dim % 32 == 0  # masks take registers
             config = cls(
-                block_k=block_k,
-                # three programs on a multiprocessor instead of two: 1,153 us instead of 1,366 (H200, 16/32 heads, 64K)
-                factors_registers=168 if capability == (9, 0) else 0,
-                reason="slices of 128 of V, a register operand: enough chunks",
-            )
+                block_k=block_k, block_v=min(32 if key_dim <= 192 or unmasked else 16, block_v), num_warps=4,
+                reason="narrow slices of V, a register operand: two programs on a multiprocessor",
+            )  # fmt: skip
         else:
             config = cls(
-                block_k=block_k, block_v=min(32 if key_dim <= 192 else 16, block_v), v_rows=False, num_warps=4,
+                block_k=block_k, block_v=min(32 if key_dim <= 192 else 16, block_v), v_rows=False,
+                num_warps=2 if block_k == 16 else 4,
                 reason="narrow slices of V, for more programs",
             )  # fmt: skip
+        if capability == (9, 0) and block_k <= 64 and inputs.q.dtype != torch.float32:
+            # three programs on a multiprocessor instead of two: 1,153 us instead of 1,366 (H200, 16/32 heads, 64K)
+            config = replace(config, factors_registers=168)
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
         return replace(
             config,
@@ -87,11 +92,13 @@ class PortableConfig:
         return 0 if per_segment >= chunks else int(per_segment)
 
     def stages_that_fit(self, inputs: GDNInputs, shared_bytes: int) -> int:
-        """`scan_stages`, or as many as there is shared memory for beside one chunk's state, residual and output."""
+        """`scan_stages`, or as many as there is shared memory for beside one chunk's state, residual and output, which
+        registers hold where slices are rows of at most 32."""
         size = inputs.q.element_size()
         padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
         chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)  # k, q, state_factor, out_factor, v
-        beside = self.block_v * (size * padded + (size + 4) * self.chunk)
+        in_registers = self.v_rows and self.block_v <= 32
+        beside = 0 if in_registers else self.block_v * (size * padded + (size + 4) * self.chunk)
         return int(min(self.scan_stages, max(1, (shared_bytes - beside) // chunk)))
 
 
