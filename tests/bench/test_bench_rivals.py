@@ -258,7 +258,9 @@ def test_relaxed_is_held_to_exact_in_every_cell_of_exact() -> None:
 
 
 def test_every_bar_of_gdn_speaks_of_cells_that_a_bench_can_measure() -> None:
-    tokens, _ = parse_tokens("1,1k,...,256k", "1", "4x1,16x1,64x1,256x1,32x1k,8x4k,8x1k", "64x1k-4k", max_tokens=1 << 18)
+    tokens, _ = parse_tokens(
+        "1,1k,...,256k", "1", "4x1,16x1,64x1,256x1,32x1k,8x4k,8x1k", "64x1k-4k", max_tokens=1 << 18
+    )
     for bar in bars_of("gdn"):
         shapes = parse_shapes(DRAWING, ",".join(bar["shapes"]))
         cells = expand(shapes, ("bf16",), tokens, "contiguous")
