@@ -17,6 +17,8 @@ import torch.nn.attention.bias
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
+from ssdprof.capture import rehearsal
+from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
 from ssdprof.capture.sites import find_sites
@@ -359,6 +361,32 @@ def test_the_predicted_peak_is_that_of_a_capture(
     found = measured(model, name, 1024, segment_length, serving)
     assert predicted == pytest.approx(found, rel=0.15)
     assert predicted != pytest.approx(2 * found, rel=0.15)
+
+
+@pytest.mark.parametrize("segment_length", [1024, 256])
+def test_operator_calls_of_one_form_are_tried_once(segment_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predicted peak is the same as if each were."""
+    with torch.device("meta"):
+        shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
+    wanted = {site.layer_index for site in find_sites(shapes)}
+    tried: list[int] = []  # and no call, because it holds its tensors
+    stand_in = OperatorCall.stand_in
+
+    def counting(call: OperatorCall) -> Result:
+        tried.append(call.site.layer_index)
+        return stand_in(call)
+
+    monkeypatch.setattr(OperatorCall, "stand_in", counting)
+
+    def predicted() -> tuple[int, int]:
+        tried.clear()
+        peak = rehearse(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
+        return peak, len(tried)
+
+    peak, forms = predicted()
+    assert forms == (1 if segment_length == 1024 else 2)  # without and with the state of the segment before
+    monkeypatch.setattr(rehearsal, "_form", lambda _: object())
+    assert predicted() == (peak, len(wanted) * 1024 // segment_length)
 
 
 def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
