@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core already: more th
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background, where tests of Ctrl-C would fail
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # numpy's, about every loop over a tensor in Triton's interpreter
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
