@@ -23,7 +23,7 @@ class PortableConfig:
     segment: chunks per segment; 0 for a segment per sequence
     block_k: how much of K is multiplied at once, in both launches, a power of two of at least 16
     block_v: how much of V one program holds, a power of two of at least 16
-    v_rows: whether the state is held as (V, K), a register operand of both products if block_v >= 64, or as (K, V)
+    v_rows: whether the state is held as (V, K), a register operand of both products, or as (K, V)
     num_warps, scan_stages: of the second launch; stages are chunks in flight
     factors_warps, factors_registers: of the first launch; at most so many registers a thread, 0 for no limit
     """

@@ -25,10 +25,10 @@ def axes() -> tuple[Axis, ...]:
 
 
 def _slices(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
-    """How much of V a program holds, and which way round: a register operand needs 64 rows."""
+    """How much of V a program holds, and which way round."""
     key_dim, widest = inputs.q.shape[3], _block(inputs.v.shape[3])
     for block_v, v_rows in product((16, 32, 64, 128), (True, False)):
-        if block_v <= widest and block_v * _block(key_dim) <= _LARGEST_STATE and (block_v >= 64 or not v_rows):
+        if block_v <= widest and block_v * _block(key_dim) <= _LARGEST_STATE:
             yield replace(config, block_v=block_v, v_rows=v_rows)
 
 
@@ -42,7 +42,7 @@ def _segments(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableCon
 
 
 def _warps(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
-    for num_warps in (4, 8):
+    for num_warps in (2, 4, 8):
         yield replace(config, num_warps=num_warps)
 
 
