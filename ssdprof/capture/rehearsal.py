@@ -84,7 +84,7 @@ def rehearse(
 
     def compute(call: OperatorCall) -> Result:
         """Once for all calls of one form, because a long one takes seconds even without values."""
-        form = _form(call)
+        form = tensors.form(call.inputs)
         if form in taken:
             counted.peak = max(counted.peak, counted.now + taken[form])
             return _outputs(call)
@@ -119,11 +119,6 @@ def rehearse(
         return peak
     layer = max(capture_bytes_per_token(site) for site in sites if site.layer_index in wanted)
     return max(peak, batch * seqlen * layer)  # collected in main memory, and brought back after the prompt
-
-
-def _form(call: OperatorCall) -> Hashable:
-    found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors.tensors(call.inputs).items())
-    return (call.site.operator, *found, *tensors.scalars(call.inputs).items())
 
 
 def _outputs(call: OperatorCall) -> Result:

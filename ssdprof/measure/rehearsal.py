@@ -58,17 +58,12 @@ class Rehearsals:
 
     def require(self, named: Named, inputs: Any, precision: schema.PrecisionRecord) -> None:
         """UnfitError if the kernel fails at its first call on inputs of this form, or did so before."""
-        key = (named.source, precision, _form(inputs))
+        key = (named.source, precision, tensors.form(inputs))
         if key not in self._verdicts:
             self._verdicts[key] = _rehearsed(named, inputs, precision, self._limit_s)
         verdict = self._verdicts[key]
         if verdict.status != "passed":
             raise UnfitError(verdict.status, verdict.reason)
-
-
-def _form(inputs: Any) -> Hashable:
-    found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors.tensors(inputs).items())
-    return (type(inputs), *found, *tensors.scalars(inputs).items())
 
 
 def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, limit_s: float) -> Verdict:

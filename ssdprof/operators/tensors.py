@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any
 
@@ -30,6 +31,12 @@ def scalars(inputs: Any) -> dict[str, Any]:
     given = tensors(inputs)
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in given}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def form(inputs: Any) -> Hashable:
+    """Everything about the inputs but the values of their tensors."""
+    found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors(inputs).items())
+    return (type(inputs), *found, *scalars(inputs).items())
 
 
 def nbytes(inputs: Any) -> int:

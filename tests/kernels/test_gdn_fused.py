@@ -249,3 +249,29 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
         portable.append(PortableConfig.choose(inputs, (9, 0), 132, batch_invariant=True))
     assert len(set(hopper)) == len(set(portable)) == 1
     assert portable[0].segment == 0
+
+
+def chosen(key_dim: int, value_dim: int, capability: tuple[int, int] = (9, 0)) -> PortableConfig:
+    q, v = (
+        torch.empty(8, 1024, heads, dim, device="meta", dtype=BF16) for heads, dim in ((4, key_dim), (8, value_dim))
+    )
+    inputs = GDNInputs.unchecked(q=q, k=q, v=v, g=v[..., 0], beta=v[..., 0], use_qk_l2norm=True)
+    return PortableConfig.choose(inputs, capability, 132)
+
+
+@pytest.mark.parametrize(
+    ("dims", "block_v"), [((256, 256), 32), ((192, 192), 32), ((256, 64), 32), ((256, 16), 16), ((200, 100), 16)]
+)
+def test_on_hopper_states_with_many_keys_are_narrow_rows_with_two_chunks_in_flight(
+    dims: tuple[int, int], block_v: int
+) -> None:
+    """benchmarks/log/gdn.md, row 42."""
+    config = chosen(*dims)
+    assert (config.v_rows, config.block_v, config.num_warps, config.scan_stages) == (True, block_v, 4, 2)
+    assert config.factors_registers == 168
+    assert not chosen(*dims, capability=(8, 0)).v_rows
+
+
+def test_on_hopper_small_keys_take_two_warps_and_three_programs_a_multiprocessor() -> None:
+    assert [chosen(dim, dim).num_warps for dim in (16, 32, 64)] == [2, 4, 4]
+    assert [chosen(dim, dim).factors_registers for dim in (16, 32, 60, 64, 100)] == [168, 168, 168, 168, 0]

@@ -17,7 +17,6 @@ import torch.nn.attention.bias
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from ssdprof.capture import rehearsal
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
@@ -364,10 +363,13 @@ def test_the_predicted_peak_is_that_of_a_capture(
 
 
 @pytest.mark.parametrize("segment_length", [1024, 256])
-def test_operator_calls_of_one_form_are_tried_once(segment_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_operator_calls_of_one_form_are_tried_once(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The predicted peak is the same as if each were."""
     with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
+        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     wanted = {site.layer_index for site in find_sites(shapes)}
     tried: list[int] = []  # and no call, because it holds its tensors
     stand_in = OperatorCall.stand_in
@@ -385,7 +387,7 @@ def test_operator_calls_of_one_form_are_tried_once(segment_length: int, monkeypa
 
     peak, forms = predicted()
     assert forms == (1 if segment_length == 1024 else 2)  # without and with the state of the segment before
-    monkeypatch.setattr(rehearsal, "_form", lambda _: object())
+    monkeypatch.setattr("ssdprof.operators.tensors.form", lambda _: object())
     assert predicted() == (peak, len(wanted) * 1024 // segment_length)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_candidates_are_ones_that_the_kernel_takes() -> None:
     assert {one.block_v for one in found} == {16, 32, 64, 128}
     assert {one.segment for one in found} >= {0, 64, 32, 16}
     assert {one.factors_warps for one in found} == {2, 4, 8}
-    assert {one.v_rows for one in found} == {True, False}
+    assert {(one.block_v, one.v_rows) for one in found} == set(product((16, 32, 64, 128), (True, False)))
+    assert {one.num_warps for one in found} == {2, 4, 8}
     assert all(one.segment == 0 or one.segment * one.chunk * 32 >= 8192 for one in found)
     narrow = tried(inputs_of(256))
     assert {one.block_v for one in narrow} == {16}, "no slice is wider than V"
