@@ -85,8 +85,10 @@ class SliceSums:
         if self._squares is None:
             self._squares = torch.zeros(2, slices, dtype=torch.float64, device=self._device)
         index = torch.arange(start, stop, device=self._device) * slices // length
+        in_slice = torch.arange(slices, device=self._device)[:, None] == index
         for sums, block in zip(self._squares, (error, other), strict=True):
-            sums.index_add_(0, index, block.square().view(len(block), stop - start, -1).sum((0, 2)))
+            squares = block.square().view(len(block), stop - start, -1).sum((0, 2))
+            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ adds in another order each time
 
     def ratios(self) -> tuple[float, ...]:
         """The RMS ratio in each slice.  Waits for the device."""

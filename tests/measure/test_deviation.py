@@ -88,6 +88,22 @@ def test_an_error_against_nothing_is_infinite() -> None:
     assert ratios.tolist() == [0.0, math.inf, 0.5]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_sums_are_the_same_bits_each_time() -> None:
+    """As a report of several ranks is compared with that of one process."""
+    shape = (1, 5000, 8, 64)
+    ours, other = torch.randn(2, *shape, device="cuda")
+    place = Region(shape=shape, row=0, positions=(0, shape[1]))
+
+    def along() -> tuple[float, ...]:
+        running = RunningDeviation("other", shape, shape[2], ours.device)
+        running.add(place.cut(ours), place.cut(other), place)
+        return running.result().along
+
+    assert len({along() for _ in range(20)}) == 1
+
+
 def test_unravel_inverts_the_row_major_index() -> None:
     index = torch.arange(math.prod(SHAPE)).reshape(SHAPE)
     assert unravel(int(index[1, 3, 2, 1]), SHAPE) == (1, 3, 2, 1)
