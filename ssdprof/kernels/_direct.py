@@ -162,7 +162,7 @@ def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any
         if not _is_plain(compiled.metadata):
             return None
         fields = list(_fields(compiled, (*tensors, *constants)))
-        sizes = _sizes(driver, compiled.function)
+        sizes = _sizes(driver, compiled.function, parameter_count(compiled.asm["ptx"]))
         scratch = len(sizes) - len(fields)
         fields += [Field(Address)] * scratch  # 0, because `_is_plain` requires that there is no scratch memory
         if scratch > _SCRATCH or [ctypes.sizeof(field.kind) for field in fields] != sizes:
@@ -200,13 +200,24 @@ def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
         yield from of(kind, value, place)
 
 
-def _sizes(driver: Driver, function: int) -> list[int]:
-    """The size of each parameter of a kernel, in bytes."""
-    found: list[int] = []
+def parameter_count(ptx: str) -> int:
+    """Parameters of a module's only kernel.
+
+    The driver tells their number only by an error for the first one too many, which `compute-sanitizer` would report.
+    """
+    return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
+
+
+def _sizes(driver: Driver, function: int, count: int) -> list[int]:
+    """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are not so many."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while driver.parameter(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
-        found.append(size.value)
-    return found
+
+    def of(index: int) -> int:
+        if driver.parameter(function, index, ctypes.byref(offset), ctypes.byref(size)):
+            raise ValueError("no such parameter")
+        return size.value
+
+    return [of(index) for index in range(count)]
 
 
 def _hooked() -> bool:

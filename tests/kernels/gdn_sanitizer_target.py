@@ -57,7 +57,7 @@ def slices(inputs: GDNInputs) -> GDNOutput:
 
 PARTS = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1, carriers=4)
 # the registers with which `choose` makes one launch
-ONE_LAUNCH = HopperConfig(segment=8, inverts=True, key_ring=3, state_registers=176, other_registers=64)
+ONE_LAUNCH = HopperConfig(segment=16, inverts=True, key_ring=3, state_registers=176, other_registers=64)
 KERNELS: dict[str, Callable[[GDNInputs], GDNOutput]] = {
     "portable": portable,
     "unfused": run_unfused,

@@ -37,8 +37,7 @@ class FakeDriver:
     encoded: list[int] = field(default_factory=list)
 
     def parameter(self, _function: int, index: int, offset: Any, size: Any) -> int:
-        if index >= len(self.sizes):
-            return 1
+        assert index < len(self.sizes), "compute-sanitizer would report an error"
         offset._obj.value, size._obj.value = 0, self.sizes[index]
         return 0
 
@@ -57,18 +56,24 @@ class FakeDriver:
         return self.status
 
 
+def ptx(parameters: int) -> str:
+    listed = ",\n".join(f"\t.param .u64 .ptr .global .align 1 kernel_param_{i}" for i in range(parameters))
+    return f".visible .entry kernel(\n{listed}\n)\n.reqntid 128\n{{\n\tld.param.b64 %rd1, [kernel_param_0];\n}}"
+
+
 class Compiled:
     """Replaces Triton's compiled kernel."""
 
     function = FUNCTION
 
-    def __init__(self, **metadata: Any) -> None:
+    def __init__(self, parameters: int = len(SIZES), **metadata: Any) -> None:
         plain = dict(
             num_warps=4, shared=1000, num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
             global_scratch_size=0, profile_scratch_size=0, tensordesc_meta=[META],
         )  # fmt: skip
         self.metadata = SimpleNamespace(**plain | metadata)
         self.src = SimpleNamespace(signature=SIGNATURE)
+        self.asm = {"ptx": ptx(parameters)}
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
@@ -168,7 +173,7 @@ def test_only_triton_launches_with_what_this_package_does_not_use(driver: FakeDr
 @pytest.mark.parametrize("sizes", [SIZES[:-3], [*SIZES, 4], [*SIZES, 8], [64, *SIZES[1:]]], ids=str)
 def test_only_triton_launches_a_kernel_with_other_parameters(driver: FakeDriver, sizes: list[int]) -> None:
     driver.sizes = sizes
-    assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
+    assert direct_launch(Compiled(len(sizes)), tensors(), CONSTANTS) is None
 
 
 @pytest.mark.parametrize("kind", ["i1", "fp64", "tensordesc<bf16[8, 64],layout>"])
