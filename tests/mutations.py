@@ -119,7 +119,7 @@ def outcome(folder: Path) -> SsdprofError | None:
 
     from ssdprof.capture.layers import capture_layers
     from ssdprof.capture.prompt import build_prompt
-    from ssdprof.checkpoint.fetched import fetch
+    from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer
     from ssdprof.checkpoint.load import load_model
     from ssdprof.checkpoint.located import locate
 
@@ -127,8 +127,9 @@ def outcome(folder: Path) -> SsdprofError | None:
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
             located = locate(str(folder))
             layers = located.ref.layers[:1]
+            tokenizer = fetch_tokenizer(located)
+            ids, _ = build_prompt(tokenizer and tokenizer.folder, TOKENS)
             local = fetch(located, deepest_layer=layers[0].index)
-            ids, _ = build_prompt(local.tokenizer_folder, TOKENS)
             model = load_model(local, device="cpu")
             capture_layers(model, ids, layers, ref=located.ref, segment_length=TOKENS, on_layer=lambda _: None)
     except SsdprofError as error:

@@ -64,6 +64,18 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
     assert runs.read(None)[1].checkpoint == report.checkpoint
 
 
+@pytest.mark.slow
+def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, ssdprof: Call, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    hub.log.clear()
+    failed = ssdprof("run", "org/demo", *SHORT, "--prompt-file", "short.txt")
+    assert failed.returncode == 2
+    assert "The prompt file short.txt is too short" in failed.stderr
+    assert "tokenizer.json" in hub.downloads()
+    weights = [request for request in hub.log if request.path.endswith("model.safetensors")]
+    assert all(request.range for request in weights if request.method == "GET")  # of the header alone
+
+
 def test_a_family_name_is_planned_as_its_flagship(ssdprof: Call) -> None:
     done = ssdprof("run", "ibm-granite/granite-4.0", *SHORT, "--dry-run")
     assert done.returncode == 0, done.stderr

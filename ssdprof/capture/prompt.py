@@ -161,6 +161,7 @@ def _first_ids(tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], nam
         raise BadInputError(
             f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
             f"needed{several}.",
-            f"Ask for at most --seq {max(1, len(ids) - len(lengths) + 1)}, or give a longer text with --prompt-file.",
+            f"Ask for at most --seq {max(1, len(ids) - len(lengths) + 1)}, give a longer text with --prompt-file, or "
+            "take --prompt random for times alone.",
         )
     return ids[:seqlen]

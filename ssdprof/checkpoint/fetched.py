@@ -1,4 +1,4 @@
-"""Bring a located checkpoint's files here, check them, and lay out the folder that the model is loaded from."""
+"""Bring a located checkpoint's files here, check them, and lay out the folders that it is loaded from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.located import Located
 from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.quantities import size_words
 from ssdprof.schema import CheckpointRef
 
@@ -31,7 +31,6 @@ class LocalCheckpoint:
     folder: loads with stock transformers, except for the original format, which `load_model` reads.  It is temporary
     and goes when this object does.
     tensors: the needed weights as stored, by name; None for a pickle, which has no header.
-    tokenizer_name: hub id or folder name of the tokenizer; None when there is none.
     head: whether the language-model head is part of it.
     """
 
@@ -40,15 +39,40 @@ class LocalCheckpoint:
     folder: Path
     depth: int
     tensors: dict[str, StoredTensor] | None
-    tokenizer_name: str | None
     head: bool = False
 
-    @property
-    def tokenizer_folder(self) -> Path:
-        """The tokenizer's files, for AutoTokenizer; BadInputError when the checkpoint has none."""
-        if self.tokenizer_name is None:
-            raise BadInputError(f"{self.ref.repo_id} has no tokenizer.", "Name one with --tokenizer.")
-        return self.folder / "tokenizer"
+
+@dataclass(frozen=True, eq=False)
+class LocalTokenizer:
+    """A checkpoint's tokenizer on this machine.
+
+    folder: for AutoTokenizer.  It is temporary and goes when this object does.
+    name: hub id or folder name.
+    """
+
+    folder: Path
+    name: str
+
+
+def fetch_tokenizer(located: Located) -> LocalTokenizer | None:
+    """Download the tokenizer, which is small: a prompt that cannot be built should not cost the download of weights.
+
+    None where there is none.  Raises what `fetch` raises.
+    """
+    source = located.tokenizer_source
+    if source is None:
+        return None
+    paths = {name: source.path(name) for name in tokenizer_files(source)}
+    with ExitStack() as undo:
+        with _temporary_folder_errors(located.ref.repo_id):
+            folder = _temporary_folder(undo)
+            link_all(folder, paths.items())
+            if source is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
+                write_json(folder / CONFIG, cut_config(located.description, located.description.layer_count))
+        undo.pop_all()
+    local = LocalTokenizer(folder, source.label)
+    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+    return local
 
 
 def fetch(
@@ -58,7 +82,7 @@ def fetch(
     head: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LocalCheckpoint:
-    """Download what running layers 0 to `deepest_layer` needs (all layers for None) and check it.
+    """Download what the model needs to run layers 0 to `deepest_layer` (all layers for None) and check it.
 
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
@@ -71,27 +95,19 @@ def fetch(
     repo_id = located.ref.repo_id
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
-            folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = _temporary_folder(undo)
             write_json(folder / CONFIG, cut_config(description, depth))
         empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
         _announce(located, deepest_layer, head, progress)
 
-        tokenizer = located.tokenizer_source  # first: small, and a wrong one should not cost a download either
-        tokenizer_paths = {name: tokenizer.path(name) for name in tokenizer_files(tokenizer)} if tokenizer else {}
         weights = located.weights
         paths = {name: located.source.path(name) for name in weights.files(depth, head=head)}
         tensors = None if weights.pickled else weights.tensors(depth, head=head)
 
         with _temporary_folder_errors(repo_id):
             link_weights(folder, depth, paths, weights.shards, head=head)
-            if tokenizer is not None:
-                link_all(folder / "tokenizer", tokenizer_paths.items())
-            if tokenizer is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
-                write_json(folder / "tokenizer" / CONFIG, cut_config(description, depth))
         undo.pop_all()
-    label = tokenizer.label if tokenizer else None
-    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, label, head)
+    local = LocalCheckpoint(located.ref, description, folder, depth, tensors, head)
     weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
     return local
 
@@ -117,6 +133,13 @@ def _announce(located: Located, deepest_layer: int | None, head: bool, progress:
         _check_space(located.source, need)
         if progress is not None:
             progress(f"Downloading {len(missing)} files, {size_words(need)}, of {located.ref.repo_id}")
+
+
+def _temporary_folder(undo: ExitStack) -> Path:
+    """A new one, which `undo` removes."""
+    folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextmanager

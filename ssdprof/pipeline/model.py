@@ -17,7 +17,7 @@ from ssdprof.capture.head import logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prompt import build_prompt
-from ssdprof.checkpoint.fetched import LocalCheckpoint, fetch
+from ssdprof.checkpoint.fetched import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import DType, load_model
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
@@ -50,7 +50,7 @@ class Loaded:
 
 
 def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: DType = "auto") -> Loaded:
-    """Download, build the prompts, then load the model: a wrong prompt is found before the model is in memory.
+    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download.
 
     dtype: of the weights; "auto" is the checkpoint's own.
     """
@@ -59,8 +59,9 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
     _quiet_transformers()
     placed = placement.choose(request, subject, dtype)
     placement.check_disk(placed)
+    tokenizer = fetch_tokenizer(subject.located)
+    built = [_prompt(tokenizer, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
-    built = [_prompt(local, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
     placement.check_disk(placed)  # again: the download may have taken the room
     record = placement.priced(placed, placement.weights_file(local))
     if record.kind != "one-gpu":
@@ -100,19 +101,22 @@ def _quiet_transformers() -> None:
 
 
 def _prompt(
-    local: LocalCheckpoint, wanted: PromptRequest, subject: Subject, seqlen: int
+    tokenizer: LocalTokenizer | None, wanted: PromptRequest, subject: Subject, seqlen: int
 ) -> tuple[torch.Tensor, Prompt]:
-    build = partial(build_prompt, seqlen=seqlen, batch=subject.batch, packed=subject.serving.packed)
-    if local.tokenizer_name is None and wanted.text == "random":
-        ids, prompt = build(None, kind="random", vocab_size=local.description.vocab_size)
-        return ids, prompt.model_copy(update={"serving": subject.serving})
-    folder = local.tokenizer_folder
+    build = partial(
+        build_prompt,
+        tokenizer.folder if tokenizer else None,
+        seqlen,
+        vocab_size=subject.located.description.vocab_size,
+        batch=subject.batch,
+        packed=subject.serving.packed,
+    )
     if isinstance(wanted.text, Path):
-        ids, prompt = build(folder, kind="file", file=wanted.text)
+        ids, prompt = build(kind="file", file=wanted.text)
     else:
-        ids, prompt = build(folder, kind=wanted.text)
-    tokenizer = f"{local.tokenizer_name}: {prompt.tokenizer}"
-    return ids, prompt.model_copy(update={"tokenizer": tokenizer, "serving": subject.serving})
+        ids, prompt = build(kind=wanted.text)
+    words = f"{tokenizer.name}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
+    return ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})
 
 
 def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:

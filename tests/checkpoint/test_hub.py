@@ -17,14 +17,20 @@ from minihub import TOKEN, MiniHub
 from safetensors.torch import save_file
 
 from ssdprof.checkpoint import hub as hub_module
-from ssdprof.checkpoint.fetched import fetch
+from ssdprof.checkpoint.fetched import LocalCheckpoint, fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import load_model
-from ssdprof.checkpoint.located import locate
+from ssdprof.checkpoint.located import Located, locate
 from ssdprof.checkpoint.original import DEFAULT_TOKENIZER, PICKLE
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
 
 Save = Callable[[str], Path]
+
+
+def fetch_all(located: Located, deepest_layer: int | None = None) -> LocalCheckpoint:
+    """As a run does."""
+    fetch_tokenizer(located)
+    return fetch(located, deepest_layer=deepest_layer)
 
 
 def failure(model: str, **options: str) -> SsdprofError:
@@ -68,6 +74,7 @@ def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Sa
         info.name: (folder / info.name).stat().st_size for info in planned
     }
     lines: list[str] = []
+    fetch_tokenizer(located)
     local = fetch(located, deepest_layer=0, progress=lines.append)
     assert len(lines) == 1
     assert "org/tiny" in lines[0]
@@ -90,7 +97,7 @@ def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Sa
     for name in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf"):
         (folder / name).write_bytes(b"not wanted")
     hub.publish("org/tiny", folder)
-    fetch(locate("org/tiny"))
+    fetch_all(locate("org/tiny"))
     wanted = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}
     assert {name for name in hub.downloads() if not name.startswith("model-0")} == wanted
 
@@ -150,9 +157,11 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
     names = [info.name for info in locate("state-spaces/mamba2-130m").files()]
     assert PICKLE in names
     assert f"{DEFAULT_TOKENIZER}/tokenizer.json" in names
-    local = fetch(locate("state-spaces/mamba2-130m", revision="refs/pr/1"))
+    located = locate("state-spaces/mamba2-130m", revision="refs/pr/1")
+    tokenizer, local = fetch_tokenizer(located), fetch(located)
     assert (local.folder / "model.safetensors").is_symlink()
-    assert local.tokenizer_name == DEFAULT_TOKENIZER
+    assert tokenizer
+    assert tokenizer.name == DEFAULT_TOKENIZER
     assert local.ref.trained_context == 2048
     assert PICKLE not in hub.downloads()
 
@@ -355,12 +364,12 @@ def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) 
 def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.publish("org/tiny", saved("mamba2"))
     hub.publish("org/other", saved("bamba"))
-    fetch(locate("org/tiny"), deepest_layer=0)
+    fetch_all(locate("org/tiny"), deepest_layer=0)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.log.clear()
     located = locate("org/tiny")
     assert located.ref.revision == commit
-    load_model(fetch(located, deepest_layer=0), device="cpu")
+    load_model(fetch_all(located, deepest_layer=0), device="cpu")
     assert hub.log == []
 
     error = failure("org/other")
@@ -375,9 +384,9 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
 def test_a_hub_that_cannot_be_reached(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # the client tries again for 23 s where nothing is cached
     hub.publish("org/tiny", saved("mamba2"))
-    fetch(locate("org/tiny"))
+    fetch_all(locate("org/tiny"))
     hub.close()
-    assert fetch(locate("org/tiny")).ref.repo_id == "org/tiny"
+    assert fetch_all(locate("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert f"the hub at {hub.url} cannot be reached" in error.message
@@ -398,9 +407,9 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
 def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     hub.publish("org/tiny", saved("mamba2"))
-    fetch(locate("org/tiny"))
+    fetch_all(locate("org/tiny"))
     hub.down = 503
-    assert fetch(locate("org/tiny")).ref.repo_id == "org/tiny"
+    assert fetch_all(locate("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "answered 503" in error.message
@@ -457,9 +466,10 @@ def test_a_pasted_address_and_a_revision_behind_an_at(hub: MiniHub, saved: Save,
 
 
 def test_the_tokenizer_of_the_demo_model(saved: Save) -> None:
-    local = fetch(locate(str(saved("mamba2")), tokenizer="demo"))
-    assert local.tokenizer_name == "demo"
-    assert (local.tokenizer_folder / "tokenizer.json").is_file()
+    tokenizer = fetch_tokenizer(locate(str(saved("mamba2")), tokenizer="demo"))
+    assert tokenizer
+    assert tokenizer.name == "demo"
+    assert (tokenizer.folder / "tokenizer.json").is_file()
 
 
 # --- local names

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ssdprof.checkpoint.fetched import fetch
+from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import load_model
 from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import PICKLE
@@ -163,8 +163,16 @@ def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Callable[[str], P
     folder = local.folder
     assert all(file.is_symlink() for file in folder.glob("*.safetensors"))
     assert not list(folder.rglob("*.py"))
-    assert AutoTokenizer.from_pretrained(local.tokenizer_folder)("word5 word7")["input_ids"] == [5, 7]
     del local
+    assert not folder.exists()
+
+
+def test_the_tokenizers_files_go_with_it(saved: Callable[[str], Path]) -> None:
+    tokenizer = fetch_tokenizer(locate(str(saved("granitemoehybrid"))))
+    assert tokenizer
+    assert AutoTokenizer.from_pretrained(tokenizer.folder)("word5 word7")["input_ids"] == [5, 7]
+    folder = tokenizer.folder
+    del tokenizer
     assert not folder.exists()
 
 
@@ -182,13 +190,11 @@ def test_where_symlinks_fail_the_shards_are_linked_or_copied(
     load_model(local, device="cpu")
 
 
-def test_a_checkpoint_without_tokenizer_says_so_only_when_it_is_wanted(copied: Callable[[str], Path]) -> None:
+def test_a_checkpoint_without_tokenizer_has_none(copied: Callable[[str], Path]) -> None:
     folder = copied("mamba2")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    local = fetch(locate(str(folder)))
-    with pytest.raises(BadInputError, match="no tokenizer"):
-        _ = local.tokenizer_folder
+    assert fetch_tokenizer(locate(str(folder))) is None
 
 
 def test_a_tokenizer_from_another_folder(saved: Callable[[str], Path], copied: Callable[[str], Path]) -> None:
@@ -197,14 +203,15 @@ def test_a_tokenizer_from_another_folder(saved: Callable[[str], Path], copied: C
         file.unlink()
     located = locate(str(folder), tokenizer=str(saved("bamba")))
     assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
-    local = fetch(located)
-    assert local.tokenizer_name == "tiny-bamba"
-    assert AutoTokenizer.from_pretrained(local.tokenizer_folder)("word9")["input_ids"] == [9]
+    tokenizer = fetch_tokenizer(located)
+    assert tokenizer
+    assert tokenizer.name == "tiny-bamba"
+    assert AutoTokenizer.from_pretrained(tokenizer.folder)("word9")["input_ids"] == [9]
 
 
 def test_a_folder_that_is_no_tokenizer_is_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="holds no tokenizer"):
-        fetch(locate(str(saved("mamba2")), tokenizer=str(tmp_path)))
+        fetch_tokenizer(locate(str(saved("mamba2")), tokenizer=str(tmp_path)))
 
 
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
