@@ -97,6 +97,7 @@ def bench(
         kernels=kernels_hash(request.operator.name) if operators.is_bundled(request.operator.name) else "",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
+        ranks=ranks.count if ranks else 1,
         environment=environment.collect(),
         peers={one.name: one.source for one in request.present if one.kind == "library"},
         absent=tuple(one.absent for one in request.named if one.absent),

@@ -159,6 +159,7 @@ class BenchReport(Record):
     command: tuple[str, ...]
     state: Literal["complete", "partial"] = "partial"
     seconds: float = 0.0  # wall clock
+    ranks: int = 1  # processes that shared the cells, each on a GPU of its own
     environment: Environment
     peers: dict[str, str]
     absent: tuple[str, ...] = ()

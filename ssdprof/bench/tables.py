@@ -229,6 +229,8 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
     gpu, clocks, ceilings = report.environment.gpu, report.clocks, report.ceilings
     if gpu:
         yield "GPU", f"{gpu.name}, {gpu.sm_count} SMs, driver {gpu.driver}, CUDA {gpu.cuda}"
+    if report.ranks > 1:
+        yield "ranks", f"{report.ranks} processes, each on a GPU of its own, shared the cells"
     if ceilings:
         yield "ceilings", f"copy {ceilings.copy_gb_per_s:,.0f} GB/s, bf16 matmul {ceilings.matmul_tflops:,.0f} TFLOP/s"
     if clocks:

@@ -8,16 +8,18 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
+from torchrun import starting
 
 from ssdprof import operators
 from ssdprof.bench import run as bench_run
-from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
+from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut, load
 from ssdprof.bench.shared import Outcomes
 from ssdprof.environment.ranks import POLL_S, Ranks
 from ssdprof.errors import MissingCapabilityError
@@ -164,3 +166,23 @@ def test_the_bench_of_another_rank_is_written_only_where_the_first_died(
     (report,) = written
     assert report.state == "partial"
     assert [left.cell for left in report.left_out] == list(CELLS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_gpus_write_the_bench_of_one_but_for_times(tmp_path: Path) -> None:
+    words = ("bench", "gdn", "--shape", "qwen3.5-9b", "--seq", "1k,4k", "--impl", "unfused,fused")
+    with starting(tmp_path) as start:
+        for name, ranks in (("one.json", False), ("two.json", True)):
+            process = start(*words, "--out", name, ranks=ranks)
+            _, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err
+    one, two = (load((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
+    assert (one.ranks, two.ranks) == (1, 2)
+    assert all(case.timing for cell in two.cells for case in cell.cases)
+    times = {"timing": True, "speedups": True, "over_exact": True, "roofline": True, "first_call": True}
+
+    def rest(report: BenchReport) -> list[dict[str, Any]]:
+        return [cell.model_dump(exclude={"cases": {"__all__": times}}) for cell in report.cells]
+
+    assert rest(one) == rest(two)

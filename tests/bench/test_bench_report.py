@@ -191,6 +191,14 @@ def test_cases_that_took_a_tuned_configuration_are_counted(done: BenchReport) ->
     assert "tuned" not in before
 
 
+def test_what_ran_says_how_many_processes_shared_the_cells(done: BenchReport) -> None:
+    shared = done.model_copy(update={"ranks": 2})
+    (facts,) = [dict(table.rows) for table in tables.tables(shared) if table.title == "What ran"]
+    assert facts["ranks"] == "2 processes, each on a GPU of its own, shared the cells"
+    (alone,) = [dict(table.rows) for table in tables.tables(done) if table.title == "What ran"]
+    assert "ranks" not in alone
+
+
 def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
     named = done.model_copy(update={"kernels": "0123456789abcdef"})
     (facts,) = [dict(table.rows) for table in tables.tables(named) if table.title == "What ran"]

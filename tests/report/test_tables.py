@@ -98,6 +98,12 @@ def test_facts_leave_out_what_there_is_not():
     assert not {"driver", "clocks", "ceilings", "siblings", "revision", "quantisation", "peak memory"} & facts.keys()
 
 
+def test_facts_say_how_many_processes_shared_the_layers():
+    facts = dict(run.facts(make_report().model_copy(update={"ranks": 2})).rows)
+    assert facts["ranks"] == "2 processes, each on a GPU of its own, shared the layers"
+    assert "ranks" not in dict(run.facts(make_report()).rows)
+
+
 def test_cases_that_took_a_tuned_configuration_are_counted():
     """Four layers at four precisions, unfused and fused; a case's plan says more than that it is tuned."""
 

@@ -122,6 +122,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield from answers.facts(one)
     yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
     yield from gpu(environment)
+    if report.ranks > 1:
+        yield "ranks", f"{report.ranks} processes, each on a GPU of its own, shared the layers"
     if report.clocks:
         yield "clocks", clocks(report.clocks)
     if report.ceilings:
