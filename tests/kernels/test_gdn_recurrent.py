@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from gdn_cases import EXACT, Case
@@ -27,6 +28,15 @@ def test_against_the_recurrence(case: Case) -> None:
     expected = gdn_recurrence(inputs)
     assert_close(get("gdn", "recurrent").run(inputs, EXACT), expected, 1e-6)
     assert_close(RecurrentLaunch(inputs, RecurrentConfig(block_v=4))(inputs), expected, 1e-6)
+
+
+@pytest.mark.parametrize("gate", [0.0, 1e-4, 3e-3, 3.0])
+def test_an_exp2_that_is_off_by_a_bit(gate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's is, in one direction: nothing adds up over 300 positions."""
+    exp2 = np.exp2
+    monkeypatch.setattr(np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32))
+    inputs = Case(length=300, gate=gate, largest_beta=0.1, initial_state=True).inputs()
+    assert_close(gdn_recurrent(inputs), gdn_recurrence(inputs), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from ssd_cases import EXACT, Case, assert_close
@@ -24,6 +25,14 @@ CASES = [
 def test_against_the_recurrence(case: Case) -> None:
     inputs = case.inputs()
     assert_close(get("ssd", "recurrent").run(inputs, EXACT), ssd_recurrence(inputs), FP32_ROUNDING)
+
+
+def test_an_exp2_that_is_off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's is, in one direction: nothing adds up over 300 positions.  The last head forgets at once."""
+    exp2 = np.exp2
+    monkeypatch.setattr(np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32))
+    inputs = Case(seqlen=300, heads=3, initial_states=True).inputs(A=torch.tensor([-1e-3, -0.1, -100.0]))
+    assert_close(ssd_recurrent(inputs), ssd_recurrence(inputs), FP32_ROUNDING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

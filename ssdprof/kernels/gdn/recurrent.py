@@ -17,7 +17,6 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,14 +26,13 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import LaunchCache, Launcher
 from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels._triton import INTERPRETED, decay_expm1, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
 from ssdprof.kernels.gdn.states import FinalStates
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 L2NORM_EPS = tl.constexpr(1e-6)
 
 STAGES = {"_gdn_recurrent_kernel": "setup"}
@@ -115,7 +113,7 @@ def _gdn_recurrent_kernel(
         if L2NORM:
             q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2NORM_EPS)
             k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2NORM_EPS)
-        state *= decay_exp2(g * LOG2_E)
+        state += state * decay_expm1(g)
         u = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * u[None, :]
         out = tl.sum(state * (q * scale)[:, None], axis=0)

@@ -17,7 +17,6 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,13 +27,12 @@ import triton.language as tl
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._launch import LaunchCache, Launcher
 from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels._triton import INTERPRETED, LOG2_E, decay_expm1, ptr_offset, sequence_bounds
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.stages import softplus
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 MAX_DSTATE = 256
 
 STAGES = {"_ssd_recurrent_kernel": "setup"}
@@ -91,7 +89,7 @@ def _ssd_recurrent_kernel(
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
     if z_ptr is not None:
         z_ptr += ptr_offset((i_b, begin, i_h), z_strides[:3]) + o_p.to(tl.int64) * z_strides[3]
-    A_log2 = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32) * LOG2_E
+    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
@@ -119,7 +117,7 @@ def _ssd_recurrent_kernel(
         if DT_SOFTPLUS:
             dt = softplus(dt)
         dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
-        state = state * decay_exp2(dt * A_log2) + (dt * x)[:, None] * B[None, :]
+        state += state * decay_expm1(dt * A) + (dt * x)[:, None] * B[None, :]
         out = tl.sum(state * C[None, :], axis=1) + D * x
         if z_ptr is not None:
             z = tl.load(z_ptr + step * z_strides[1], mask=m_p, other=0.0).to(tl.float32)
