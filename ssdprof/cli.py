@@ -58,6 +58,7 @@ class Commands(TyperGroup):
         except _USAGE_ERROR as error:
             if _ranks().first_tells():
                 ctx.exit(error.exit_code)
+            error.message = error.message.removeprefix("Value error, ")  # of pydantic, in typer 0.29
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():

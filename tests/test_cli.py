@@ -70,6 +70,7 @@ def test_wrong_usage_is_2_and_only_on_stderr(words: list[str]) -> None:
     assert answer.code == 2
     assert answer.out == ""
     assert answer.err
+    assert "Value error" not in answer.err
 
 
 @pytest.mark.parametrize("command", ["run", "capture"])

@@ -101,6 +101,8 @@ def test_facts_leave_out_what_there_is_not():
 def test_facts_say_how_many_processes_shared_the_layers():
     facts = dict(run.facts(make_report().model_copy(update={"ranks": 2})).rows)
     assert facts["ranks"] == "2 processes, each on a GPU of its own, shared the layers"
+    without = dict(run.facts(make_report(gpu=False).model_copy(update={"ranks": 2})).rows)
+    assert without["ranks"] == "2 processes shared the layers"
     assert "ranks" not in dict(run.facts(make_report()).rows)
 
 

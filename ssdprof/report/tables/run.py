@@ -123,7 +123,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "tuned", tuned([(case.implementation, case.plan) for case in report.cases])
     yield from gpu(environment)
     if report.ranks > 1:
-        yield "ranks", f"{report.ranks} processes, each on a GPU of its own, shared the layers"
+        where = ", each on a GPU of its own," if environment.gpu else ""
+        yield "ranks", f"{report.ranks} processes{where} shared the layers"
     if report.clocks:
         yield "clocks", clocks(report.clocks)
     if report.ceilings:
