@@ -68,9 +68,11 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
 def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, ssdprof: Call, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words")
     hub.log.clear()
-    failed = ssdprof("run", "org/demo", *SHORT, "--prompt-file", "short.txt")
-    assert failed.returncode == 2
-    assert "The prompt file short.txt is too short" in failed.stderr
+    for dry in ((), ("--dry-run",)):
+        failed = ssdprof("run", "org/demo", *SHORT, "--prompt-file", "short.txt", *dry)
+        assert failed.returncode == 2
+        assert "The prompt file short.txt is too short" in failed.stderr
+        assert bool(failed.stdout) == bool(dry)
     assert "tokenizer.json" in hub.downloads()
     weights = [request for request in hub.log if request.path.endswith("model.safetensors")]
     assert all(request.range for request in weights if request.method == "GET")  # of the header alone

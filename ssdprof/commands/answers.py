@@ -122,12 +122,12 @@ def answers(
 
     if dry_run:
         from ssdprof.commands.shown_plan import show_plan
-        from ssdprof.pipeline.dry_run import check_placed, plan
+        from ssdprof.pipeline.dry_run import check_start, plan
 
         planned = plan(subject, request)
         show_plan(planned, as_json)
         check(subject, wanted)
-        check_placed(planned, subject, request)
+        check_start(planned, subject, request)
         return
     options.use_tuned(no_tuned)
     keep = Keep(out=out, command=terminal.command_line())

@@ -40,12 +40,12 @@ def capture(
     if dry_run:
         from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline import limits
-        from ssdprof.pipeline.dry_run import check_placed, plan
+        from ssdprof.pipeline.dry_run import check_start, plan
 
         planned = plan(subject, request)
         show_plan(planned, as_json)
         limits.check_capture()
-        check_placed(planned, subject, request)
+        check_start(planned, subject, request)
         return
     from ssdprof.pipeline.capture import capture as store_captures  # torch comes with it
 

@@ -163,12 +163,12 @@ def run(
     told = ranks is None or ranks.first  # the first rank tells
     if dry_run and told:
         from ssdprof.commands.shown_plan import show_plan
-        from ssdprof.pipeline.dry_run import check_placed, plan
+        from ssdprof.pipeline.dry_run import check_start, plan
 
         planned = plan(found, request, tensor_parallel=replay.tensor_parallel)
         show_plan(planned, as_json)
         check(found, wanted, ranks)
-        check_placed(planned, found, request)
+        check_start(planned, found, request)
     if dry_run:
         return
     wanted = replace(wanted, gates=gates.judged_here(wanted.gates))

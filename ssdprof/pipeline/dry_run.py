@@ -7,6 +7,7 @@ from pathlib import Path
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.files import why
 from ssdprof.pipeline import limits, placement
+from ssdprof.pipeline.model import build_prompts
 from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
@@ -45,14 +46,17 @@ def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
     )
 
 
-def check_placed(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
-    """Raise why no placement fits, if the plan has none."""
-    if planned.placement is None and isinstance(found, Subject):
+def check_start(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
+    """Raise why a model would not run: no placement fits, or a prompt cannot be built."""
+    if isinstance(found, Stored):
+        return
+    if planned.placement is None:
         placement.check_disk(placement.choose(request, found))
+    build_prompts(request, found)
 
 
 def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
-    """None if none fits: `check_placed` says why, after the plan is shown."""
+    """None if none fits: `check_start` says why, after the plan is shown."""
     try:
         placed = placement.choose(request, subject)
         placement.check_disk(placed)

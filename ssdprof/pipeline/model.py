@@ -59,8 +59,7 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
     _quiet_transformers()
     placed = placement.choose(request, subject, dtype)
     placement.check_disk(placed)
-    tokenizer = fetch_tokenizer(subject.located)
-    built = [_prompt(tokenizer, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
+    built = build_prompts(request, subject)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     placement.check_disk(placed)  # again: the download may have taken the room
     record = placement.priced(placed, placement.weights_file(local))
@@ -80,6 +79,12 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
         files=local,
         whole=loaded if subject.head else None,
     )
+
+
+def build_prompts(request: CaptureRequest, subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
+    """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what `build_prompt` raises."""
+    tokenizer = fetch_tokenizer(subject.located)
+    return [_prompt(tokenizer, request.prompt, subject, seqlen) for seqlen in subject.seqlens]
 
 
 def _segment_length(wanted: int | None, subject: Subject, model: Any, seqlen: int) -> int:

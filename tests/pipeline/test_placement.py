@@ -26,7 +26,7 @@ from ssdprof.environment import memory as memory_of
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, model, placement
-from ssdprof.pipeline.dry_run import check_placed, plan
+from ssdprof.pipeline.dry_run import check_start, plan
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.placement import Placed, choose, priced
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
@@ -204,7 +204,7 @@ def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pyt
     monkeypatch.setattr(model, "fetch", None)
     planned = plan(subject, request)
     assert planned.placement is None
-    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_placed(planned, subject, request)):
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
         with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
