@@ -43,6 +43,7 @@ class Compiled:
     idle_barriers: mbarriers that are begun, never waited for or invalidated: Triton may put other things in their place
     polls, meetings_while_polling: loops that ask for another program's flag, and how often all threads meet in them
     fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
+    parameters, counted_parameters: in the binary, and as a direct launch counts them
     """
 
     kernel: str
@@ -59,6 +60,8 @@ class Compiled:
     polls: int
     meetings_while_polling: int
     fuses: bool
+    parameters: int
+    counted_parameters: int
     metadata: dict[str, Any]
 
 
@@ -107,15 +110,17 @@ class _AbsentGpu:
 
 
 def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
+    from ssdprof.kernels._direct import parameter_count
+
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage, code = (
+        usage, code, sections = (
             subprocess.run(
                 [binaries / "cuobjdump", dump, cubin.name], capture_output=True, text=True, check=True
             ).stdout
-            for dump in ("--dump-resource-usage", "--dump-sass")
+            for dump in ("--dump-resource-usage", "--dump-sass", "--dump-elf")
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     polls = _polls(code)
@@ -135,6 +140,8 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         polls=len(polls),
         meetings_while_polling=sum("BAR.SYNC" in what for loop in polls for what in loop.values()),
         fuses=kernel.metadata.enable_fp_fusion,
+        parameters=sections.count("EIATTR_KPARAM_INFO"),
+        counted_parameters=parameter_count(kernel.asm["ptx"]),
         metadata=metadata,
     )
 

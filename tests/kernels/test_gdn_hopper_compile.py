@@ -75,6 +75,12 @@ def test_nothing_is_spilled_where_states_are_in_registers(label: str) -> None:
         assert kernel.idle_barriers == 0, kernel
 
 
+@pytest.mark.parametrize("label", CASES)
+def test_a_direct_launch_counts_the_parameters(label: str) -> None:
+    for kernel in compiled("test_gdn_hopper_compile", 90)[label]:
+        assert kernel.counted_parameters == kernel.parameters > 0, kernel
+
+
 @pytest.mark.parametrize("label", ONE_LAUNCH)
 def test_one_launch_fits_into_shared_memory(label: str) -> None:
     (kernel,) = compiled("test_gdn_hopper_compile", 90, "ONE_LAUNCH")[label]
