@@ -39,6 +39,14 @@ def test_an_exp2_that_is_off_by_a_bit(gate: float, monkeypatch: pytest.MonkeyPat
     assert_close(gdn_recurrent(inputs), gdn_recurrence(inputs), 1e-6)
 
 
+def test_what_is_left_of_a_state_that_mostly_decays() -> None:
+    """A rounding error of the state before a position would be larger than what the position leaves of it."""
+    inputs = Case(length=1, initial_state=True).inputs()
+    assert inputs.initial_state is not None
+    inputs = replace(inputs, g=torch.full_like(inputs.g, -8.0), initial_state=1e4 * inputs.initial_state)
+    assert_close(gdn_recurrent(inputs), gdn_recurrence(inputs), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
     inputs = Case(length=4, dtype=dtype, initial_state=True).inputs()

@@ -35,6 +35,14 @@ def test_an_exp2_that_is_off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(ssd_recurrent(inputs), ssd_recurrence(inputs), FP32_ROUNDING)
 
 
+def test_what_is_left_of_a_state_that_mostly_decays() -> None:
+    """A rounding error of the state before a position would be larger than what the position leaves of it."""
+    inputs = Case(seqlen=1, initial_states=True, dt_limit=(0.1, 0.1)).inputs(A=torch.tensor([-60.0, -90.0]))
+    assert inputs.initial_states is not None
+    inputs = replace(inputs, initial_states=1e4 * inputs.initial_states)
+    assert_close(ssd_recurrent(inputs), ssd_recurrence(inputs), FP32_ROUNDING)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place(dtype: torch.dtype) -> None:
     inputs = CASES[0].inputs()
