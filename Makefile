@@ -26,8 +26,9 @@ format:  ## mend style and format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-types:  ## check types
+types:  ## check types; in tests and benchmarks, only that calls have the arguments that functions take
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --config-file tests/mypy.ini
 
 demo:  ## run the main job on the built-in model
 	$(PYTHON) -m ssdprof run demo

@@ -23,7 +23,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.drawing import draw
+from ssdprof.operators.ssd.drawing import DRAWING, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +67,7 @@ def assert_no_head_is_less_exact(kernel: Kernel, inputs: SSDInputs) -> None:
 @pytest.mark.parametrize("model", CHUNK_SIZES)
 @pytest.mark.parametrize("kernel", CHOSEN)
 def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str, dtype: str) -> None:
-    (shape,) = parse_shapes(model)
+    (shape,) = parse_shapes(DRAWING, model)
     cell = Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN))
     assert_no_head_is_less_exact(kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model]))
 
@@ -79,7 +79,7 @@ def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str, dtype: s
 def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape: str, dtype: str) -> None:
     """With chunks of 256, with which the unfused pipeline is most exact."""
     seqlen, batch_invariant = WAYS[way]
-    (sizes,) = parse_shapes(shape)
+    (sizes,) = parse_shapes(DRAWING, shape)
     cell = Cell(shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen))
     inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
     assert unsupported(inputs) == ""

@@ -155,8 +155,8 @@ def test_recompute_w_u(case: Case, dtype: torch.dtype, precision: Precision) -> 
     for chunk, piece in zip(stages.chunks, pieces, strict=True):
         k, v, beta = (stages.piece(name, chunk) for name in ("k", "v", "beta"))
         given: tuple[Any, ...] = (piece["A"], k, v, beta, g_of(piece))
-        assert_stage(w[chunk.b, chunk.c], lambda a, x=given: oracle.recompute_w_u(*x, a)[0], inputs, precision)
-        assert_stage(u[chunk.b, chunk.c], lambda a, x=given: oracle.recompute_w_u(*x, a)[1], inputs, precision)
+        assert_stage(w[chunk.b, chunk.c], lambda a, x=given: oracle.recompute_w_u(*x, a=a)[0], inputs, precision)
+        assert_stage(u[chunk.b, chunk.c], lambda a, x=given: oracle.recompute_w_u(*x, a=a)[1], inputs, precision)
 
 
 @CASES
@@ -198,6 +198,6 @@ def test_chunk_output(case: Case, dtype: torch.dtype, precision: Precision) -> N
         ours = out[chunk.b, chunk.start : chunk.stop].transpose(0, 1)
 
         def formula(a: Arithmetic, given: tuple[Any, ...] = given, n: int = ours.shape[1]) -> torch.Tensor:
-            return oracle.chunk_output(*given, a)[:, :n]
+            return oracle.chunk_output(*given, a=a)[:, :n]
 
         assert_stage(ours, formula, inputs, precision)
