@@ -38,7 +38,7 @@ STAGES = {
     "ptr_offset": "caller",
     "in_units": "caller",
     "decay_exp2": "caller",
-    "decayed": "caller",
+    "decay_exp": "caller",
     "sequence_bounds": "caller",
 }
 
@@ -75,16 +75,15 @@ def decay_exp2(log2_decay):
 
 
 @triton.jit
-def decayed(state, log_decay):
-    """state exp(log_decay) with a decay of at most 1, for states that decay at every position.  NaN stays NaN.
+def decay_exp(log_decay):
+    """exp(log_decay), at most 1, for states that decay at every position.  NaN stays NaN.
 
     A GPU's exp2 is off by some 2e-8 in one direction, so that a state that keeps most of itself over a thousand
-    positions would be off by 2e-5.  A small decay must not be added to the state as exp(log_decay) - 1: the difference
-    would have the rounding error of the state before it.
+    positions would be off by 2e-5.  Decays close to 1 are therefore rounded from a series.
     """
     v = tl.minimum(log_decay, 0.0, propagate_nan=tl.PropagateNan.ALL)
     series = v * (1.0 + v * (1 / 2 + v * (1 / 6 + v * (1 / 24 + v * (1 / 120)))))
-    return tl.where(v > SERIES, state + state * series, state * tl.exp2(v * LOG2_E))
+    return tl.where(v > SERIES, 1.0 + series, tl.exp2(v * LOG2_E))
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ssdprof.kernels._launch import LaunchCache, Launcher
 from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, decayed, ptr_offset, sequence_bounds
+from ssdprof.kernels._triton import INTERPRETED, decay_exp, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
 from ssdprof.kernels.gdn.states import FinalStates
@@ -113,7 +113,7 @@ def _gdn_recurrent_kernel(
         if L2NORM:
             q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2NORM_EPS)
             k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2NORM_EPS)
-        state = decayed(state, g)
+        state *= decay_exp(g)
         u = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * u[None, :]
         out = tl.sum(state * (q * scale)[:, None], axis=0)

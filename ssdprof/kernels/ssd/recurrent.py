@@ -27,7 +27,7 @@ import triton.language as tl
 from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._launch import LaunchCache, Launcher
 from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, LOG2_E, decayed, ptr_offset, sequence_bounds
+from ssdprof.kernels._triton import INTERPRETED, LOG2_E, decay_exp, ptr_offset, sequence_bounds
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -117,7 +117,7 @@ def _ssd_recurrent_kernel(
         if DT_SOFTPLUS:
             dt = softplus(dt)
         dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
-        state = decayed(state, dt * A) + (dt * x)[:, None] * B[None, :]
+        state = state * decay_exp(dt * A) + (dt * x)[:, None] * B[None, :]
         out = tl.sum(state * C[None, :], axis=1) + D * x
         if z_ptr is not None:
             z = tl.load(z_ptr + step * z_strides[1], mask=m_p, other=0.0).to(tl.float32)
