@@ -94,9 +94,9 @@ def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[st
         if subject and (others := reports.subjects(report) - {subject}):
             raise BadInputError(f"{file} is a report of {fmt.words(sorted(others))}.", f"Give one of {subject}.")
         own = reports.kernels(report)
-        place, home = file.resolve(), RECORDS.resolve()
+        resolved, home = file.resolve(), RECORDS.resolve()
         found[name] = Recorded(
-            file=place.relative_to(home).as_posix() if place.is_relative_to(home) else file.name,
+            file=resolved.relative_to(home).as_posix() if resolved.is_relative_to(home) else file.name,
             created=reports.created(report),
             kernels=own or kernels,
             stated=not own and bool(kernels),

@@ -113,8 +113,9 @@ def train(model: torch.nn.Module, steps: int) -> Iterator[int]:
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each in (*opts, *schedules):
-            each.step()
+        for optimizer, schedule in zip(opts, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         model.zero_grad()
         recent.append(loss.item() / math.log(2))
         if step % 50 == 0:

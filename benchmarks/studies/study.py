@@ -146,7 +146,7 @@ def timed(
             device_high_us=timing.device_interval_us.high,
             call_us=timing.call_median_us,
         )
-    return found, session.untimed, session.changed
+    return found, session.untimed, {key: spoilt.reason for key, spoilt in session.spoilt.items()}
 
 
 def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: Any) -> dict[str, Any]:

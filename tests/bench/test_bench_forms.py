@@ -174,15 +174,15 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(registry._implementations, (operator, name), noting(name, cost, operator))
     monkeypatch.setitem(GDN.drawing.peers, "fla_recurrent", peer("gdn", "fla_recurrent", 65.0))
     monkeypatch.setitem(SSD.drawing.peers, "selective_state_update", peer("ssd", "selective_state_update", 80.0))
-    for operator, name, cost in ((GDN, "fused_portable", 150.0), (SSD, "recurrent_in_place", 60.0)):
-        plain = operator.drawing.alternatives[name]
+    for record, name, cost in ((GDN, "fused_portable", 150.0), (SSD, "recurrent_in_place", 60.0)):
+        plain = record.drawing.alternatives[name]
 
         def run(inputs: Any, precision: Precision, plain: Any = plain, name: str = name, cost: float = cost) -> Any:
             output = plain.run(inputs, precision)
             RAN.append((name, cost))
             return output
 
-        monkeypatch.setitem(operator.drawing.alternatives, name, replace(plain, run=run))
+        monkeypatch.setitem(record.drawing.alternatives, name, replace(plain, run=run))
 
 
 @pytest.mark.slow

@@ -58,9 +58,10 @@ def test_packs_that_are_none(words: str) -> None:
 
 
 def test_shapes_by_model_and_by_sizes() -> None:
-    mamba, free = parse_shapes(DRAWING, "mamba2-2.7b, 24x32x64x2")
-    assert (mamba.nheads, mamba.headdim, mamba.dstate, mamba.ngroups) == (80, 64, 128, 1)
-    assert (free.nheads, free.headdim, free.dstate, free.ngroups) == (24, 32, 64, 2)
+    assert parse_shapes(DRAWING, "mamba2-2.7b, 24x32x64x2") == (
+        SSDShape(name="mamba2-2.7b", nheads=80, headdim=64, dstate=128, ngroups=1),
+        SSDShape(name="24x32x64x2", nheads=24, headdim=32, dstate=64, ngroups=2),
+    )
     assert [shape.name for shape in parse_shapes(DRAWING, "all")] == list(SHAPES)
 
 

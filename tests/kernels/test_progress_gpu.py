@@ -1,5 +1,7 @@
 """No call needs two of its programs to run at once: it ends on a GPU that others have filled, however it is cut."""
 
+from typing import Any
+
 import pytest
 import torch
 from fused_kernels import FINE, Kernel
@@ -82,7 +84,7 @@ def test_on_one_multiprocessor(kernel: Kernel) -> None:
     """All others are taken until the call has ended."""
     inputs = Case(seqlen=4096, **MAMBA2 | dict(heads=16)).inputs()
     alone = kernel(inputs)
-    gpu = torch.cuda.get_device_properties(0)
+    gpu: Any = torch.cuda.get_device_properties(0)
     others, occupied_kb = gpu.multi_processor_count - 1, (gpu.shared_memory_per_block_optin >> 10) - LEFT_KB
     started, stop, told = torch.zeros(3, 32, dtype=torch.int32, device="cuda")
     ours, theirs, watching = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()

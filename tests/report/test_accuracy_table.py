@@ -15,9 +15,9 @@ from ssdprof.schema.answers import AnswerGate
 
 
 def printed(*arguments, width=100):
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(accuracy_table(*arguments))
-    return console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=width, highlight=False).print(accuracy_table(*arguments))
+    return file.getvalue()
 
 
 def row(text, label):

@@ -14,9 +14,9 @@ from ssdprof.schema import EXACT_FP32
 
 
 def printed(renderable, width=100, **options):
-    console = Console(file=io.StringIO(), width=width, highlight=False, **options)
-    console.print(renderable)
-    return console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=width, highlight=False, **options).print(renderable)
+    return file.getvalue()
 
 
 def failing(case):

@@ -66,9 +66,9 @@ def test_each_run_has_its_verdict_the_newest_first(runs):
 
 
 def test_the_table_says_it_in_words(runs):
-    console = Console(file=io.StringIO(), width=140)
-    console.print(SplitTable(tables.runs(listed(runs))))
-    text = console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=140).print(SplitTable(tables.runs(listed(runs))))
+    text = file.getvalue()
     for words in (
         "2026-01-04 00:00 UTC",
         "h-small, random weights",

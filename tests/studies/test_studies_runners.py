@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import scan_002
 import scan_003
@@ -20,9 +21,10 @@ from selective_scan.contenders import SEQUENTIAL, tile
 
 from ssdprof import cli, environment
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.measure.bench import Recording
 from ssdprof.schema import Launch
 
-STUDIES = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
+STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
 ENVIRONMENT = environment.collect()  # before torch is said to have a GPU
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
@@ -138,6 +140,35 @@ def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatc
 @contextmanager
 def two_launches() -> Iterator[list[Launch]]:
     yield [Launch(kernel="_kernel", config={})] * 2
+
+
+class FakeBench:
+    """A call and a replay of it cost 4 and 2 us."""
+
+    device = torch.device("cpu")
+
+    def relocate(self, _generator: np.random.Generator) -> None:
+        """Nothing lies anywhere."""
+
+    def record(self, run: Callable[[], Any]) -> Recording:
+        return Recording(graph=None, output=run())
+
+    def call_us(self, _run: Callable[[], Any]) -> float:
+        return 4.0
+
+    def device_us(self, _recording: Recording) -> float:
+        return 2.0
+
+
+def test_times_are_those_of_calls_that_stay_right() -> None:
+    runs = {"right": lambda: "right", "wrong": lambda: "wrong"}
+    times, untimed, wrong = study.timed(
+        runs, FakeBench(), 0.01, lambda key, output: "" if output == "right" else f"{key} is wrong"
+    )
+    expected = study.Time(device_us=2.0, device_low_us=2.0, device_high_us=2.0, call_us=4.0)
+    assert times == {"right": expected}
+    assert untimed == {}
+    assert wrong["wrong"].endswith("wrong is wrong")
 
 
 def test_a_contender_that_is_wrong_has_no_time(
