@@ -71,7 +71,7 @@ class CudaBench:
         self._padding: torch.Tensor | None = None
 
     def relocate(self, generator: np.random.Generator) -> None:
-        """Recordings get a pool of their own, and a block of random size is kept, so that new memory lies elsewhere."""
+        """Recordings get a pool of their own, and a block of random size is kept, which moves most new memory."""
         self._padding = None
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be handed out again

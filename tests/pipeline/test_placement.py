@@ -451,7 +451,7 @@ def capped(size: int | None) -> Iterator[None]:
     devices = range(torch.cuda.device_count())
     for device in devices:
         total = torch.cuda.mem_get_info(device)[1]
-        allowed = total if size is None else torch.cuda.memory_reserved(device) + size  # as torch counts
+        allowed = total if size is None else torch.cuda.memory_allocated(device) + size
         torch.cuda.set_per_process_memory_fraction(allowed / total, device)
     try:
         yield

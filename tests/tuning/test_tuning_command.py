@@ -172,5 +172,6 @@ def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     assert result.exit_code == 0
     assert ("tuned on this GPU" in result.stderr) == bool(found)
     assert ("tuned on this GPU, " in result.stdout) == bool(found)
+    tuned.none()  # as in a process of its own
     plain = CliRunner().invoke(app, [*words, "--no-tuned"], prog_name="ssdprof", catch_exceptions=False)
     assert "tuned on this GPU" not in plain.stdout + plain.stderr
