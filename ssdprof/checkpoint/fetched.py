@@ -96,7 +96,7 @@ def fetch(
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
             folder = _temporary_folder(undo)
-            write_json(folder / CONFIG, cut_config(description, depth))
+            write_json(folder / CONFIG, cut_config(description, depth, located.dtype))
         empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
         _announce(located, deepest_layer, head, progress)
 
@@ -112,8 +112,12 @@ def fetch(
     return local
 
 
-def meta_model(located: Located, *, deepest_layer: int | None = None, head: bool = False) -> PreTrainedModel:
+def meta_model(
+    located: Located, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
+) -> PreTrainedModel:
     """The model that `fetch` and `load_model` would give, on the meta device: shapes and dtypes.  Downloads nothing.
+
+    dtype: of the weights, named as in torch; None: the checkpoint's own.
 
     BadInputError for a config that transformers cannot use, as `fetch` would raise it.
     """
@@ -121,8 +125,15 @@ def meta_model(located: Located, *, deepest_layer: int | None = None, head: bool
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="ssdprof-")))
-            write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer)))
+            wanted = dtype or located.dtype or _dtype_by_size(located)
+            write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer), wanted))
         return empty_model(folder, repo_id, head=head).eval()
+
+
+def _dtype_by_size(located: Located) -> str:
+    """In which a pickle is loaded, which has no header: its size says whether its weights take 4 bytes or 2."""
+    parameters = meta_model(located, dtype="float32").parameters()
+    return "float32" if located.weight_bytes() > 3 * sum(one.numel() for one in parameters) else "bfloat16"
 
 
 def _announce(located: Located, deepest_layer: int | None, head: bool, progress: Callable[[str], None] | None) -> None:

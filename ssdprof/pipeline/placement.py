@@ -16,7 +16,6 @@ from ssdprof.capture.memory import SEGMENT_LENGTHS
 from ssdprof.capture.rehearsal import rehearse
 from ssdprof.checkpoint.definition import quiet_transformers
 from ssdprof.checkpoint.fetched import LocalCheckpoint, meta_model
-from ssdprof.checkpoint.load import DType
 from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
 from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.environment.ranks import started
@@ -53,10 +52,9 @@ class Placed:
     rewritten_bytes: int = 0
 
 
-def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> Placed:
+def choose(request: CaptureRequest, subject: Subject) -> Placed:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
 
-    dtype: of the weights; "auto" is the checkpoint's own.
     MissingCapabilityError if none does, and BadInputError for a checkpoint that cannot be placed as asked.
     """
     wanted = request.placement
@@ -64,9 +62,9 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
         if wanted not in (None, "one-gpu"):
             raise BadInputError(f"{subject.ref.repo_id} supports only --placement one-gpu: {why}.", "Leave it out.")
         wanted = "one-gpu"
-    chooser = _Chooser(request, subject, dtype)
+    chooser = _Chooser(request, subject)
     if wanted == "one-gpu":
-        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+        limits.check_weights(subject)
         return chooser.one_gpu()
     if wanted is not None:
         chooser.refuse_impossible(wanted)
@@ -80,7 +78,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
             return placed
     # By our estimate there is no room for what is computed.  The weights alone decide; the loaded model may refuse.
     try:
-        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+        limits.check_weights(subject)
     except MissingCapabilityError as error:
         raise chooser.layer_too_large() or error from None
     return chooser.one_gpu()
@@ -88,7 +86,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
 
 def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
     """What must be free on the device beside the weights: the least for the segments that the request allows."""
-    return _Chooser(request, subject, "auto").least_beside()
+    return _Chooser(request, subject).least_beside()
 
 
 def priced(placed: Placed, weights: Path | None) -> Placement:
@@ -139,13 +137,11 @@ def _only_whole(subject: Subject) -> str:
 class _Chooser:
     """One request on this machine as it is now."""
 
-    def __init__(self, request: CaptureRequest, subject: Subject, dtype: DType) -> None:
+    def __init__(self, request: CaptureRequest, subject: Subject) -> None:
         self._subject = subject
         self._model: PreTrainedModel = meta_model(
-            subject.located, deepest_layer=subject.deepest_layer, head=subject.head
+            subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
         )
-        if dtype != "auto":
-            self._model.to(dtype)
         self._wanted = {layer.index for layer in subject.layers}
         self._need: Footprint = footprint(self._model.base_model, self._wanted, depth=max(self._wanted))
         self._seqlen = max(subject.seqlens)
@@ -209,7 +205,7 @@ class _Chooser:
         embedding = self._model.get_input_embeddings().weight.nbytes
         if layer + embedding + computed <= free:
             return None
-        fits = limits.what_fits(subject.located, free - computed, whole=subject.whole)
+        fits = limits.what_fits(subject, free - computed)
         shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
         return MissingCapabilityError(
             f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "

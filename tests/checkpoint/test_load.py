@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer
+from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer, meta_model
 from ssdprof.checkpoint.load import load_model
 from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import PICKLE
@@ -245,6 +245,18 @@ def test_weights_in_16_bit_stay_so(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize(("stored", "said"), [("bf16", None), ("bf16", "float32"), ("fp32", "bfloat16")])
+def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path, stored: str, said: str | None) -> None:
+    """The config says which it is, whatever the files hold; without its word, what most of the files hold."""
+    tiny_models.build("mamba2", torch.bfloat16 if stored == "bf16" else torch.float32).save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=said)
+    located = locate(str(tmp_path))
+    loaded = load_model(fetch(located), device="cpu")
+    assert loaded.dtype == getattr(torch, said or "bfloat16")
+    size = sum(weight.nbytes for weight in loaded.parameters())
+    assert located.weight_bytes() == sum(weight.nbytes for weight in meta_model(located).parameters()) == size
+
+
 def test_fp8_weights_are_decoded(copied: Callable[[str], Path]) -> None:
     folder = copied("qwen3_5_text")
     key = "model.layers.0.mlp.gate_proj.weight"
@@ -379,6 +391,25 @@ def test_the_original_format_keeps_its_dtypes(original_folder: Path, saved: Call
     stored = original_state()
     assert torch.equal(mixer.A_log, stored["backbone.layers.0.mixer.A_log"])
     assert torch.equal(mixer.in_proj.weight, stored["backbone.layers.0.mixer.in_proj.weight"])
+
+
+@pytest.mark.parametrize("form", ["pickle", "safetensors"])
+@pytest.mark.parametrize("deepest_layer", [0, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
+    original_folder: Path, saved: Callable[[str], Path], form: str, deepest_layer: int | None, dtype: torch.dtype
+) -> None:
+    """Its config does not say it.  A few numbers of each head stay as they are stored."""
+    state = {key: value.to(dtype) for key, value in original_state().items()}
+    (original_folder / PICKLE).unlink()
+    if form == "pickle":
+        torch.save(state, original_folder / PICKLE)
+    else:
+        save_file(state, original_folder / "model.safetensors")
+    located = locate(str(original_folder), tokenizer=str(saved("mamba2")))
+    loaded = load_model(fetch(located, deepest_layer=deepest_layer), device="cpu")
+    found = meta_model(located, deepest_layer=deepest_layer)
+    assert [one.nbytes for one in found.parameters()] == [one.nbytes for one in loaded.parameters()]
 
 
 @dataclass
