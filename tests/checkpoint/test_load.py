@@ -343,17 +343,29 @@ def original_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("form", ["pickle", "safetensors"])
+def save_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """A file for each two tensors, and their index."""
+    shards = {key: f"model-{number // 2:05d}.safetensors" for number, key in enumerate(state)}
+    for file in set(shards.values()):
+        save_file({key: state[key] for key in state if shards[key] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+@pytest.mark.parametrize("form", ["pickle", "safetensors", "shards"])
 @pytest.mark.parametrize("deepest_layer", [0, None])
 def test_the_original_format_loads(
     original_folder: Path, saved: Callable[[str], Path], form: str, deepest_layer: int | None
 ) -> None:
-    if form == "safetensors":
+    names = {"pickle": PICKLE, "safetensors": "model.safetensors", "shards": "model.safetensors.index.json"}
+    if form != "pickle":
         (original_folder / PICKLE).unlink()
-        save_file(original_state(), original_folder / "model.safetensors")
+        if form == "shards":
+            save_shards(original_folder, original_state())
+        else:
+            save_file(original_state(), original_folder / "model.safetensors")
     located = locate(str(original_folder), tokenizer=str(saved("mamba2")))
     assert located.ref.model_type == "mamba2"
-    assert located.files()[1].name == ("model.safetensors" if form == "safetensors" else PICKLE)
+    assert located.files()[1].name == names[form]
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu", dtype=torch.float32)
     expected = tiny_models.build("mamba2", torch.float16).float().backbone
