@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from ssdprof.checkpoint.definition import empty_model
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.located import Located
+from ssdprof.checkpoint.sizes import shown
 from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.checkpoint.weights import CODES
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.quantities import size_words
 from ssdprof.schema import CheckpointRef
 
@@ -87,7 +89,8 @@ def fetch(
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: a config that transformers cannot use, found before anything large is downloaded.
+    BadInputError: a config that transformers cannot use, found before anything large is downloaded; codes that the
+    config does not explain.
     ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
@@ -103,6 +106,7 @@ def fetch(
         weights = located.weights
         paths = {name: located.source.path(name) for name in weights.files(depth, head=head)}
         tensors = None if weights.pickled else weights.tensors(depth, head=head)
+        _refuse_codes(located, deepest_layer, head)
 
         with _temporary_folder_errors(repo_id):
             link_weights(folder, depth, paths, weights.shards, head=head)
@@ -119,15 +123,30 @@ def meta_model(
 
     dtype: of the weights, named as in torch; None: the checkpoint's own.
 
-    BadInputError for a config that transformers cannot use, as `fetch` would raise it.
+    BadInputError for what `fetch` would refuse.
     """
     description, repo_id = located.description, located.ref.repo_id
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="ssdprof-")))
-            wanted = dtype or located.dtype or _dtype_by_size(located)
+            wanted = dtype or (_dtype_by_size(located) if located.weights.pickled else located.dtype)
             write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer), wanted))
+        _refuse_codes(located, deepest_layer, head)
         return empty_model(folder, repo_id, head=head).eval()
+
+
+def _refuse_codes(located: Located, deepest_layer: int | None, head: bool) -> None:
+    """BadInputError for weights of 8 bit and less whose config names no quantisation: codes would load as values."""
+    if located.weights.pickled or located.ref.quantization is not None:
+        return
+    tensors = located.weights.tensors(located.description.depth(deepest_layer), head=head)
+    for name, tensor in tensors.items():
+        if tensor.dtype in CODES:
+            raise BadInputError(
+                f"{located.ref.repo_id} stores codes, such as {shown(name)} in {tensor.dtype}, and its config names no "
+                "quantisation.",
+                "Take the config.json that came with these weights, or the unquantised checkpoint.",
+            )
 
 
 def _dtype_by_size(located: Located) -> str:

@@ -103,7 +103,7 @@ class Located:
         """
         for key in ("dtype", "torch_dtype"):
             if (named := self.description.config.get(key)) is not None:
-                return str(named)
+                return named if isinstance(named, str) else None  # transformers will say what is wrong with it
         return None if self.weights.pickled else usual_dtype(self.weights.tensors(self.description.depth(0)).values())
 
     def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None) -> int:

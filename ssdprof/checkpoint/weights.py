@@ -16,6 +16,9 @@ from ssdprof.errors import BadInputError
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of torch's dtypes that a model is loaded in
 _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": None, "F8_E5M2": None}
+CODES = frozenset(
+    {"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
+)  # no model computes in them
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 

@@ -344,7 +344,7 @@ def test_modelopt_is_refused_where_only_its_own_file_names_it(hub: MiniHub, copi
     folder = copied("nemotron_h")
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}}))
     hub.publish("org/fp8", folder)
-    assert "codes would load as weights" in failure("org/fp8").message
+    assert "'modelopt', which ssdprof cannot load" in failure("org/fp8").message
 
 
 def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) -> None:

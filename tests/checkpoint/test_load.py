@@ -21,7 +21,7 @@ from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer, meta_model
 from ssdprof.checkpoint.load import load_model
 from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import PICKLE
-from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
 
 ORIGINAL_CONFIG = {
     "d_model": 64,
@@ -255,6 +255,73 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path,
     assert loaded.dtype == getattr(torch, said or "bfloat16")
     size = sum(weight.nbytes for weight in loaded.parameters())
     assert located.weight_bytes() == sum(weight.nbytes for weight in meta_model(located).parameters()) == size
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    key = "model.layers.2.mlp.up_proj.weight"
+    save_file({**(state := load_file(file)), key: state[key].to(dtype)}, file, {"format": "pt"})
+    for read in (fetch, meta_model):
+        with pytest.raises(BadInputError, match=r"layers\.2\.mlp\.up_proj.* its config names no quantisation"):
+            read(locate(str(tmp_path)))
+        read(locate(str(tmp_path)), deepest_layer=1)
+    edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": False})
+    with pytest.raises(BadInputError, match="'bitsandbytes', which ssdprof cannot load"):
+        meta_model(locate(str(tmp_path)))
+
+
+def test_mxfp8_weights_are_decoded(tmp_path: Path) -> None:
+    """A byte of scale, an exponent of 2, for each 32 values of a row."""
+    tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
+    file, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
+    state = load_file(file) | {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn)}
+    save_file({**state, f"{key}_scale_inv": torch.full((96, 2), 125, dtype=torch.uint8)}, file, {"format": "pt"})
+    edit_config(
+        tmp_path,
+        quantization_config={
+            "quant_method": "mxfp8",
+            "weight_block_size": [1, 32],
+            "modules_to_not_convert": [
+                "linear_attn",
+                "self_attn",
+                "up_proj",
+                "down_proj",
+                "layers.1",
+                "layers.2",
+                "layers.3",
+            ],
+        },
+    )
+    located = locate(str(tmp_path))
+    model = load_model(fetch(located), device="cpu")
+    assert located.ref.quantization == "mxfp8"
+    assert torch.equal(model.layers[0].mlp.gate_proj.weight.float(), torch.full((96, 64), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind", "words"),
+    [
+        ({"quant_method": "fbgemm_fp8"}, MissingCapabilityError, "cannot load that here: Using fbgemm fp8"),
+        ({"quant_method": "gptq"}, BadInputError, r"quantization_config of .*'bits'"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_download(
+    copied: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: dict[str, Any],
+    kind: type[SsdprofError],
+    words: str,
+) -> None:
+    folder = copied("qwen3_5_text")
+    edit_config(folder, quantization_config=quantization)
+    located = locate(str(folder))
+    _ = located.weights  # reads the index
+    monkeypatch.setattr(located.source, "path", None)  # no other file of it is fetched
+    for read in (fetch, meta_model):
+        with pytest.raises(kind, match=words):
+            read(located)
 
 
 def test_fp8_weights_are_decoded(copied: Callable[[str], Path]) -> None:
