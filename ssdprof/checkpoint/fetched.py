@@ -15,7 +15,7 @@ from ssdprof.checkpoint.definition import empty_model
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.located import Located
 from ssdprof.checkpoint.sizes import shown
-from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
+from ssdprof.checkpoint.source import CONFIG, StoredTensor, tokenizer_files
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
 from ssdprof.checkpoint.weights import CODES
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -101,7 +101,9 @@ def fetch(
             folder = _temporary_folder(undo)
             write_json(folder / CONFIG, cut_config(description, depth, located.dtype))
         empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
-        _announce(located, deepest_layer, head, progress)
+        files, size = check_space(located, deepest_layer, head=head)
+        if files and progress is not None:
+            progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
         weights = located.weights
         paths = {name: located.source.path(name) for name in weights.files(depth, head=head)}
@@ -155,14 +157,18 @@ def _dtype_by_size(located: Located) -> str:
     return "float32" if located.weight_bytes() > 3 * sum(one.numel() for one in parameters) else "bfloat16"
 
 
-def _announce(located: Located, deepest_layer: int | None, head: bool, progress: Callable[[str], None] | None) -> None:
-    """Say what will be downloaded, if anything, and make sure that there is room for it."""
+def check_space(located: Located, deepest_layer: int | None = None, *, head: bool = False) -> tuple[int, int]:
+    """How many files `fetch` would download, and their bytes.
+
+    MissingCapabilityError unless the hub's cache has room for them.
+    """
+    from ssdprof.checkpoint.hub import HubRepo
+
     missing = [info for info in located.files(deepest_layer, head=head) if not info.cached]
-    if missing:
-        need = sum(info.size_bytes for info in missing)
-        _check_space(located.source, need)
-        if progress is not None:
-            progress(f"Downloading {len(missing)} files, {size_words(need)}, of {located.ref.repo_id}")
+    need = sum(info.size_bytes for info in missing)
+    if missing and isinstance(located.source, HubRepo):
+        located.source.check_space(need)
+    return len(missing), need
 
 
 def _temporary_folder(undo: ExitStack) -> Path:
@@ -181,10 +187,3 @@ def _temporary_folder_errors(repo_id: str) -> Iterator[None]:
             f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
             "Make room there or set TMPDIR to another folder.",
         ) from None
-
-
-def _check_space(source: Source, need_bytes: int) -> None:
-    from ssdprof.checkpoint.hub import HubRepo
-
-    if isinstance(source, HubRepo):
-        source.check_space(need_bytes)

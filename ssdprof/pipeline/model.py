@@ -17,6 +17,7 @@ from ssdprof.capture.head import logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prompt import build_prompt
+from ssdprof.capture.prompt_run import check_ids
 from ssdprof.checkpoint.fetched import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import DType, load_model
 from ssdprof.pipeline import limits, placement
@@ -118,6 +119,8 @@ def _prompt(
         ids, prompt = build(kind="file", file=wanted.text)
     else:
         ids, prompt = build(kind=wanted.text)
+    if (vocabulary := subject.located.description.vocab_size) is not None:
+        check_ids(vocabulary, ids)
     words = f"{tokenizer.name}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
     return ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})
 

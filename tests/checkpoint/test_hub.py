@@ -23,6 +23,9 @@ from ssdprof.checkpoint.located import Located, locate
 from ssdprof.checkpoint.original import DEFAULT_TOKENIZER, PICKLE
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.pipeline.dry_run import check_start, plan
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.subject import find
 
 Save = Callable[[str], Path]
 
@@ -250,6 +253,18 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, s
     copy.write_bytes(copy.read_bytes()[:-1])
     with pytest.raises(ModelUnavailableError, match="truncated or corrupt"):
         fetch(located, deepest_layer=0)
+
+
+def test_too_little_disk_is_said_by_a_dry_run(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    request = CaptureRequest(model=ModelRequest(model="org/tiny"), prompt=PromptRequest(seqlens=(64,), text="random"))
+    subject = find(request)
+    planned = plan(subject, request)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
+    check_start(planned, subject, request)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(MissingCapabilityError, match="hub cache's disk"):
+        check_start(planned, subject, request)
 
 
 def test_too_little_disk_is_said_before_the_download(

@@ -210,6 +210,19 @@ def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pyt
         assert "TMPDIR" in caught.value.hint
 
 
+def test_a_tokenizer_of_another_model_is_found_before_the_download(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "fetch", None)
+    prompt = PromptRequest(text="random", seqlens=(256,))
+    request = CaptureRequest(model=ModelRequest(model=str(granite), tokenizer="demo"), prompt=prompt)
+    subject = find(request)
+    planned = plan(subject, request)
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
+        with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
+            refuse()
+
+
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
