@@ -450,6 +450,58 @@ def test_a_password_in_the_endpoint_is_masked(
     assert "secret" not in str(vars(error)) + "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
+def test_an_endpoint_that_is_no_address(hub: MiniHub, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:  # noqa: ARG001
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    error = failure("org/tiny")
+    assert error.exit_code == ExitCode.BAD_INPUT
+    assert f"HF_ENDPOINT={endpoint!r}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"),
+    [
+        ({"HTTP_PROXY": "ftp://proxy:1"}, ExitCode.BAD_INPUT, "Unknown scheme for proxy"),
+        ({"HF_TOKEN": "hf_\N{LATIN SMALL LETTER E WITH ACUTE}"}, ExitCode.BAD_INPUT, "can't encode"),
+    ],
+)
+def test_settings_that_the_client_cannot_use(
+    hub: MiniHub, saved: Save, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
+) -> None:
+    """In a process of its own: the client reads them once."""
+    hub.publish("org/tiny", saved("mamba2"))
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdprof", "capture", "org/tiny", "--dry-run"],
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (ImportError("Using SOCKS proxy, but the 'socksio' package is not installed"), 3, "socksio"),
+        (OSError(122, "Disk quota exceeded"), 3, "The disk is full"),
+        (NotADirectoryError(20, "Not a directory", "/dev/null/hub"), 3, "/dev/null/hub cannot be written"),
+        (OSError(2, "No such file or directory"), 4, "could not be fetched"),  # of SSL_CERT_FILE, without its name
+    ],
+)
+def test_what_keeps_a_file_from_being_fetched(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, words: str
+) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", fail)
+    error = failure("org/tiny")
+    assert (error.exit_code, words in error.message) == (code, True), error.message
+
+
 def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     import logging
 
