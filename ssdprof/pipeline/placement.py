@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,7 +106,7 @@ def priced(placed: Placed, weights: Path | None) -> Placement:
             return record
         seconds_per_byte += 1 / speed
     if (device := torch.device(record.device)).type == "cuda":
-        seconds_per_byte += 1 / copy_bytes_per_s(device)
+        seconds_per_byte += 1 / copy_bytes_per_s(device, record.streamed_layer_bytes)
     return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
 
@@ -165,12 +167,12 @@ class _Chooser:
     def possible(self, kind: PlacementKind) -> bool:
         """Whether this machine has the places of `kind` at all."""
         if kind == "all-gpus":
-            return len(self._gpus()) > 1
+            return len(self._gpus) > 1
         return kind != "cpu-offload" or self._main != "cpu"
 
     def refuse_impossible(self, kind: PlacementKind) -> None:
         if not self.possible(kind):
-            gpus = len(self._gpus())
+            gpus = len(self._gpus)
             needed = "two NVIDIA GPUs" if kind == "all-gpus" else "an NVIDIA GPU"
             raise MissingCapabilityError(
                 f"--placement {kind} needs {needed}; {gpus} can be used here.", "Leave out --placement."
@@ -224,20 +226,26 @@ class _Chooser:
             return self._subject.batch * self._need.chunked(seqlen, min(segment_length, seqlen))
         return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
-    def _gpus(self) -> Sequence[int]:
-        """Those that this process may take, the one that computes first: only that one, if other ranks have theirs."""
+    @cached_property
+    def _gpus(self) -> Mapping[int, int]:
+        """Free bytes of those that this process may take, the one that computes first: only that one, if other ranks
+        have theirs.  One that CUDA cannot start, because another process has it alone, is left out.
+        """
         if self._main == "cpu":
-            return ()
-        visible = range(torch.cuda.device_count()) if started() == 1 else ()
-        return (int(self._main), *(index for index in visible if index != self._main))
+            return {}
+        found = {int(self._main): limits.free_bytes()}
+        for index in range(torch.cuda.device_count()) if started() == 1 else ():
+            if index != self._main:
+                with suppress(MissingCapabilityError):
+                    found[index] = free_memory(torch.device("cuda", index))
+        return found
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
         """Bytes for weights at each place, beside those that what is computed takes."""
         if self._main == "cpu":
             yield "cpu", limits.free_bytes() - beside
-        for index in self._gpus():
-            main = index == self._main
-            yield index, (limits.free_bytes() if main else free_memory(torch.device("cuda", index))) - beside
+        for index, free in self._gpus.items():
+            yield index, free - beside
         if kind == "cpu-offload":
             # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
             collected = 0 if self._subject.serving.chunk else self._subject.batch * self._seqlen

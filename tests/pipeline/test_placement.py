@@ -138,6 +138,21 @@ def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytes
         choose(*asked(granite, "cpu-offload"))
 
 
+def test_a_second_gpu_that_another_process_has_alone_is_left_out(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
+
+    def refuse(_device: torch.device) -> int:
+        raise MissingCapabilityError("CUDA cannot start the GPU: all CUDA-capable devices are busy or unavailable.")
+
+    monkeypatch.setattr(placement, "free_memory", refuse)
+    assert choose(*asked(granite)).record.kind == "cpu-offload"
+    with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
+        choose(*asked(granite, "all-gpus"))
+
+
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,10 +257,12 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         forward_calls=4,
     )
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
-    monkeypatch.setattr(placement, "copy_bytes_per_s", lambda _: 2e9)
+    copied: list[int] = []
+    monkeypatch.setattr(placement, "copy_bytes_per_s", lambda _, most: copied.append(most) or 2e9)
     assert "measured after the download" in placement_words(priced(Placed(record=record), None))
     found = priced(Placed(record=record), granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
+    assert copied == [GB]  # there is room for a layer, and there may be none for more
     words = placement_words(found)
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
