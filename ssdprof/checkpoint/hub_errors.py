@@ -105,15 +105,16 @@ def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
     from huggingface_hub.errors import HfHubHTTPError
 
     cause = error.__cause__
+    remedy = "check the network"
     if is_offline_mode():
-        why = "HF_HUB_OFFLINE is set"
+        why, remedy = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
     elif isinstance(cause, HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
         why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
     cached = cached_models()
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
-    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache is empty: check the network, or use demo."
+    hint = f"In the cache: {', '.join(cached)}." if cached else f"The cache is empty: {remedy}, or use demo."
     return NotCachedError(f"{what}, and {why}.", hint)
 
 

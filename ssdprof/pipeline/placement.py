@@ -123,7 +123,7 @@ def check_disk(placed: Placed) -> None:
 
 def weights_file(local: LocalCheckpoint) -> Path | None:
     """The largest file of a fetched checkpoint's weights."""
-    files = [file for file in local.folder.iterdir() if file.suffix == ".safetensors"]
+    files = local.folder.rglob("*.safetensors")
     return max(files, key=lambda file: file.stat().st_size, default=None)
 
 

@@ -22,6 +22,7 @@ from ssdprof.checkpoint.load import load_model
 from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import PICKLE
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.pipeline.placement import weights_file
 
 ORIGINAL_CONFIG = {
     "d_model": 64,
@@ -156,6 +157,23 @@ def test_a_vision_language_repo_gives_its_language_model(
     cut = layer_outputs(model, tiny_models.prompt(20))
     assert len(cut) == 2
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(cut, whole, strict=False))
+
+
+def test_shards_may_lie_in_a_subfolder(copied: Callable[[str], Path]) -> None:
+    folder = copied("mamba2")
+    index = folder / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())["weight_map"]
+    (folder / "weights").mkdir()
+    for shard in set(shards.values()):
+        (folder / shard).rename(folder / "weights" / shard)
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": {key: f"weights/{file}" for key, file in shards.items()}})
+    )
+    local = fetch(locate(str(folder)))
+    ids = tiny_models.prompt(40)
+    outputs = layer_outputs(load_model(local, device="cpu"), ids)
+    assert all(map(torch.equal, outputs, layer_outputs(tiny_models.shared("mamba2"), ids)))
+    assert weights_file(local) is not None
 
 
 def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Callable[[str], Path]) -> None:
