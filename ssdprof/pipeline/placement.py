@@ -245,7 +245,8 @@ class _Chooser:
         if self._main == "cpu":
             yield "cpu", limits.free_bytes() - beside
         for index, free in self._gpus.items():
-            yield index, free - beside
+            if index == self._main or free > beside:  # others may be filled by other processes
+                yield index, free - beside
         if kind == "cpu-offload":
             # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
             collected = 0 if self._subject.serving.chunk else self._subject.batch * self._seqlen

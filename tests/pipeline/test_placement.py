@@ -97,6 +97,9 @@ def beside(folder: Path) -> int:
         ([1.1], 4.0, "one-gpu"),
         ([0.6, 0.9], 4.0, "all-gpus"),
         ([0.6, 0.3], 4.0, "cpu-offload"),
+        ([0.6, -99], 4.0, "cpu-offload"),  # filled by another process
+        ([0.6, -99], 0.1, "disk-offload"),
+        ([0.6, -99, 0.9], 4.0, "all-gpus"),
         ([0.6], 4.0, "cpu-offload"),
         ([0.6], 0.1, "disk-offload"),
         ([], 1.1, "one-gpu"),
@@ -109,7 +112,11 @@ def test_the_fastest_placement_that_fits(
     """Memory in units of the weights, beside what the model computes."""
     request, subject = asked(granite)
     weights, more = subject.weight_bytes, beside(granite)
-    memory(monkeypatch, [int(gpu * weights) + more for gpu in gpus], int(host * weights) + (INPUTS if gpus else more))
+    memory(
+        monkeypatch,
+        [max(int(gpu * weights) + more, 0) for gpu in gpus],
+        int(host * weights) + (INPUTS if gpus else more),
+    )
     placed = choose(request, subject)
     record = placed.record
     assert record.kind == kind
@@ -117,7 +124,7 @@ def test_the_fastest_placement_that_fits(
     assert sum(held.layers for held in record.held) == 6
     assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
     assert (placed.device_map is None) == (kind == "one-gpu")
-    room = dict(zip(("cuda:0", "cuda:1"), gpus, strict=False)) or {"cpu": host}
+    room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
     assert all(held.weight_bytes <= room[held.place] * weights for held in record.held if held.place in room)
 
 
