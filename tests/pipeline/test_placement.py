@@ -399,6 +399,18 @@ def test_the_predicted_peak_is_that_of_a_capture(
     assert predicted != pytest.approx(2 * found, rel=0.15)
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path: Path) -> None:
+    """A mask of a segment times the prompt: 16 GiB for a million tokens."""
+    tiny_models.shared(name).save_pretrained(tmp_path)
+    request, subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
+    loaded = load(request, subject, Unwatched())
+    with LiveBytes("cpu") as counted:
+        run_model(subject, loaded, lambda _: None)
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert loaded.placement.predicted_peak_bytes == pytest.approx(weights + counted.peak, rel=0.05)
+
+
 @pytest.mark.parametrize("segment_length", [1024, 256])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_operator_calls_of_one_form_are_tried_once(
