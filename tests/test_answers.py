@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import tiny_models
 import torch
 from command_line import call
 
@@ -167,6 +168,18 @@ def test_bad_input(words: tuple[str, ...], message: str) -> None:
     code, _, told = call("answers", "demo", *words)
     assert code == 2
     assert message in told
+
+
+@pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
+def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path: Path, weights: str, item: int) -> None:
+    """Without a GPU that is fp32, unless the user wants the model's own."""
+    tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
+    code, out, err = call("answers", str(tmp_path), "--prompt", "random", "--weights", weights, "--dry-run", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    elements = sum(one.numel() for one in tiny_models.shared("mamba2").parameters())
+    assert plan["weight_bytes"] == item * elements
+    assert [held["weight_bytes"] for held in plan["placement"]["held"]] == [item * elements]
 
 
 def test_stored_captures_have_no_answers(tmp_path: Path) -> None:

@@ -120,10 +120,11 @@ class FakeNvml:
     """As pynvml, for one device."""
 
     NVMLError = pynvml.NVMLError
+    NVML_ERROR_FUNCTION_NOT_FOUND = pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(self, broken: bool = False) -> None:
-        self.open, self.broken = 0, broken
+    def __init__(self, broken: bool = False, old: bool = False) -> None:
+        self.open, self.broken, self.old = 0, broken, old
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -144,12 +145,27 @@ class FakeNvml:
         return 41
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, _handle: str) -> int:
+        if self.old:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return 0x40
 
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: str) -> int:
+        return 0x40
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
-    nvml = FakeNvml(broken)
+    def nvmlSystemGetDriverVersion(self) -> str:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+
+def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "pynvml", FakeNvml())
+    assert clocks.driver_version() is None
+
+
+@pytest.mark.parametrize(("broken", "old"), [(False, False), (True, False), (False, True)])
+def test_nvml_is_asked_for_the_device_that_torch_means(
+    monkeypatch: pytest.MonkeyPatch, broken: bool, old: bool
+) -> None:
+    nvml = FakeNvml(broken, old)
     monkeypatch.setattr(clocks, "pynvml", nvml)
     monkeypatch.setattr(clocks, "current_uuid", lambda: "GPU-1234")
     expected = Reading(sm_mhz=1980, memory_mhz=3201, temperature_c=41, reason_bits=0x40)

@@ -130,4 +130,4 @@ def test_an_unknown_revision_names_those_there_are(ssdprof: Call) -> None:
 def test_offline_and_not_cached(ssdprof: Call) -> None:
     done = ssdprof("run", "org/demo", *SHORT, HF_HUB_OFFLINE="1")
     assert done.returncode == 4
-    assert "HF_HUB_OFFLINE" in done.stderr
+    assert "unset HF_HUB_OFFLINE" in done.stderr

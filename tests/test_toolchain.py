@@ -30,6 +30,7 @@ class FakeNvml:
     """As pynvml, on a machine with some GPUs."""
 
     NVMLError = pynvml.NVMLError
+    NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
 
     def __init__(self, gpus: int = 1, cuda: int = 12040, processes: int = 1) -> None:
         self.gpus, self.cuda, self.processes = gpus, cuda, processes
@@ -42,12 +43,22 @@ class FakeNvml:
         pass
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        if not self.cuda:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return self.cuda
 
     def nvmlDeviceGetCount(self) -> int:
         return self.gpus
 
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"GPU-{index}234"
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return handle
+
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid.endswith("gone"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return uuid
 
     def nvmlDeviceGetComputeRunningProcesses(self, _handle: str) -> list[int]:
@@ -141,6 +152,9 @@ def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pyt
     assert caught.value.hint == "Run: unset CC"
     (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")
     require_toolchain()
+    (furnished / "bin" / "icx").rename(furnished / "bin" / "gcc")
+    monkeypatch.setenv("CC", "")  # Triton starts the program of this name, too
+    assert (need("C compiler").found, need("C compiler").command) == ("", "unset CC")
 
 
 def test_the_linkers_cache_comes_before_the_environment(furnished: Path) -> None:
@@ -183,6 +197,17 @@ def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytes
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, _mode: "bin" in str(path))
     with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written") as caught:
+        require_toolchain()
+    assert "TRITON_CACHE_DIR" in caught.value.hint
+
+
+def test_a_cache_from_which_nothing_can_be_loaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(furnished / "maps"))
+    with pytest.raises(MissingCapabilityError, match="maps cannot be written"):  # a file
+        require_toolchain()
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NODEV))
+    with pytest.raises(MissingCapabilityError, match="is mounted noexec") as caught:
         require_toolchain()
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
@@ -247,8 +272,8 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: 
 
 
 def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus in (-1, 0):
-        driver(monkeypatch, gpus=gpus)
+    for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):  # the last driver is too old to say which CUDA it runs
+        driver(monkeypatch, gpus=gpus, cuda=cuda)
         assert unusable_gpu() == ""
 
 
@@ -262,8 +287,12 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
         ("12.8", 12080, "2", "CUDA_VISIBLE_DEVICES='2' hides"),
         ("12.8", 12080, "-1", "CUDA_VISIBLE_DEVICES='-1' hides"),
         ("12.8", 12080, "none", "CUDA_VISIBLE_DEVICES='none' hides"),
+        ("12.8", 12080, "²", "CUDA_VISIBLE_DEVICES='²' hides"),
+        ("12.8", 12080, "GPU-gone", "CUDA_VISIBLE_DEVICES='GPU-gone' hides"),
+        ("12.8", 12080, "MIG-gone,0", "CUDA_VISIBLE_DEVICES='MIG-gone,0' hides"),
         # It is set, and not to blame.
         ("12.8", 12080, "GPU-1234", "torch cannot start one.  Run: python -c"),
+        ("12.8", 12080, "GPU-1", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "MIG-1234", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "1,7", "torch cannot start one.  Run: python -c"),
         ("13.0", 12040, "0", "and this torch is built for CUDA 13.0"),

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture.sites import is_attention
 from ssdprof.errors import BadInputError
 
 _NAME = "ssdprof_lower_right"
@@ -24,11 +23,8 @@ _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 def lower_right_attention(model: Any) -> Iterator[None]:
     """While the context is open, `model` (a transformers model) attends causally from the lower right.
 
-    Only for prompts without padding.  A model without attention layers is left alone.
+    Only for prompts without padding.  A model that was cut before its first attention layer would build the mask, too.
     """
-    if not any(is_attention(module) for module in model.modules()):
-        yield
-        return
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attend)

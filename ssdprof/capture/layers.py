@@ -62,7 +62,7 @@ def capture_layers(
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
     is beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
-    check_ids(model, ids)
+    check_ids(model.get_input_embeddings().num_embeddings, ids)
     sites = find_sites(model)
     wanted = match_layers(sites, layers, ref.model_type)
     if not wanted:

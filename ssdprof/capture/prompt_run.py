@@ -128,11 +128,10 @@ class PromptRun:
             )
 
 
-def check_ids(model: Any, ids: torch.Tensor) -> None:
-    """BadInputError unless ids are (batch, tokens) of int64 within the model's vocabulary."""
+def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
+    """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this size."""
     if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
         raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
-    vocabulary = model.get_input_embeddings().num_embeddings
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise BadInputError(

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdprof.checkpoint.describe import refuse_quantization
 from ssdprof.checkpoint.sizes import shown
 from ssdprof.checkpoint.source import CONFIG
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
@@ -26,17 +27,44 @@ def empty_model(folder: Path, repo_id: str, *, head: bool = False) -> PreTrained
 
     BadInputError if transformers refuses the config or cannot build the model: a float where an integer belongs, an
     unknown activation, sizes that contradict each other.  The hint names the field if leaving it out helps.
+    What `_check_quantization` raises.
     """
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            return _build(config, head=head)
+            model = _build(config, head=head)
     except BadInputError as error:
         if field := _refused_field(json.loads((folder / CONFIG).read_bytes())):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
+    if found := getattr(config, "quantization_config", None):
+        _check_quantization(dict(found), repo_id)
+    return model
+
+
+def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
+    """BadInputError if transformers does not know the quantisation; MissingCapabilityError if it cannot load it here.
+
+    It would say so itself, but only with the weights at hand, and an unknown one it ignores.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    with quiet_transformers():
+        if not AutoHfQuantizer.supports_quant_method(found):
+            raise refuse_quantization(found.get("quant_method"), f"The config of {repo_id}")
+        with refusals(f"the quantization_config of {repo_id}"):
+            quantizer = AutoHfQuantizer.from_config(found, pre_quantized=True)
+        try:
+            quantizer.validate_environment(device_map=None, weights_only=True)
+        except Exception as error:  # of every class: each method has its own
+            method = quantizer.quantization_config.quant_method
+            raise MissingCapabilityError(
+                f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers cannot load that "
+                f"here: {library_message(error)}.",
+                "Install what is missing, or take the unquantised checkpoint.",
+            ) from error
 
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:

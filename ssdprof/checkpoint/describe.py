@@ -14,11 +14,12 @@ from ssdprof.checkpoint.model_types import MODEL_TYPES, OTHER_SCANS, ModelType
 from ssdprof.checkpoint.sizes import Sizes, shown
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.schema import LayerRef
+from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
-# Methods that transformers decodes.  Any other it ignores with a warning, and the codes would load as weights.
-QUANT_METHODS = frozenset(
-    {"fp8", "compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto"}
-)
+# Those that transformers loads.  A method that it does not know it ignores with a warning: codes would be weights.
+QUANT_METHODS = DECODED_ON_LOAD | {
+    *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def describe(config: Mapping[str, Any], where: str = "config.json") -> Descripti
 
 
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:
-    """How the weights are quantised, or None; BadInputError for a method that transformers does not decode."""
+    """How the weights are quantised, or None; BadInputError for a method that ssdprof does not load."""
     nested = config.get("text_config")
     found = config.get("quantization_config") or (
         nested.get("quantization_config") if isinstance(nested, dict) else None
@@ -152,7 +153,7 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
 def refuse_quantization(method: object, where: str) -> BadInputError:
     """The error for weights that would load as if their codes were values."""
     return BadInputError(
-        f"{where} is quantised by {shown(method)}, which transformers does not know: its codes would load as weights.",
+        f"{where} is quantised by {shown(method)}, which ssdprof cannot load.",
         "Take the unquantised checkpoint; NVIDIA's are named ...-BF16.",
     )
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from ssdprof.checkpoint.definition import empty_model
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.located import Located
-from ssdprof.checkpoint.source import CONFIG, Source, StoredTensor, tokenizer_files
+from ssdprof.checkpoint.sizes import shown
+from ssdprof.checkpoint.source import CONFIG, StoredTensor, tokenizer_files
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.checkpoint.weights import CODES
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.quantities import size_words
 from ssdprof.schema import CheckpointRef
 
@@ -87,7 +89,8 @@ def fetch(
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: a config that transformers cannot use, found before anything large is downloaded.
+    BadInputError: a config that transformers cannot use, found before anything large is downloaded; codes that the
+    config does not explain.
     ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
@@ -96,13 +99,16 @@ def fetch(
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
             folder = _temporary_folder(undo)
-            write_json(folder / CONFIG, cut_config(description, depth))
+            write_json(folder / CONFIG, cut_config(description, depth, located.dtype))
         empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
-        _announce(located, deepest_layer, head, progress)
+        files, size = check_space(located, deepest_layer, head=head)
+        if files and progress is not None:
+            progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
         weights = located.weights
         paths = {name: located.source.path(name) for name in weights.files(depth, head=head)}
         tensors = None if weights.pickled else weights.tensors(depth, head=head)
+        _refuse_codes(located, deepest_layer, head)
 
         with _temporary_folder_errors(repo_id):
             link_weights(folder, depth, paths, weights.shards, head=head)
@@ -112,27 +118,57 @@ def fetch(
     return local
 
 
-def meta_model(located: Located, *, deepest_layer: int | None = None, head: bool = False) -> PreTrainedModel:
+def meta_model(
+    located: Located, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
+) -> PreTrainedModel:
     """The model that `fetch` and `load_model` would give, on the meta device: shapes and dtypes.  Downloads nothing.
 
-    BadInputError for a config that transformers cannot use, as `fetch` would raise it.
+    dtype: of the weights, named as in torch; None: the checkpoint's own.
+
+    BadInputError for what `fetch` would refuse.
     """
     description, repo_id = located.description, located.ref.repo_id
     with ExitStack() as undo:
         with _temporary_folder_errors(repo_id):
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="ssdprof-")))
-            write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer)))
+            wanted = dtype or (_dtype_by_size(located) if located.weights.pickled else located.dtype)
+            write_json(folder / CONFIG, cut_config(description, description.depth(deepest_layer), wanted))
+        _refuse_codes(located, deepest_layer, head)
         return empty_model(folder, repo_id, head=head).eval()
 
 
-def _announce(located: Located, deepest_layer: int | None, head: bool, progress: Callable[[str], None] | None) -> None:
-    """Say what will be downloaded, if anything, and make sure that there is room for it."""
+def _refuse_codes(located: Located, deepest_layer: int | None, head: bool) -> None:
+    """BadInputError for weights of 8 bit and less whose config names no quantisation: codes would load as values."""
+    if located.weights.pickled or located.ref.quantization is not None:
+        return
+    tensors = located.weights.tensors(located.description.depth(deepest_layer), head=head)
+    for name, tensor in tensors.items():
+        if tensor.dtype in CODES:
+            raise BadInputError(
+                f"{located.ref.repo_id} stores codes, such as {shown(name)} in {tensor.dtype}, and its config names no "
+                "quantisation.",
+                "Take the config.json that came with these weights, or the unquantised checkpoint.",
+            )
+
+
+def _dtype_by_size(located: Located) -> str:
+    """In which a pickle is loaded, which has no header: its size says whether its weights take 4 bytes or 2."""
+    parameters = meta_model(located, dtype="float32").parameters()
+    return "float32" if located.weight_bytes() > 3 * sum(one.numel() for one in parameters) else "bfloat16"
+
+
+def check_space(located: Located, deepest_layer: int | None = None, *, head: bool = False) -> tuple[int, int]:
+    """How many files `fetch` would download, and their bytes.
+
+    MissingCapabilityError unless the hub's cache has room for them.
+    """
+    from ssdprof.checkpoint.hub import HubRepo
+
     missing = [info for info in located.files(deepest_layer, head=head) if not info.cached]
-    if missing:
-        need = sum(info.size_bytes for info in missing)
-        _check_space(located.source, need)
-        if progress is not None:
-            progress(f"Downloading {len(missing)} files, {size_words(need)}, of {located.ref.repo_id}")
+    need = sum(info.size_bytes for info in missing)
+    if missing and isinstance(located.source, HubRepo):
+        located.source.check_space(need)
+    return len(missing), need
 
 
 def _temporary_folder(undo: ExitStack) -> Path:
@@ -151,10 +187,3 @@ def _temporary_folder_errors(repo_id: str) -> Iterator[None]:
             f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
             "Make room there or set TMPDIR to another folder.",
         ) from None
-
-
-def _check_space(source: Source, need_bytes: int) -> None:
-    from ssdprof.checkpoint.hub import HubRepo
-
-    if isinstance(source, HubRepo):
-        source.check_space(need_bytes)

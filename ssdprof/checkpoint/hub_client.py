@@ -11,9 +11,10 @@ import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 from ssdprof import __version__
-from ssdprof.errors import masked
+from ssdprof.errors import BadInputError, masked
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -26,12 +27,29 @@ T = TypeVar("T")
 
 
 def api() -> HfApi:
-    """The client.  It reads HF_ENDPOINT on import; here it counts even when it was set after that."""
+    """The client.  It reads HF_ENDPOINT on import; here it counts even when it was set after that.
+
+    BadInputError for an HF_ENDPOINT that is no address.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if endpoint is not None and not _is_address(endpoint):
+        raise BadInputError(
+            f"HF_ENDPOINT={endpoint!r} is not the address of a hub.",
+            "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
+        )
     from huggingface_hub import HfApi
 
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_masked)
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="ssdprof", library_version=__version__)
+    return HfApi(endpoint=endpoint, library_name="ssdprof", library_version=__version__)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _masked(record: logging.LogRecord) -> bool:

@@ -55,13 +55,23 @@ def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[N
             f"The connection to the hub broke while {repo_id} was fetched: {library_message(error)}.",
             "Run the same command again: complete files are kept.",
         ) from None
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"The hub's client lacks a package: {library_message(error)}.",
+            "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY.",
+        ) from None
+    except ValueError as error:
+        raise BadInputError(
+            f"The hub's client cannot use its settings: {library_message(error)}.",
+            "Check HF_TOKEN and the addresses of proxies: ALL_PROXY, HTTPS_PROXY and HTTP_PROXY.",
+        ) from None
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise MissingCapabilityError(
                 f"The disk is full: {repo_id} could not be written to the hub's cache.",
                 "Make room or set HF_HOME to a larger disk, then run the same command again: complete files are kept.",
             ) from None
-        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        if error.filename is not None or isinstance(error, PermissionError) or error.errno == errno.EROFS:
             place = error.filename or "The hub's cache"
             raise MissingCapabilityError(
                 f"{place} cannot be written: {error.strerror}.",
@@ -69,7 +79,7 @@ def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[N
             ) from None
         raise ModelUnavailableError(
             f"{repo_id} could not be fetched: {library_message(error)}.",
-            "Run the same command again: complete files are kept.",
+            "Check the network and SSL_CERT_FILE, then run the same command again: complete files are kept.",
         ) from None
 
 
@@ -95,15 +105,16 @@ def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
     from huggingface_hub.errors import HfHubHTTPError
 
     cause = error.__cause__
+    remedy = "check the network"
     if is_offline_mode():
-        why = "HF_HUB_OFFLINE is set"
+        why, remedy = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
     elif isinstance(cause, HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
         why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
     cached = cached_models()
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
-    hint = f"In the cache: {', '.join(cached)}." if cached else "The cache is empty: check the network, or use demo."
+    hint = f"In the cache: {', '.join(cached)}." if cached else f"The cache is empty: {remedy}, or use demo."
     return NotCachedError(f"{what}, and {why}.", hint)
 
 

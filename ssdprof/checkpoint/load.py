@@ -14,7 +14,7 @@ from ssdprof.checkpoint.definition import empty_model, quiet_transformers, refus
 from ssdprof.checkpoint.fetched import LocalCheckpoint
 from ssdprof.checkpoint.integrity import broken_file
 from ssdprof.checkpoint.sizes import LIMIT, shown
-from ssdprof.checkpoint.weights import SINGLE, is_needed
+from ssdprof.checkpoint.weights import is_needed
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
@@ -142,8 +142,8 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
     if local.tensors is not None:
         from safetensors.torch import load_file
 
-        state: dict[str, torch.Tensor] = load_file(local.folder / SINGLE)
-        return state
+        files = sorted(local.folder.rglob("*.safetensors"))
+        return {key: tensor for file in files for key, tensor in load_file(file).items()}
     path = local.folder / original.PICKLE
     try:
         pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from ssdprof.errors import BadInputError, ModelUnavailableError
 
 
 class LocalFolder:
-    """The files that lie directly in one folder (`checkpoint.source.Source`)."""
+    """The files in one folder (`checkpoint.source.Source`).  `sizes` lists those that lie directly in it."""
 
     revision: str | None = None
     complete = True
@@ -40,10 +41,10 @@ class LocalFolder:
             ) from None
 
     def cached(self, name: str) -> bool:
-        return name in self.sizes
+        return name in self.sizes or ("/" in name and os.path.isfile(self.folder / name))
 
     def path(self, name: str) -> Path:
-        if name not in self.sizes:
+        if not self.cached(name):
             raise ModelUnavailableError(f"{self.label} has no {name}.", "The folder is an incomplete copy.")
         return self.folder / name
 

@@ -15,7 +15,7 @@ from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.local import LocalFolder
 from ssdprof.checkpoint.names import DEMOS, close_names, expanded, is_folder, parse_repo
 from ssdprof.checkpoint.source import CONFIG, TOKENIZER_FILES, FileInfo, Source, tokenizer_files
-from ssdprof.checkpoint.weights import INDEX, Weights, find_weights
+from ssdprof.checkpoint.weights import INDEX, Weights, find_weights, usual_dtype
 from ssdprof.errors import BadInputError, ModelUnavailableError
 from ssdprof.schema import CheckpointRef, LayerRef
 
@@ -95,14 +95,26 @@ class Located:
                 infos.append(info._replace(name=prefix + name))
         return tuple(infos)
 
-    def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False) -> int:
+    @cached_property
+    def dtype(self) -> str | None:
+        """In which the weights are loaded, named as in torch: what the config says, or else what most of them have.
+
+        None where neither says it: a pickle has no header.
+        """
+        for key in ("dtype", "torch_dtype"):
+            if (named := self.description.config.get(key)) is not None:
+                return named if isinstance(named, str) else None  # transformers will say what is wrong with it
+        return None if self.weights.pickled else usual_dtype(self.weights.tensors(self.description.depth(0)).values())
+
+    def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None) -> int:
         """Bytes of the weights of layers 0 to `deepest_layer`, and of what is in no layer, once loaded.
 
         head: also of the language-model head, where it has weights of its own.
+        dtype: in which they are loaded; None: their own.
 
-        Exact for safetensors, whose headers are read for it; for a pickle the size of the whole file.
+        Read from the headers of safetensors; for a pickle the size of the whole file.
         """
-        return self.weights.bytes(self.description.depth(deepest_layer), head=head)
+        return self.weights.bytes(self.description.depth(deepest_layer), dtype or self.dtype, head=head)
 
 
 RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it

@@ -7,6 +7,7 @@ just before it runs.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None
         return None
     kept_whole = sorted(model._no_split_modules or ())
     # Without a number for main memory, accelerate would take what the machine has.
-    found = infer_auto_device_map(model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole)
+    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
+        found = infer_auto_device_map(model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole)
     mapped = DeviceMap(dict(found), main)
     if "disk" in found.values() and "disk" not in room:
         return None

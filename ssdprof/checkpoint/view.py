@@ -24,10 +24,15 @@ _WAYS: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil
 _DROPPED = ("auto_map", "vision_config", "num_labels", "id2label", "label2id")
 
 
-def cut_config(description: Description, depth: int) -> dict[str, Any]:
-    """The language model's config with its first `depth` decoder layers only."""
+def cut_config(description: Description, depth: int, dtype: str | None = None) -> dict[str, Any]:
+    """The language model's config with its first `depth` decoder layers only.
+
+    dtype: in which its weights are loaded, named as in torch; None: what the config says of it, if anything.
+    """
     config = {key: value for key, value in description.config.items() if key not in _DROPPED}
     config["num_hidden_layers"] = depth
+    if dtype is not None:
+        config["dtype"] = dtype
     if description.kind.name == "zamba2" and config.get("layers_block_type") is None:
         config["layers_block_type"] = ZAMBA2_DEFAULT_KINDS
     for key in _PER_LAYER:

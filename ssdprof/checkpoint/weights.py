@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +14,11 @@ from ssdprof.checkpoint.integrity import check_holds, read_index
 from ssdprof.checkpoint.source import Source, StoredTensor
 from ssdprof.errors import BadInputError
 
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of torch's dtypes that a model is loaded in
+_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": None, "F8_E5M2": None}
+CODES = frozenset(
+    {"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
+)  # no model computes in them
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -69,14 +76,14 @@ class Weights:
             found.update({key: tensor for key, tensor in header.items() if is_needed(key, depth, head=head)})
         return found
 
-    def bytes(self, depth: int, *, head: bool = False) -> int:
-        """Bytes of the needed weights once loaded.
+    def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
+        """Bytes of the needed weights once loaded in `dtype`.
 
         For a pickle the size of the whole file.
         """
         if self.pickled:
             return self.source.sizes[original.PICKLE]
-        return loaded_bytes(self.tensors(depth, head=head).values())
+        return loaded_bytes(self.tensors(depth, head=head).values(), dtype)
 
     def _headers(self, file: str) -> Mapping[str, StoredTensor]:
         # What the hub said of a file proves nothing of the copy that is downloaded later: that one is read again.
@@ -110,6 +117,16 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
     )
 
 
-def loaded_bytes(tensors: Iterable[StoredTensor]) -> int:
-    """Bytes once loaded: as stored, but 8-bit floats count double, because they are decoded to 16 bit."""
-    return sum(2 * t.size_bytes if t.dtype in ("F8_E4M3", "F8_E5M2") else t.size_bytes for t in tensors)
+def loaded_bytes(tensors: Iterable[StoredTensor], dtype: str | None) -> int:
+    """Bytes once loaded: floats are cast to `dtype`, those of 8 bit decoded to it; other tensors are as stored."""
+    size = SIZES.get(dtype or "")
+    return sum(math.prod(t.shape) * size if size and t.dtype in _FLOATS else t.size_bytes for t in tensors)
+
+
+def usual_dtype(tensors: Iterable[StoredTensor]) -> str | None:
+    """That of most elements in floats of 16 bit and more, named as in torch; None without any."""
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        if (name := _FLOATS.get(tensor.dtype)) is not None:
+            counts[name] += math.prod(tensor.shape)
+    return max(counts, key=counts.__getitem__, default=None)

@@ -118,8 +118,9 @@ def answers(
     subject = find(request, whole=True)
     refuse_large(subject)
     from ssdprof.pipeline.answers import answers as compare  # torch comes with it: after all that can be wrong without
-    from ssdprof.pipeline.answers import check
+    from ssdprof.pipeline.answers import check, loaded_as
 
+    subject = loaded_as(subject, wanted)
     if dry_run:
         from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline.dry_run import check_start, plan

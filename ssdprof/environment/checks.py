@@ -203,7 +203,7 @@ def _cache() -> Check:
 
     folder = Path(constants.HF_HUB_CACHE)
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    if not os.access(existing, os.W_OK):
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         hint = "Set HF_HOME to a folder that you can write to."
         return Check(name="cache", status="missing", detail="the hub's cache is not writable", hint=hint)
     free = shutil.disk_usage(existing).free

@@ -100,16 +100,30 @@ def read() -> Reading | None:
                 sm_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
                 memory_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
                 temperature_c=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-                reason_bits=nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
+                reason_bits=_reasons(nvml, handle),
             )
         except nvml.NVMLError:
             return None
 
 
+def _reasons(nvml: Any, handle: Any) -> int:
+    """NVML's mask of clock event reasons, which drivers before 535 have under another name."""
+    try:
+        bits: int = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+            raise
+        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return bits
+
+
 def driver_version() -> str | None:
     """The version of the NVIDIA driver; None where NVML cannot say."""
     with nvml_open() as nvml:
-        return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+        try:
+            return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError:
+            return None
 
 
 def current_uuid() -> str | None:

@@ -70,11 +70,9 @@ def unusable_gpu() -> str:
     """Why torch uses no GPU although the driver has one, with what to do; empty if it uses one or there is none."""
     import torch
 
-    if torch.cuda.is_available() or (driver := _driver()) is None:
+    if torch.cuda.is_available() or (driver := _driver()) is None or not driver.gpus:
         return ""
-    version, gpus = driver
-    if not gpus:
-        return ""
+    version, gpus = driver.cuda, len(driver.gpus)
     there = f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}"
     if torch.version.cuda is None:
         return f"The driver has {there}, and this torch is built without CUDA.  Run: {_other_torch()}"
@@ -85,7 +83,7 @@ def unusable_gpu() -> str:
             f"{torch.version.cuda}.  Update NVIDIA's driver, or run: {_other_torch()}"
         )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and _hides_all(shown, gpus):
+    if shown is not None and not driver.has(shown.split(",")[0].strip()):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
 
@@ -114,21 +112,13 @@ def _other_torch() -> str:
     )
 
 
-def _hides_all(shown: str, gpus: int) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES is so: CUDA reads it up to the first entry that names no GPU.
-
-    An entry may name one by its UUID: whether there is one of that name is not asked.
-    """
-    first = shown.split(",")[0].strip()
-    return not first.startswith(("GPU-", "MIG-")) and not (first.isdigit() and int(first) < gpus)
-
-
 def _compiler() -> Need:
     """As Triton looks for it."""
     wanted = os.environ.get("CC")
-    found = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
-    lacking = f"CC={wanted} is no program" if wanted else "there is no C compiler (gcc or clang)"
-    return Need("C compiler", found or "", lacking, "unset CC" if wanted else f"{_installer()} gcc")
+    if wanted is not None:
+        return Need("C compiler", shutil.which(wanted) or "", f"CC={wanted} is no program", "unset CC")
+    found = shutil.which("gcc") or shutil.which("clang") or ""
+    return Need("C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc")
 
 
 def _c_library(compiler: str) -> Need:
@@ -198,9 +188,13 @@ def _cache() -> Need:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # stays "~" for a user without a home, as in Triton
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    writable = os.access(existing, os.W_OK)
-    lacking = f"its cache {folder} cannot be written"
-    return Need("Triton's cache", str(folder) if writable else "", lacking, "export TRITON_CACHE_DIR=/tmp/triton")
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        lacking = f"its cache {folder} cannot be written"
+    elif os.statvfs(existing).f_flag & os.ST_NOEXEC:
+        lacking = f"its cache {folder} is on a file system that is mounted noexec, from which no module can be loaded"
+    else:
+        lacking = ""
+    return Need("Triton's cache", "" if lacking else str(folder), lacking, "export TRITON_CACHE_DIR=/tmp/triton")
 
 
 def _manager() -> str:
@@ -211,10 +205,45 @@ def _installer() -> str:
     return _INSTALLERS[_manager()]
 
 
-def _driver() -> tuple[tuple[int, int], int] | None:
-    """The latest CUDA that the driver runs, and how many GPUs it has; None without a driver."""
+@dataclass(frozen=True)
+class _Driver:
+    """cuda: the latest version that it runs.  gpus: their UUIDs."""
+
+    cuda: tuple[int, int]
+    gpus: tuple[str, ...]
+
+    def has(self, entry: str) -> bool:
+        """Whether the first entry of CUDA_VISIBLE_DEVICES names a GPU: by its number, its UUID or the beginning of it,
+        or the UUID of a slice.  CUDA reads the entries up to the first that names none.
+        """
+        if entry.isdecimal():
+            return int(entry) < len(self.gpus)
+        if not entry.startswith(("GPU-", "MIG-")):
+            return False
+        return any(gpu.startswith(entry) for gpu in self.gpus) or _has_device(entry)
+
+
+def _driver() -> _Driver | None:
+    """None without a driver, or one that does not answer."""
     with nvml_open() as nvml:
         if nvml is None:
             return None
-        version: int = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        return (version // 1000, version % 1000 // 10), nvml.nvmlDeviceGetCount()
+        try:
+            version: int = nvml.nvmlSystemGetCudaDriverVersion_v2()
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            uuids = tuple(str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+        except nvml.NVMLError:
+            return None
+        return _Driver((version // 1000, version % 1000 // 10), uuids)
+
+
+def _has_device(uuid: str) -> bool:
+    """Whether the driver has a GPU or a slice of this UUID; true if it does not say."""
+    with nvml_open() as nvml:
+        if nvml is None:
+            return True
+        try:
+            nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except nvml.NVMLError as error:
+            return bool(error.value != nvml.NVML_ERROR_NOT_FOUND)
+        return True

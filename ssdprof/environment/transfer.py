@@ -27,9 +27,13 @@ def read_bytes_per_s(file: Path) -> float | None:
         return size / (time.perf_counter() - began) if size else None
 
 
-def copy_bytes_per_s(device: torch.device) -> float:
-    """From main memory, which is not pinned, to a GPU.  The first copy is a warm-up."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+def copy_bytes_per_s(device: torch.device, most: int) -> float:
+    """From main memory, which is not pinned, to a GPU.  The first copy is a warm-up.
+
+    most: bytes for which the GPU has room.
+    """
+    size = min(COPY_BYTES, most)
+    source = torch.zeros(size, dtype=torch.uint8)
     seconds = 0.0
     for _ in range(2):
         torch.cuda.synchronize(device)
@@ -37,4 +41,4 @@ def copy_bytes_per_s(device: torch.device) -> float:
         source.to(device)
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began
-    return COPY_BYTES / seconds
+    return size / seconds

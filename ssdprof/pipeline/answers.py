@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from ssdprof import operators, runs
 from ssdprof.operators.named import Roster
 from ssdprof.pipeline import limits
@@ -29,13 +27,12 @@ def answers(
 ) -> tuple[Path, RunReport]:
     """Compare the answers of a whole model on each prompt.
 
-    subject: what `find` gave for the request, as a whole model.  Returns the run's folder and its report.
+    subject: the whole model, as `loaded_as` gives it.  Returns the run's folder and its report.
     """
     wanted = replace(wanted, weights=_weights(wanted))
-    dtype: torch.dtype | Literal["auto"] = torch.float32 if wanted.weights == "fp32" else "auto"
     with runs.opened(keep.out, request.model.model) as folder:
         check(subject, wanted)
-        loaded = load(request, subject, watcher, dtype=dtype)
+        loaded = load(request, subject, watcher)
         report = draft(
             folder,
             keep.command,
@@ -48,6 +45,11 @@ def answers(
         with recorded(Recorder(folder, report), watcher) as recorder:
             compare_answers(loaded, subject, wanted, watcher, recorder.answered)
     return folder.path, recorder.report
+
+
+def loaded_as(subject: Subject, wanted: AnswersRequest) -> Subject:
+    """The subject in the dtype that its weights are loaded in."""
+    return replace(subject, dtype="float32") if _weights(wanted) == "fp32" else subject
 
 
 def check(subject: Subject, wanted: AnswersRequest) -> None:

@@ -59,7 +59,7 @@ def compare_answers(
         np.errstate(invalid="ignore", over="ignore"),  # of lanes that a kernel masks, in Triton's interpreter
     ):
         for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
-            check_ids(loaded.model, ids)
+            check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
             sites = find_sites(loaded.model)
             match_layers(sites, subject.layers, subject.ref.model_type)
             prompt = PromptRun(loaded.model, ids.to(loaded.model.device), segment_length, sites, subject.ref.model_type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ssdprof.checkpoint.fetched import check_space
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.files import why
 from ssdprof.pipeline import limits, placement
@@ -47,12 +48,13 @@ def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
 
 
 def check_start(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
-    """Raise why a model would not run: no placement fits, or a prompt cannot be built."""
+    """Raise why a model would not run: no placement fits, a prompt cannot be built, or there is no room to download."""
     if isinstance(found, Stored):
         return
     if planned.placement is None:
         placement.check_disk(placement.choose(request, found))
     build_prompts(request, found)
+    check_space(found.located, found.deepest_layer, head=found.head)
 
 
 def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from ssdprof.checkpoint.families import siblings_that_fit
-from ssdprof.checkpoint.located import Located
 from ssdprof.environment.memory import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.measure.faults import first_line
 from ssdprof.quantities import size_words
-from ssdprof.schema import LayerRef
+
+if TYPE_CHECKING:
+    from ssdprof.pipeline.subject import Subject
 
 DEFAULT_SEQLEN_GPU = 16384
 DEFAULT_SEQLEN_CPU = 512
@@ -66,28 +68,24 @@ def check_capture() -> None:
         require_toolchain()
 
 
-def check_weights(located: Located, layers: Sequence[LayerRef], *, whole: bool = False) -> None:
-    """MissingCapabilityError unless the weights that `layers` need fit into the device's memory.
-
-    whole: all of the model is needed, with its language-model head.
-    """
-    free = free_bytes()
-    deepest = max(layer.index for layer in layers)
-    needed = located.weight_bytes(head=True) if whole else located.weight_bytes(deepest)
+def check_weights(subject: Subject) -> None:
+    """MissingCapabilityError unless the weights that are needed fit into the device's memory."""
+    free, needed = free_bytes(), subject.weight_bytes
     if needed <= free:
         return
     raise MissingCapabilityError(
-        f"The weights of {located.ref.repo_id} need {size_words(needed)} ({needed:,} bytes) on {device()}; "
+        f"The weights of {subject.ref.repo_id} need {size_words(needed)} ({needed:,} bytes) on {device()}; "
         f"{size_words(free)} are free.",
-        what_fits(located, free, whole=whole),
+        what_fits(subject, free),
     )
 
 
-def what_fits(located: Located, free: int, *, whole: bool = False) -> str:
+def what_fits(subject: Subject, free: int) -> str:
     """How many layers, and which models of the family, have weights of at most `free` bytes."""
-    counted = () if whole else enumerate(located.ref.layers, start=1)
-    fitting = [n for n, layer in counted if located.weight_bytes(layer.index) <= free]
-    siblings = [known.repo for known in siblings_that_fit(located.ref.repo_id, free)]
+    whole = subject.whole
+    counted = () if whole else enumerate(subject.ref.layers, start=1)
+    fitting = [n for n, layer in counted if subject.located.weight_bytes(layer.index, dtype=subject.dtype) <= free]
+    siblings = [known.repo for known in siblings_that_fit(subject.ref.repo_id, free)]
     advice = []
     if fitting:
         advice.append(f"--layers first:{fitting[-1]} fits.")

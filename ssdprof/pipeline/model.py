@@ -17,6 +17,7 @@ from ssdprof.capture.head import logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prompt import build_prompt
+from ssdprof.capture.prompt_run import check_ids
 from ssdprof.checkpoint.fetched import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import DType, load_model
 from ssdprof.pipeline import limits, placement
@@ -49,15 +50,12 @@ class Loaded:
     whole: Any = None
 
 
-def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: DType = "auto") -> Loaded:
-    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download.
-
-    dtype: of the weights; "auto" is the checkpoint's own.
-    """
+def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
+    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download."""
     for note in subject.located.notes:
         watcher.say(note)
     _quiet_transformers()
-    placed = placement.choose(request, subject, dtype)
+    placed = placement.choose(request, subject)
     placement.check_disk(placed)
     built = build_prompts(request, subject)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
@@ -66,6 +64,7 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher, *, dtype: 
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
+        dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
         loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
     model: Any = loaded.base_model  # itself, if it has no head
     wanted = request.segment_length or placed.segment_length
@@ -120,6 +119,8 @@ def _prompt(
         ids, prompt = build(kind="file", file=wanted.text)
     else:
         ids, prompt = build(kind=wanted.text)
+    if (vocabulary := subject.located.description.vocab_size) is not None:
+        check_ids(vocabulary, ids)
     words = f"{tokenizer.name}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
     return ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})
 

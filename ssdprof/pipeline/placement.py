@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,6 @@ from ssdprof.capture.memory import SEGMENT_LENGTHS
 from ssdprof.capture.rehearsal import rehearse
 from ssdprof.checkpoint.definition import quiet_transformers
 from ssdprof.checkpoint.fetched import LocalCheckpoint, meta_model
-from ssdprof.checkpoint.load import DType
 from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
 from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.environment.ranks import started
@@ -53,10 +54,9 @@ class Placed:
     rewritten_bytes: int = 0
 
 
-def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> Placed:
+def choose(request: CaptureRequest, subject: Subject) -> Placed:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
 
-    dtype: of the weights; "auto" is the checkpoint's own.
     MissingCapabilityError if none does, and BadInputError for a checkpoint that cannot be placed as asked.
     """
     wanted = request.placement
@@ -64,9 +64,9 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
         if wanted not in (None, "one-gpu"):
             raise BadInputError(f"{subject.ref.repo_id} supports only --placement one-gpu: {why}.", "Leave it out.")
         wanted = "one-gpu"
-    chooser = _Chooser(request, subject, dtype)
+    chooser = _Chooser(request, subject)
     if wanted == "one-gpu":
-        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+        limits.check_weights(subject)
         return chooser.one_gpu()
     if wanted is not None:
         chooser.refuse_impossible(wanted)
@@ -80,7 +80,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
             return placed
     # By our estimate there is no room for what is computed.  The weights alone decide; the loaded model may refuse.
     try:
-        limits.check_weights(subject.located, subject.layers, whole=subject.whole)
+        limits.check_weights(subject)
     except MissingCapabilityError as error:
         raise chooser.layer_too_large() or error from None
     return chooser.one_gpu()
@@ -88,7 +88,7 @@ def choose(request: CaptureRequest, subject: Subject, dtype: DType = "auto") -> 
 
 def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
     """What must be free on the device beside the weights: the least for the segments that the request allows."""
-    return _Chooser(request, subject, "auto").least_beside()
+    return _Chooser(request, subject).least_beside()
 
 
 def priced(placed: Placed, weights: Path | None) -> Placement:
@@ -106,7 +106,7 @@ def priced(placed: Placed, weights: Path | None) -> Placement:
             return record
         seconds_per_byte += 1 / speed
     if (device := torch.device(record.device)).type == "cuda":
-        seconds_per_byte += 1 / copy_bytes_per_s(device)
+        seconds_per_byte += 1 / copy_bytes_per_s(device, record.streamed_layer_bytes)
     return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
 
@@ -123,7 +123,7 @@ def check_disk(placed: Placed) -> None:
 
 def weights_file(local: LocalCheckpoint) -> Path | None:
     """The largest file of a fetched checkpoint's weights."""
-    files = [file for file in local.folder.iterdir() if file.suffix == ".safetensors"]
+    files = local.folder.rglob("*.safetensors")
     return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
@@ -139,13 +139,11 @@ def _only_whole(subject: Subject) -> str:
 class _Chooser:
     """One request on this machine as it is now."""
 
-    def __init__(self, request: CaptureRequest, subject: Subject, dtype: DType) -> None:
+    def __init__(self, request: CaptureRequest, subject: Subject) -> None:
         self._subject = subject
         self._model: PreTrainedModel = meta_model(
-            subject.located, deepest_layer=subject.deepest_layer, head=subject.head
+            subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
         )
-        if dtype != "auto":
-            self._model.to(dtype)
         self._wanted = {layer.index for layer in subject.layers}
         self._need: Footprint = footprint(self._model.base_model, self._wanted, depth=max(self._wanted))
         self._seqlen = max(subject.seqlens)
@@ -169,12 +167,12 @@ class _Chooser:
     def possible(self, kind: PlacementKind) -> bool:
         """Whether this machine has the places of `kind` at all."""
         if kind == "all-gpus":
-            return len(self._gpus()) > 1
+            return len(self._gpus) > 1
         return kind != "cpu-offload" or self._main != "cpu"
 
     def refuse_impossible(self, kind: PlacementKind) -> None:
         if not self.possible(kind):
-            gpus = len(self._gpus())
+            gpus = len(self._gpus)
             needed = "two NVIDIA GPUs" if kind == "all-gpus" else "an NVIDIA GPU"
             raise MissingCapabilityError(
                 f"--placement {kind} needs {needed}; {gpus} can be used here.", "Leave out --placement."
@@ -209,7 +207,7 @@ class _Chooser:
         embedding = self._model.get_input_embeddings().weight.nbytes
         if layer + embedding + computed <= free:
             return None
-        fits = limits.what_fits(subject.located, free - computed, whole=subject.whole)
+        fits = limits.what_fits(subject, free - computed)
         shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
         return MissingCapabilityError(
             f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
@@ -228,20 +226,27 @@ class _Chooser:
             return self._subject.batch * self._need.chunked(seqlen, min(segment_length, seqlen))
         return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
-    def _gpus(self) -> Sequence[int]:
-        """Those that this process may take, the one that computes first: only that one, if other ranks have theirs."""
+    @cached_property
+    def _gpus(self) -> Mapping[int, int]:
+        """Free bytes of those that this process may take, the one that computes first: only that one, if other ranks
+        have theirs.  One that CUDA cannot start, because another process has it alone, is left out.
+        """
         if self._main == "cpu":
-            return ()
-        visible = range(torch.cuda.device_count()) if started() == 1 else ()
-        return (int(self._main), *(index for index in visible if index != self._main))
+            return {}
+        found = {int(self._main): limits.free_bytes()}
+        for index in range(torch.cuda.device_count()) if started() == 1 else ():
+            if index != self._main:
+                with suppress(MissingCapabilityError):
+                    found[index] = free_memory(torch.device("cuda", index))
+        return found
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
         """Bytes for weights at each place, beside those that what is computed takes."""
         if self._main == "cpu":
             yield "cpu", limits.free_bytes() - beside
-        for index in self._gpus():
-            main = index == self._main
-            yield index, (limits.free_bytes() if main else free_memory(torch.device("cuda", index))) - beside
+        for index, free in self._gpus.items():
+            if index == self._main or free > beside:  # others may be filled by other processes
+                yield index, free - beside
         if kind == "cpu-offload":
             # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
             collected = 0 if self._subject.serving.chunk else self._subject.batch * self._seqlen

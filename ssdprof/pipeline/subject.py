@@ -27,6 +27,7 @@ class Subject:
     seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
     whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
     head: the language-model head is needed; it is, if `whole`.
+    dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
 
     located: Located
@@ -36,6 +37,7 @@ class Subject:
     serving: Serving = field(default_factory=Serving)
     whole: bool = False
     head: bool = False
+    dtype: str | None = None
 
     @property
     def ref(self) -> CheckpointRef:
@@ -48,7 +50,7 @@ class Subject:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that are needed, once loaded."""
-        return self.located.weight_bytes(self.deepest_layer, head=self.head)
+        return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
 
     @property
     def calls(self) -> int:

@@ -8,7 +8,7 @@ from ssdprof.schema.base import Record
 from ssdprof.schema.serving import Serving
 
 # Quantisations whose weights transformers is told to decode to 16 bit as it loads them.
-DECODED_ON_LOAD = frozenset({"fp8"})
+DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 
 class LayerRef(Record):

@@ -164,7 +164,7 @@ def test_types_without_a_scan_and_remote_code_are_told_apart() -> None:
 @pytest.mark.parametrize("quantization", [{"quant_method": "modelopt"}, {"bits": 4}, "int4", {"quant_method": ["fp8"]}])
 def test_unknown_quantisation_is_refused(quantization: object) -> None:
     text = refusal({**GRANITE_H_SMALL, "quantization_config": quantization})
-    assert "codes would load as weights" in text
+    assert "which ssdprof cannot load" in text
     assert "BF16" in text
 
 

@@ -23,6 +23,9 @@ from ssdprof.checkpoint.located import Located, locate
 from ssdprof.checkpoint.original import DEFAULT_TOKENIZER, PICKLE
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.pipeline.dry_run import check_start, plan
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.subject import find
 
 Save = Callable[[str], Path]
 
@@ -252,6 +255,18 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, s
         fetch(located, deepest_layer=0)
 
 
+def test_too_little_disk_is_said_by_a_dry_run(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+    request = CaptureRequest(model=ModelRequest(model="org/tiny"), prompt=PromptRequest(seqlens=(64,), text="random"))
+    subject = find(request)
+    planned = plan(subject, request)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
+    check_start(planned, subject, request)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(MissingCapabilityError, match="hub cache's disk"):
+        check_start(planned, subject, request)
+
+
 def test_too_little_disk_is_said_before_the_download(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +359,7 @@ def test_modelopt_is_refused_where_only_its_own_file_names_it(hub: MiniHub, copi
     folder = copied("nemotron_h")
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}}))
     hub.publish("org/fp8", folder)
-    assert "codes would load as weights" in failure("org/fp8").message
+    assert "'modelopt', which ssdprof cannot load" in failure("org/fp8").message
 
 
 def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) -> None:
@@ -433,6 +448,58 @@ def test_a_password_in_the_endpoint_is_masked(
     error = failure("org/tiny")
     assert "http://...@127.0.0.1" in error.message
     assert "secret" not in str(vars(error)) + "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
+def test_an_endpoint_that_is_no_address(hub: MiniHub, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:  # noqa: ARG001
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    error = failure("org/tiny")
+    assert error.exit_code == ExitCode.BAD_INPUT
+    assert f"HF_ENDPOINT={endpoint!r}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "words"),
+    [
+        ({"HTTP_PROXY": "ftp://proxy:1"}, ExitCode.BAD_INPUT, "Unknown scheme for proxy"),
+        ({"HF_TOKEN": "hf_\N{LATIN SMALL LETTER E WITH ACUTE}"}, ExitCode.BAD_INPUT, "can't encode"),
+    ],
+)
+def test_settings_that_the_client_cannot_use(
+    hub: MiniHub, saved: Save, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
+) -> None:
+    """In a process of its own: the client reads them once."""
+    hub.publish("org/tiny", saved("mamba2"))
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdprof", "capture", "org/tiny", "--dry-run"],
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (ImportError("Using SOCKS proxy, but the 'socksio' package is not installed"), 3, "socksio"),
+        (OSError(122, "Disk quota exceeded"), 3, "The disk is full"),
+        (NotADirectoryError(20, "Not a directory", "/dev/null/hub"), 3, "/dev/null/hub cannot be written"),
+        (OSError(2, "No such file or directory"), 4, "could not be fetched"),  # of SSL_CERT_FILE, without its name
+    ],
+)
+def test_what_keeps_a_file_from_being_fetched(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, words: str
+) -> None:
+    hub.publish("org/tiny", saved("mamba2"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", fail)
+    error = failure("org/tiny")
+    assert (error.exit_code, words in error.message) == (code, True), error.message
 
 
 def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001

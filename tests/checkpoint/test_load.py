@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer
+from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer, meta_model
 from ssdprof.checkpoint.load import load_model
 from ssdprof.checkpoint.located import locate
 from ssdprof.checkpoint.original import PICKLE
-from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.pipeline.placement import weights_file
 
 ORIGINAL_CONFIG = {
     "d_model": 64,
@@ -158,6 +159,23 @@ def test_a_vision_language_repo_gives_its_language_model(
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(cut, whole, strict=False))
 
 
+def test_shards_may_lie_in_a_subfolder(copied: Callable[[str], Path]) -> None:
+    folder = copied("mamba2")
+    index = folder / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())["weight_map"]
+    (folder / "weights").mkdir()
+    for shard in set(shards.values()):
+        (folder / shard).rename(folder / "weights" / shard)
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": {key: f"weights/{file}" for key, file in shards.items()}})
+    )
+    local = fetch(locate(str(folder)))
+    ids = tiny_models.prompt(40)
+    outputs = layer_outputs(load_model(local, device="cpu"), ids)
+    assert all(map(torch.equal, outputs, layer_outputs(tiny_models.shared("mamba2"), ids)))
+    assert weights_file(local) is not None
+
+
 def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Callable[[str], Path]) -> None:
     local = fetch(locate(str(saved("granitemoehybrid"))), deepest_layer=0)
     folder = local.folder
@@ -243,6 +261,85 @@ def test_weights_in_16_bit_stay_so(tmp_path: Path) -> None:
     local = fetch(locate(str(tmp_path)), deepest_layer=0)
     model = load_model(local, device="cpu", dtype=torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("stored", "said"), [("bf16", None), ("bf16", "float32"), ("fp32", "bfloat16")])
+def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path, stored: str, said: str | None) -> None:
+    """The config says which it is, whatever the files hold; without its word, what most of the files hold."""
+    tiny_models.build("mamba2", torch.bfloat16 if stored == "bf16" else torch.float32).save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=said)
+    located = locate(str(tmp_path))
+    loaded = load_model(fetch(located), device="cpu")
+    assert loaded.dtype == getattr(torch, said or "bfloat16")
+    size = sum(weight.nbytes for weight in loaded.parameters())
+    assert located.weight_bytes() == sum(weight.nbytes for weight in meta_model(located).parameters()) == size
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    key = "model.layers.2.mlp.up_proj.weight"
+    save_file({**(state := load_file(file)), key: state[key].to(dtype)}, file, {"format": "pt"})
+    for read in (fetch, meta_model):
+        with pytest.raises(BadInputError, match=r"layers\.2\.mlp\.up_proj.* its config names no quantisation"):
+            read(locate(str(tmp_path)))
+        read(locate(str(tmp_path)), deepest_layer=1)
+    edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": False})
+    with pytest.raises(BadInputError, match="'bitsandbytes', which ssdprof cannot load"):
+        meta_model(locate(str(tmp_path)))
+
+
+def test_mxfp8_weights_are_decoded(tmp_path: Path) -> None:
+    """A byte of scale, an exponent of 2, for each 32 values of a row."""
+    tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
+    file, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
+    state = load_file(file) | {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn)}
+    save_file({**state, f"{key}_scale_inv": torch.full((96, 2), 125, dtype=torch.uint8)}, file, {"format": "pt"})
+    edit_config(
+        tmp_path,
+        quantization_config={
+            "quant_method": "mxfp8",
+            "weight_block_size": [1, 32],
+            "modules_to_not_convert": [
+                "linear_attn",
+                "self_attn",
+                "up_proj",
+                "down_proj",
+                "layers.1",
+                "layers.2",
+                "layers.3",
+            ],
+        },
+    )
+    located = locate(str(tmp_path))
+    model = load_model(fetch(located), device="cpu")
+    assert located.ref.quantization == "mxfp8"
+    assert torch.equal(model.layers[0].mlp.gate_proj.weight.float(), torch.full((96, 64), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind", "words"),
+    [
+        ({"quant_method": "fbgemm_fp8"}, MissingCapabilityError, "cannot load that here: Using fbgemm fp8"),
+        ({"quant_method": "gptq"}, BadInputError, r"quantization_config of .*'bits'"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_download(
+    copied: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: dict[str, Any],
+    kind: type[SsdprofError],
+    words: str,
+) -> None:
+    folder = copied("qwen3_5_text")
+    edit_config(folder, quantization_config=quantization)
+    located = locate(str(folder))
+    _ = located.weights  # reads the index
+    monkeypatch.setattr(located.source, "path", None)  # no other file of it is fetched
+    for read in (fetch, meta_model):
+        with pytest.raises(kind, match=words):
+            read(located)
 
 
 def test_fp8_weights_are_decoded(copied: Callable[[str], Path]) -> None:
@@ -331,17 +428,29 @@ def original_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("form", ["pickle", "safetensors"])
+def save_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """A file for each two tensors, and their index."""
+    shards = {key: f"model-{number // 2:05d}.safetensors" for number, key in enumerate(state)}
+    for file in set(shards.values()):
+        save_file({key: state[key] for key in state if shards[key] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+@pytest.mark.parametrize("form", ["pickle", "safetensors", "shards"])
 @pytest.mark.parametrize("deepest_layer", [0, None])
 def test_the_original_format_loads(
     original_folder: Path, saved: Callable[[str], Path], form: str, deepest_layer: int | None
 ) -> None:
-    if form == "safetensors":
+    names = {"pickle": PICKLE, "safetensors": "model.safetensors", "shards": "model.safetensors.index.json"}
+    if form != "pickle":
         (original_folder / PICKLE).unlink()
-        save_file(original_state(), original_folder / "model.safetensors")
+        if form == "shards":
+            save_shards(original_folder, original_state())
+        else:
+            save_file(original_state(), original_folder / "model.safetensors")
     located = locate(str(original_folder), tokenizer=str(saved("mamba2")))
     assert located.ref.model_type == "mamba2"
-    assert located.files()[1].name == ("model.safetensors" if form == "safetensors" else PICKLE)
+    assert located.files()[1].name == names[form]
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu", dtype=torch.float32)
     expected = tiny_models.build("mamba2", torch.float16).float().backbone
@@ -379,6 +488,25 @@ def test_the_original_format_keeps_its_dtypes(original_folder: Path, saved: Call
     stored = original_state()
     assert torch.equal(mixer.A_log, stored["backbone.layers.0.mixer.A_log"])
     assert torch.equal(mixer.in_proj.weight, stored["backbone.layers.0.mixer.in_proj.weight"])
+
+
+@pytest.mark.parametrize("form", ["pickle", "safetensors"])
+@pytest.mark.parametrize("deepest_layer", [0, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
+    original_folder: Path, saved: Callable[[str], Path], form: str, deepest_layer: int | None, dtype: torch.dtype
+) -> None:
+    """Its config does not say it.  A few numbers of each head stay as they are stored."""
+    state = {key: value.to(dtype) for key, value in original_state().items()}
+    (original_folder / PICKLE).unlink()
+    if form == "pickle":
+        torch.save(state, original_folder / PICKLE)
+    else:
+        save_file(state, original_folder / "model.safetensors")
+    located = locate(str(original_folder), tokenizer=str(saved("mamba2")))
+    loaded = load_model(fetch(located, deepest_layer=deepest_layer), device="cpu")
+    found = meta_model(located, deepest_layer=deepest_layer)
+    assert [one.nbytes for one in found.parameters()] == [one.nbytes for one in loaded.parameters()]
 
 
 @dataclass

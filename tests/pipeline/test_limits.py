@@ -13,12 +13,15 @@ from ssdprof.schema import LayerRef
 GB = 10**9
 
 
-def located(repo_id: str, gb_per_layer: float) -> Any:
-    """A checkpoint of four layers; the weights grow with the deepest one."""
+def subject(repo_id: str, gb_per_layer: float, wanted: int = 4) -> Any:
+    """The first `wanted` layers of a checkpoint of four; the weights grow with the deepest one."""
     layers = tuple(LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd") for i in range(4))
     return SimpleNamespace(
         ref=SimpleNamespace(repo_id=repo_id, layers=layers),
-        weight_bytes=lambda deepest: int((deepest + 1) * gb_per_layer * GB),
+        located=SimpleNamespace(weight_bytes=lambda deepest, dtype: int((deepest + 1) * gb_per_layer * GB)),  # noqa: ARG005
+        weight_bytes=int(wanted * gb_per_layer * GB),
+        whole=False,
+        dtype=None,
     )
 
 
@@ -29,27 +32,24 @@ def eighty_gb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eighty_gb")
 def test_weights_that_fit() -> None:
-    model = located("org/name", 20)
-    limits.check_weights(model, model.ref.layers)
+    limits.check_weights(subject("org/name", 20))
 
 
 @pytest.mark.usefixtures("eighty_gb")
 def test_too_large_a_member_of_a_family_names_layers_and_siblings_that_fit() -> None:
-    model = located("ibm-granite/granite-4.0-h-small", 30)
     with pytest.raises(MissingCapabilityError) as caught:
-        limits.check_weights(model, model.ref.layers)
+        limits.check_weights(subject("ibm-granite/granite-4.0-h-small", 30))
     assert "120,000,000,000 bytes" in caught.value.message
     assert "--layers first:2 fits" in caught.value.hint
     assert "ibm-granite/granite-4.0-h-tiny" in caught.value.hint
     assert "granite-4.0-h-small" not in caught.value.hint
-    limits.check_weights(model, model.ref.layers[:2])
+    limits.check_weights(subject("ibm-granite/granite-4.0-h-small", 30, wanted=2))
 
 
 @pytest.mark.usefixtures("eighty_gb")
 def test_a_model_of_which_nothing_fits() -> None:
-    model = located("org/name", 90)
     with pytest.raises(MissingCapabilityError) as caught:
-        limits.check_weights(model, model.ref.layers)
+        limits.check_weights(subject("org/name", 90))
     assert "Not one layer" in caught.value.hint
 
 

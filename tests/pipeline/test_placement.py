@@ -97,6 +97,9 @@ def beside(folder: Path) -> int:
         ([1.1], 4.0, "one-gpu"),
         ([0.6, 0.9], 4.0, "all-gpus"),
         ([0.6, 0.3], 4.0, "cpu-offload"),
+        ([0.6, -99], 4.0, "cpu-offload"),  # filled by another process
+        ([0.6, -99], 0.1, "disk-offload"),
+        ([0.6, -99, 0.9], 4.0, "all-gpus"),
         ([0.6], 4.0, "cpu-offload"),
         ([0.6], 0.1, "disk-offload"),
         ([], 1.1, "one-gpu"),
@@ -109,7 +112,11 @@ def test_the_fastest_placement_that_fits(
     """Memory in units of the weights, beside what the model computes."""
     request, subject = asked(granite)
     weights, more = subject.weight_bytes, beside(granite)
-    memory(monkeypatch, [int(gpu * weights) + more for gpu in gpus], int(host * weights) + (INPUTS if gpus else more))
+    memory(
+        monkeypatch,
+        [max(int(gpu * weights) + more, 0) for gpu in gpus],
+        int(host * weights) + (INPUTS if gpus else more),
+    )
     placed = choose(request, subject)
     record = placed.record
     assert record.kind == kind
@@ -117,7 +124,7 @@ def test_the_fastest_placement_that_fits(
     assert sum(held.layers for held in record.held) == 6
     assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
     assert (placed.device_map is None) == (kind == "one-gpu")
-    room = dict(zip(("cuda:0", "cuda:1"), gpus, strict=False)) or {"cpu": host}
+    room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
     assert all(held.weight_bytes <= room[held.place] * weights for held in record.held if held.place in room)
 
 
@@ -136,6 +143,21 @@ def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytes
     memory(monkeypatch, [], 4 * weights + more)
     with pytest.raises(MissingCapabilityError, match="cpu-offload needs an NVIDIA GPU; 0 can be used"):
         choose(*asked(granite, "cpu-offload"))
+
+
+def test_a_second_gpu_that_another_process_has_alone_is_left_out(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
+
+    def refuse(_device: torch.device) -> int:
+        raise MissingCapabilityError("CUDA cannot start the GPU: all CUDA-capable devices are busy or unavailable.")
+
+    monkeypatch.setattr(placement, "free_memory", refuse)
+    assert choose(*asked(granite)).record.kind == "cpu-offload"
+    with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
+        choose(*asked(granite, "all-gpus"))
 
 
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
@@ -210,6 +232,19 @@ def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pyt
         assert "TMPDIR" in caught.value.hint
 
 
+def test_a_tokenizer_of_another_model_is_found_before_the_download(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "fetch", None)
+    prompt = PromptRequest(text="random", seqlens=(256,))
+    request = CaptureRequest(model=ModelRequest(model=str(granite), tokenizer="demo"), prompt=prompt)
+    subject = find(request)
+    planned = plan(subject, request)
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
+        with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
+            refuse()
+
+
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -229,10 +264,12 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         forward_calls=4,
     )
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
-    monkeypatch.setattr(placement, "copy_bytes_per_s", lambda _: 2e9)
+    copied: list[int] = []
+    monkeypatch.setattr(placement, "copy_bytes_per_s", lambda _, most: copied.append(most) or 2e9)
     assert "measured after the download" in placement_words(priced(Placed(record=record), None))
     found = priced(Placed(record=record), granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
+    assert copied == [GB]  # there is room for a layer, and there may be none for more
     words = placement_words(found)
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
@@ -360,6 +397,18 @@ def test_the_predicted_peak_is_that_of_a_capture(
     found = measured(model, name, 1024, segment_length, serving)
     assert predicted == pytest.approx(found, rel=0.15)
     assert predicted != pytest.approx(2 * found, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path: Path) -> None:
+    """A mask of a segment times the prompt: 16 GiB for a million tokens."""
+    tiny_models.shared(name).save_pretrained(tmp_path)
+    request, subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
+    loaded = load(request, subject, Unwatched())
+    with LiveBytes("cpu") as counted:
+        run_model(subject, loaded, lambda _: None)
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert loaded.placement.predicted_peak_bytes == pytest.approx(weights + counted.peak, rel=0.05)
 
 
 @pytest.mark.parametrize("segment_length", [1024, 256])
