@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ssdprof.report import format as fmt
-from ssdprof.report.serving import call_words
 from ssdprof.schema import CallRef, CaseResult, LayerRef, PrecisionRecord, RunReport
 from ssdprof.schema.base import kernel_name
+from ssdprof.schema.serving import call_words
 
 _INTERMEDIATES = ("exact", "relaxed")
 _STATES = ("fp64", "fp32", "fp16", "bf16")

@@ -115,6 +115,16 @@ def make_prompt(seqlen: int, **fields: Any) -> schema.Prompt:
     return prompt.model_copy(update=fields)
 
 
+def in_calls(report: RunReport, count: int = 3) -> RunReport:
+    """The same of a chunked prefill: every case of a whole prompt becomes one for each of `count` chunks."""
+    (prompt,) = report.prompts
+    whole = count * prompt.seqlen
+    calls = schema.Serving(chunk=prompt.seqlen).calls(whole)
+    cases = tuple(case.model_copy(update={"call": call}) for call in calls for case in report.cases)
+    served = {"seqlen": whole, "serving": schema.Serving(chunk=prompt.seqlen)}
+    return report.model_copy(update={"cases": cases, "prompts": (prompt.model_copy(update=served),)})
+
+
 def served(case: CaseResult, kind: Literal["packed", "chunk"], prompt_seqlen: int, sequences: int = 1) -> CaseResult:
     """The same of a packed call, or of the first of two chunks."""
     count = 2 if kind == "chunk" else 1
