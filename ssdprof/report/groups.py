@@ -141,16 +141,15 @@ def groups(report: RunReport) -> tuple[Group, ...]:
         call, size = case.call, (case.dims.seqlen, case.dims.batch)
         prompt = call.prompt_seqlen if call else size[0]
         found.setdefault((prompt, not (call and call.kind == "decode"), *size), []).append(case)
-    steps = report.asked.steps if report.asked else None
     return tuple(
         Group(
             seqlen,
             batch,
             tuple(cases),
-            baseline=report.baseline if prompts or steps is None else steps.baseline,
+            baseline=report.baseline_of(cases[0].call),
             call=cases[0].call,
         )
-        for (_, prompts, seqlen, batch), cases in sorted(found.items(), key=lambda item: item[0], reverse=True)
+        for (_, _, seqlen, batch), cases in sorted(found.items(), key=lambda item: item[0], reverse=True)
     )
 
 

@@ -131,8 +131,10 @@ class Row(Record):
 
 
 def of_run(report: RunReport) -> tuple[Row, ...]:
-    ungated = {report.baseline, *report.libraries}
-    return tuple(_row(case, report.cast, gated=case.implementation not in ungated) for case in report.cases)
+    def is_gated(case: CaseResult) -> bool:
+        return case.implementation not in {report.baseline_of(case.call), *report.libraries}
+
+    return tuple(_row(case, report.cast, gated=is_gated(case)) for case in report.cases)
 
 
 def of_answers(report: RunReport) -> tuple[Row, ...]:

@@ -10,6 +10,7 @@ from report.make import (
     make_clocks,
     make_report,
     with_scale,
+    with_steps,
 )
 
 from ssdprof.report import format as fmt
@@ -90,6 +91,11 @@ def test_facts_name_everything_behind_the_numbers():
     assert "ssdprof 0.1.0" in facts["versions"]
     assert facts["precisions"].count("states") == 4
     assert facts["command"] == "ssdprof run ibm-granite/granite-4.0 --seq 131072"
+
+
+def test_facts_name_the_baseline_of_decode_steps():
+    facts = dict(run.facts(with_steps(make_report())).rows)
+    assert facts["baseline"] == "unfused and unfused_step in decode steps"
 
 
 def test_facts_leave_out_what_there_is_not():
