@@ -106,7 +106,8 @@ class Total(Record):
     Its interval takes every case at its own bound, as if all erred the same way.
     """
 
-    # "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype; "prefill, bundled surroundings"
+    # "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype; of prefills "prefill, bundled
+    # surroundings"
     where: str
     over: TotalOver  # what its cases are
     implementation: str
