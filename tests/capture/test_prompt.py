@@ -1,7 +1,9 @@
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,6 +167,28 @@ def test_too_short_a_file_says_how_many_tokens_it_gave_and_is_not_repeated(tmp_p
         build_prompt(DEMO, 2048, kind="file", file=file)
     assert "1200" in error.value.hint
     assert build_prompt(DEMO, 1200, kind="file", file=file)[0].shape == (1, 1200)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "hint"),
+    [
+        ({"seqlen": 100}, "Ask for at most --seq 46, "),
+        ({"seqlen": 100, "batch": 4}, "Ask for at most --seq 43, "),
+        ({"seqlen": 5, "batch": 100}, "Ask for at most --batch 42, "),
+        ({"seqlen": 100, "batch": 100}, "Ask for a shorter --seq and a smaller --batch, "),
+        ({"seqlen": 150, "packed": (100, 50)}, "Ask for fewer or shorter sequences of --packed, "),
+    ],
+)
+def test_the_hint_for_too_short_a_file_names_what_fits(tmp_path: Path, lengths: dict[str, Any], hint: str) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("x" * 46)  # the demo's tokens are bytes
+    with pytest.raises(BadInputError) as error:
+        build_prompt(DEMO, kind="file", file=file, **lengths)
+    assert error.value.hint.startswith(hint)
+    found = re.fullmatch(r"Ask for at most --(seq|batch) (\d+), ", hint)
+    if found:
+        fitting = lengths | {"seqlen" if found[1] == "seq" else "batch": int(found[2])}
+        build_prompt(DEMO, kind="file", file=file, **fitting)
 
 
 def test_the_default_text_can_be_too_short_as_well() -> None:
