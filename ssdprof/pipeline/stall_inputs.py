@@ -38,6 +38,13 @@ def of_request(request: StallRequest, run: tuple[Path, RunReport] | None, watche
             f"The inputs of this run were {run[1].cast}, and stalls are profiled in the model's own dtype.",
             "Name the model or its captures instead of the run.",
         )
+    asked = run[1].asked if run is not None else None
+    if asked is not None and asked.tensor_parallel > 1:
+        raise BadInputError(
+            f"This run replayed the share of the first of {asked.tensor_parallel} tensor-parallel ranks, and stalls "
+            "are profiled with all heads.",
+            "Name the model or its captures instead of the run.",
+        )
     place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
     if is_capture(place):
         yield _stored(place, request)
