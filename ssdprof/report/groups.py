@@ -83,13 +83,16 @@ class Group:
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"."""
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; of a run that was broken off "11 steps in 3 layers"."""
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0].index}" if layers == 1 else f"{layers} layers"
-        each = self.calls // layers
-        if self.calls == layers:
-            return of_layers
         noun = "step" if self.steps else "chunk"
+        calls = {self.at_layer(layer).calls for layer in self.layers}
+        if len(calls) > 1:
+            return f"{fmt.plural(self.calls, noun)} in {of_layers}"
+        each = calls.pop()
+        if each == 1:
+            return of_layers
         return f"{fmt.plural(each, noun)} in {'' if layers == 1 else 'each of '}{of_layers}"
 
     @property
