@@ -83,7 +83,7 @@ class Group:
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; of a run that was broken off "11 steps in 3 layers"."""
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11 steps in 3 layers"."""
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0].index}" if layers == 1 else f"{layers} layers"
         noun = "step" if self.steps else "chunk"
