@@ -146,5 +146,12 @@ def test_what_a_server_sees_is_in_the_titles():
 def test_the_baseline_of_decode_steps_is_not_called_that_of_prompts():
     headers = {name for table in (speed, accuracy) for name in table(groups(with_steps(make_report()))).headers}
     assert {"baseline,\ndevice", "equal to\nbaseline"} < headers
+    report = with_steps(make_report())
+    without = report.model_copy(
+        update={"cases": tuple(case for case in report.cases if case.implementation != "fused")}
+    )
+    steps = accuracy(groups(without))  # nothing is compared in the prompt
+    assert ", decode steps after 131,072 tokens, recurrent" in steps.title
+    assert "equal to\nunfused_step" in steps.headers
     of_prompts = accuracy(groups(make_report())).headers
     assert "equal to\nunfused" in of_prompts

@@ -18,6 +18,7 @@ Cells = tuple[str, ...]
 
 def speed(found: Sequence[Group]) -> Table | None:
     """None if nothing was timed."""
+    found = [group for group in found if any(_rows([group], _speed))]
     rows = list(_rows(found, _speed))
     if not rows:
         return None
@@ -34,6 +35,7 @@ def speed(found: Sequence[Group]) -> Table | None:
 
 def accuracy(found: Sequence[Group]) -> Table | None:
     """Accuracy of the outputs; None if nothing was compared."""
+    found = [group for group in found if any(_rows([group], _accuracy))]
     rows = list(_rows(found, _accuracy))
     if not rows:
         return None
