@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ssdprof.capture import text
+from ssdprof.capture.pieces import pieces
 from ssdprof.capture.prompt import LONGEST_SEQLEN, build_prompt, parse_seq, parse_seqs
 from ssdprof.errors import BadInputError, ExitCode
 
@@ -287,6 +288,15 @@ def test_a_batch_is_cut_from_the_text_with_the_special_token_in_front_of_every_r
     assert ids[:, 0].tolist() == [0, 0, 0]
     assert ids[:, 1:].flatten().tolist() == alone[0, 1:28].tolist()
     assert "3 pieces of it one behind the other" in prompt.source
+
+
+def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> None:
+    class Both:
+        def encode(self, text: str) -> list[int]:
+            return [0, *map(ord, text), 1]
+
+    ids, _ = pieces(Both(), Both().encode("abcdef")[:6], (3, 3))  # type: ignore[arg-type]
+    assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
 
 
 def test_packed_sequences_are_cut_like_a_batch(tokenizer_folder: Path) -> None:
