@@ -153,7 +153,7 @@ class Gatherer(Recorder):
         self._gather()
         if (why := self._why()) and self.begun:
             self.report = _noted(self.report, why)
-            self.folder.write(self.report)
+        super().broken_off(error)
         if why or isinstance(error, KeyboardInterrupt):  # else the others name this rank
             self._ranks.end()
 
