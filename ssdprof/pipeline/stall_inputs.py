@@ -82,7 +82,10 @@ def middle_layer(asked: CaptureRequest, report: RunReport) -> CaptureRequest:
 @contextmanager
 def _captured_anew(wanted: CaptureRequest, request: StallRequest, watcher: Watcher) -> Iterator[Captured]:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
-        folder, _ = capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        try:
+            folder, _ = capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # what it kept goes with the folder
         yield _stored(folder, request)
 
 
