@@ -68,7 +68,7 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
 
 
 def _worst(cases: Sequence[CaseResult]) -> CaseResult | None:
-    """Of several chunks or steps of a layer, one that failed, else the one with the largest error."""
+    """One that failed, else the one with the largest error: the chunks or steps of a layer share a cell."""
 
     def badness(case: CaseResult) -> tuple[bool, bool, float]:
         out, error = _out(case), _rms(case)
