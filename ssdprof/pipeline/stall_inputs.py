@@ -98,8 +98,7 @@ def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> L
     found = [
         stored
         for stored in manifest.layers
-        if all(knows(operators.get(stored.layer.operator), word) for word in request.implementations)
-        and (stored.call is None or stored.call.kind == "packed")
+        if all(knows(operators.get(stored.layer.operator), word) for word in request.implementations) and stored.whole
     ]
     if request.layer is not None:
         found = [stored for stored in found if stored.layer.index == request.layer]

@@ -39,6 +39,11 @@ class LayerCapture(Record):
     scalars: dict[str, Scalar]
     scalars_sha256: str | None
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is of whole sequences: no chunk, and no decode step."""
+        return self.call is None or self.call.kind == "packed"
+
 
 class CaptureManifest(Record):
     schema_version: int = SCHEMA_VERSION
