@@ -429,7 +429,7 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) 
 def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     ref, refs = tiny_models.checkpoint_ref("mamba2"), tiny_models.layer_refs("mamba2")
     ref = ref.model_copy(update={"repo_id": "org/name", "revision": "a" * 40})
     folder = default_folder(ref, [prompt()], refs)
