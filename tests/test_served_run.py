@@ -8,10 +8,12 @@ import pytest
 from command_line import Answer
 
 from ssdprof import runs
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.pipeline import limits
+from ssdprof.capture.store import CaptureWriter
+from ssdprof.pipeline import limits, run
 from ssdprof.runs import document
-from ssdprof.schema import RunReport, Serving
+from ssdprof.schema import LayerCapture, RunReport, Serving
 from ssdprof.schema.outcome import at_precisions, outcome
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -25,6 +27,32 @@ def kinds(report: RunReport) -> Counter[tuple[str, str, int]]:
     return Counter(
         (case.call.kind if case.call else "prompt", case.implementation, case.dims.seqlen) for case in report.cases
     )
+
+
+def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = CaptureWriter.add
+
+    def interrupted(self: CaptureWriter, captured: CapturedLayer) -> LayerCapture:
+        if len(self.manifest.layers) == 2:
+            raise KeyboardInterrupt
+        return add(self, captured)
+
+    monkeypatch.setattr(CaptureWriter, "add", interrupted)
+    answer = Answer("capture", "demo", "--seq", "24", "--chunked-prefill", "8", "--layers", "first:1", "--out", "a")
+    assert answer.code == 130
+    assert "What was captured is kept in a, marked as incomplete: 2 of 3 calls." in " ".join(answer.err.split())
+    assert len(read_manifest(Path("a")).layers) == 2
+
+
+def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "cast_inputs", lambda inputs, _: (inputs, "1 of x became 0."))
+    answer = Answer("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
+    assert answer.code == 0, answer.err
+    _, report = runs.read("a")
+    name = report.captured_layers[0].name
+    assert [note for note in report.notes if "became 0" in note] == [
+        f"{name}, chunk {number} of 2 of 24 tokens: 1 of x became 0." for number in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize("model", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +36,6 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def _opening(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
-    """The special tokens with which a text begins."""
+    """The special tokens with which a text begins; a tokenizer may put others behind it."""
     alone = tokenizer.encode("")
-    return alone if list(ids[: len(alone)]) == alone else []
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))]

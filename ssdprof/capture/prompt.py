@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -89,6 +89,17 @@ def build_prompt(
         raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
     tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
     lengths = tuple(packed) or (seqlen,) * batch
+
+    def advice(found: int) -> str:
+        """What a text of so many tokens is long enough for."""
+        if packed:
+            return "Ask for fewer or shorter sequences of --packed"
+        if batch <= found:
+            return f"Ask for at most --seq {found - batch + 1}"
+        if seqlen <= found:
+            return f"Ask for at most --batch {found - seqlen + 1}"
+        return "Ask for a shorter --seq and a smaller --batch"
+
     if kind == "random":
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
         source = (
@@ -100,11 +111,11 @@ def build_prompt(
             "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
         )
     elif file is not None:
-        cut, how = pieces(tokenizer, _file_ids(tokenizer, file, lengths), lengths)
+        cut, how = pieces(tokenizer, _file_ids(tokenizer, file, lengths, advice), lengths)
         ids, source = torch.tensor(cut), f"the user's file {file.name}{how}"
     else:
         stream = io.StringIO(text.load().decode("utf-8"))
-        cut, how = pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text"), lengths)
+        cut, how = pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text", advice), lengths)
         ids, source = torch.tensor(cut), f"ssdprof's default text: reference documentation of CPython 3.11.7{how}"
     prompt = Prompt(
         kind=kind,
@@ -127,10 +138,10 @@ def _random_ids(tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int
     return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
 
 
-def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int]) -> list[int]:
+def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int], advice: Callable[[int], str]) -> list[int]:
     try:
         with file.open(encoding="utf-8-sig") as stream:
-            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}")
+            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}", advice)
     except UnicodeDecodeError as error:
         raise BadInputError(
             f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
@@ -139,7 +150,9 @@ def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int]) -> list[
         raise unreadable(f"The prompt file {file}", error, "Give the path of a text file.") from error
 
 
-def _first_ids(tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
+def _first_ids(
+    tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
+) -> list[int]:
     """The first ids of the stream's text, as many as `lengths` together, read and encoded no further than needed.
 
     Fewer where the text is shorter, but enough for pieces of these lengths that differ.
@@ -161,7 +174,6 @@ def _first_ids(tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], nam
         raise BadInputError(
             f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
             f"needed{several}.",
-            f"Ask for at most --seq {max(1, len(ids) - len(lengths) + 1)}, give a longer text with --prompt-file, or "
-            "take --prompt random for times alone.",
+            f"{advice(len(ids))}, give a longer text with --prompt-file, or take --prompt random for times alone.",
         )
     return ids[:seqlen]

@@ -49,10 +49,12 @@ class Loader(Protocol):
 
 
 def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
-    """Where captures go without --out: in the assets cache of huggingface_hub, by model, prompt and layers."""
+    """Where captures go without --out: in the assets cache of huggingface_hub, by model, layers, prompt and how it is
+    served."""
     from huggingface_hub import cached_assets_path
 
-    key = [checkpoint.revision, *(prompt.token_sha256 for prompt in prompts), *(str(layer.index) for layer in layers)]
+    served = [(prompt.token_sha256, prompt.batch, prompt.serving.model_dump(mode="json")) for prompt in prompts]
+    key = [checkpoint.revision, served, [layer.index for layer in layers]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     lengths = "-".join(str(prompt.seqlen) for prompt in prompts)
     return cached_assets_path("ssdprof", namespace=checkpoint.repo_id, subfolder=f"{lengths}-{digest}")

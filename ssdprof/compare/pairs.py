@@ -48,7 +48,7 @@ def _pair(
     if base.shape != new.shape:
         shape = f"other shape: {base.shape}, now {new.shape}"
         return Pair(base=base, new=new, incomparable=(shape,), other_inputs=shape)
-    before, now = one.inputs.get(base.tokens), other.inputs.get(new.tokens)
+    before, now = one.inputs.get(base.prompt), other.inputs.get(new.prompt)
     return Pair(
         base=base,
         new=new,
@@ -79,14 +79,16 @@ def _prefills(base: Row, new: Row, machine: Sequence[Difference], smallest: floa
 
 
 def totals(found: Sequence[Pair], kind: str, smallest: float) -> Iterator[Total]:
-    """Every implementation and precision: the layers of a prompt together, or the lengths of a bench's shape or of the
-    prefills with the same surroundings."""
+    """Every implementation and precision: the layers of a prompt together, or the chunks or decode steps of all layers,
+    or the lengths of a bench's shape or of the prefills with the same surroundings."""
     groups: dict[tuple[str, TotalOver, str, PrecisionRecord, TotalBy], list[Change]] = {}
     for pair in found:
         if pair.judged_by is not None:
             row = pair.row
-            over: TotalOver = "layer" if kind == "run" and not row.prefill else "length"
-            where = row.tokens if over == "layer" else row.where
+            over: TotalOver = "length"
+            if kind == "run" and not row.prefill:
+                over = "layer" if row.calls == row.tokens else "call"
+            where = row.where if over == "length" else row.calls
             by: TotalBy = "speedup" if not pair.time else "call time" if row.prefill else "device time"
             groups.setdefault((where, over, row.implementation, row.precision, by), []).append(pair.judged_by)
     for (where, over, implementation, precision, by), changes in groups.items():

@@ -14,13 +14,14 @@ from ssdprof.schema import CheckpointRef, RunReport
 from ssdprof.schema.comparison import Side
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.prefill_rows import of_prefill, of_report
-from ssdprof.schema.rows import Row, of_answers, of_run, tokens
+from ssdprof.schema.rows import Row, of_answers, of_run
+from ssdprof.schema.serving import tokens
 from ssdprof.schema.stalls import StallReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty for a bench, which has a fixed seed, and for
+    """inputs: what the cases of a prompt ran on, by `Row.prompt`; empty for a bench, which has a fixed seed, and for
     prefill times, which depend on shapes."""
 
     side: Side

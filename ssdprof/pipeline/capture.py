@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ssdprof.capture import store
@@ -11,6 +13,7 @@ from ssdprof.pipeline.model import load, run_model, store_in
 from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.subject import Subject, find
 from ssdprof.progress import Watcher
+from ssdprof.report.format import plural
 from ssdprof.schema import CaptureManifest
 
 
@@ -30,8 +33,21 @@ def capture(
     folder = out or store.default_folder(subject.ref, loaded.prompts, subject.layers)
     with (
         limits.memory_errors(),
-        store_in(folder, subject, loaded, overwrite=overwrite) as writer,
+        _told(store_in(folder, subject, loaded, overwrite=overwrite), subject.calls) as writer,
         watcher.step("Capturing layers", subject.calls) as advance,
     ):
         run_model(subject, loaded, writer.add, lambda _: advance(1))
     return folder, writer.manifest
+
+
+@contextmanager
+def _told(writer: store.CaptureWriter, calls: int) -> Iterator[store.CaptureWriter]:
+    """The writer's context; an interrupt says what is kept.  calls: to be captured."""
+    try:
+        with writer:
+            yield writer
+    except KeyboardInterrupt:
+        if not writer.manifest.layers:
+            raise
+        kept = f"What was captured is kept in {writer.folder}, marked as incomplete"
+        raise KeyboardInterrupt(f"{kept}: {len(writer.manifest.layers):,} of {plural(calls, 'call')}.") from None

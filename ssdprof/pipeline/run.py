@@ -202,7 +202,8 @@ def _replaying(
             inputs = tensor_parallel.first_rank(captured.inputs, wanted.tensor_parallel)
             inputs, lost = cast_inputs(inputs, cast_to)
             recorder.captured(captured.layer, captured.remark)
-            recorder.captured(captured.layer, lost and f"{captured.layer.name}: {lost}")
+            where = f"{captured.layer.name}, {captured.call}" if captured.call else captured.layer.name
+            recorder.captured(captured.layer, lost and f"{where}: {lost}")
             step = captured.call is not None and captured.call.kind == "decode"
             replay_layer(captured.layer, inputs, of_steps if step else options, captured.call)
             del inputs

@@ -38,6 +38,13 @@ def of_request(request: StallRequest, run: tuple[Path, RunReport] | None, watche
             f"The inputs of this run were {run[1].cast}, and stalls are profiled in the model's own dtype.",
             "Name the model or its captures instead of the run.",
         )
+    asked = run[1].asked if run is not None else None
+    if asked is not None and asked.tensor_parallel > 1:
+        raise BadInputError(
+            f"This run replayed the share of the first of {asked.tensor_parallel} tensor-parallel ranks, and stalls "
+            "are profiled with all heads.",
+            "Name the model or its captures instead of the run.",
+        )
     place = run[0] / runs.CAPTURES if run is not None else Path(request.where or "").expanduser()
     if is_capture(place):
         yield _stored(place, request)
@@ -75,7 +82,10 @@ def middle_layer(asked: CaptureRequest, report: RunReport) -> CaptureRequest:
 @contextmanager
 def _captured_anew(wanted: CaptureRequest, request: StallRequest, watcher: Watcher) -> Iterator[Captured]:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
-        folder, _ = capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        try:
+            folder, _ = capture(wanted, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # what it kept goes with the folder
         yield _stored(folder, request)
 
 
@@ -88,8 +98,7 @@ def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> L
     found = [
         stored
         for stored in manifest.layers
-        if all(knows(operators.get(stored.layer.operator), word) for word in request.implementations)
-        and (stored.call is None or stored.call.kind == "packed")
+        if all(knows(operators.get(stored.layer.operator), word) for word in request.implementations) and stored.whole
     ]
     if request.layer is not None:
         found = [stored for stored in found if stored.layer.index == request.layer]

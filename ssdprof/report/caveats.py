@@ -58,8 +58,8 @@ def _of_libraries(report: RunReport) -> Iterator[str]:
 
 
 def _longest_sequence(report: RunReport, group: Group) -> int | None:
-    """Tokens of the group's longest sequence; None if its calls begin with a state."""
-    if group.call is None:
+    """Tokens of the group's longest sequence; None if a call begins with a state."""
+    if group.call is None or (group.call.kind == "chunk" and group.call.count == 1):
         return group.seqlen
     if group.call.kind != "packed":
         return None

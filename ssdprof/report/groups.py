@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ssdprof.report import format as fmt
-from ssdprof.report.serving import call_words
 from ssdprof.schema import CallRef, CaseResult, LayerRef, PrecisionRecord, RunReport
 from ssdprof.schema.base import kernel_name
+from ssdprof.schema.serving import call_words
 
 _INTERMEDIATES = ("exact", "relaxed")
 _STATES = ("fp64", "fp32", "fp16", "bf16")
@@ -83,13 +83,16 @@ class Group:
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"."""
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11 steps in 3 layers"."""
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0].index}" if layers == 1 else f"{layers} layers"
-        each = self.calls // layers
-        if self.calls == layers:
-            return of_layers
         noun = "step" if self.steps else "chunk"
+        calls = {self.at_layer(layer).calls for layer in self.layers}
+        if len(calls) > 1:
+            return f"{fmt.plural(self.calls, noun)} in {of_layers}"
+        each = calls.pop()
+        if each == 1:
+            return of_layers
         return f"{fmt.plural(each, noun)} in {'' if layers == 1 else 'each of '}{of_layers}"
 
     @property
@@ -141,16 +144,15 @@ def groups(report: RunReport) -> tuple[Group, ...]:
         call, size = case.call, (case.dims.seqlen, case.dims.batch)
         prompt = call.prompt_seqlen if call else size[0]
         found.setdefault((prompt, not (call and call.kind == "decode"), *size), []).append(case)
-    steps = report.asked.steps if report.asked else None
     return tuple(
         Group(
             seqlen,
             batch,
             tuple(cases),
-            baseline=report.baseline if prompts or steps is None else steps.baseline,
+            baseline=report.baseline_of(cases[0].call),
             call=cases[0].call,
         )
-        for (_, prompts, seqlen, batch), cases in sorted(found.items(), key=lambda item: item[0], reverse=True)
+        for (_, _, seqlen, batch), cases in sorted(found.items(), key=lambda item: item[0], reverse=True)
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ssdprof.schema import CaseResult, Deviation, LayerRef, TensorAccuracy
+from ssdprof.schema import CallRef, CaseResult, Deviation, LayerRef, TensorAccuracy
 
 TensorName = Literal["out", "final_states"]
 
@@ -16,7 +16,7 @@ TensorName = Literal["out", "final_states"]
 class Pooled:
     """Deviations of several layers as one: elements pooled, the worst of all maxima.
 
-    `largest` is the deviation that holds max_abs, `layer` its layer; rms_ratio is that of the worst layer.
+    `largest` is the deviation that holds max_abs, of `layer` and its `call`; rms_ratio is that of the worst call.
     """
 
     elements: int
@@ -24,6 +24,7 @@ class Pooled:
     max_abs: float
     largest: Deviation
     layer: LayerRef
+    call: CallRef | None
     parts: tuple[Deviation, ...]
 
     @property
@@ -53,20 +54,21 @@ def pool(
 ) -> Pooled | None:
     """The deviations that `which` picks out of every case that has one; None if none has."""
     found = [
-        (case.layer, deviation)
+        (case, deviation)
         for case in cases
         for accuracy in case.accuracy
         if accuracy.tensor == tensor and (deviation := which(accuracy)) is not None
     ]
     if not found:
         return None
-    layer, largest = max(found, key=lambda pair: nan_is_worst(pair[1].max_abs))
+    worst, largest = max(found, key=lambda pair: nan_is_worst(pair[1].max_abs))
     return Pooled(
         elements=sum(deviation.elements for _, deviation in found),
         rms_ratio=max((deviation.rms_ratio for _, deviation in found), key=nan_is_worst),
         max_abs=largest.max_abs,
         largest=largest,
-        layer=layer,
+        layer=worst.layer,
+        call=worst.call,
         parts=tuple(deviation for _, deviation in found),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ssdprof.report import format as fmt
-from ssdprof.schema import CallRef, Serving
+from ssdprof.schema import Serving
 
 
 def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1) -> str:
@@ -27,14 +27,3 @@ def _parts(serving: Serving, batch: int, tensor_parallel: int) -> Iterator[str]:
         yield f"{fmt.plural(serving.decode, 'decode step')}, computed by the whole model"
     if tensor_parallel > 1:
         yield f"the first of {tensor_parallel} tensor-parallel ranks"
-
-
-def call_words(call: CallRef | None, seqlen: int, batch: int) -> str:
-    """Where a number was measured, with its preposition: "at 131,072 tokens", "in decode steps after 512 tokens"."""
-    size = fmt.tokens(seqlen, batch)
-    if call is None:
-        return f"at {size}"
-    if call.kind == "packed":
-        return f"at {size} in {fmt.plural(call.sequences, 'packed sequence')}"
-    prompt = fmt.tokens(call.prompt_seqlen, call.sequences)
-    return f"in chunks of {size} of {prompt}" if call.kind == "chunk" else f"in decode steps after {prompt}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
@@ -62,7 +63,7 @@ def _together(found: tuple[Group, ...], name: str) -> str:
     parts = (
         f"FAILED: {'; '.join(troubles)}." if troubles else "",
         merged_statement.speed(found, name),
-        merged_statement.exactness(compared[0], name) if compared else "",
+        _placed(merged_statement.exactness(compared[0], name), compared) if compared else "",
     )
     return " ".join(part for part in parts if part)
 
@@ -77,8 +78,14 @@ def _text(found: tuple[Group, ...], name: str, precision: PrecisionRecord) -> st
     if speeds:
         parts.append(_speed(speeds))
     if compared:
-        parts.append(_exactness(*compared[0]))
+        parts.append(_placed(_exactness(*compared[0]), [group for group, _ in compared]))
     return " ".join(parts)
+
+
+def _placed(text: str, compared: Sequence[Group]) -> str:
+    """A sentence on the first of the groups, which it names if it is not the only one."""
+    where = compared[0].where
+    return f"{where[0].upper()}{where[1:]}, {text}" if len(compared) > 1 else text
 
 
 def _speed(speeds: list[tuple[Group, TotalSpeed]]) -> str:

@@ -74,7 +74,7 @@ def _of_checkpoint(ref: CheckpointRef) -> Iterator[str]:
 
 
 def _of_prompts(ref: CheckpointRef, prompts: Sequence[Prompt]) -> Iterator[str]:
-    longest = max(prompt.seqlen for prompt in prompts)
+    longest = max(max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in prompts)
     if ref.trained_context is not None and longest > ref.trained_context:
         yield (
             f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from ssdprof import __version__, environment
+from ssdprof.errors import SsdprofError
 from ssdprof.files import uninterrupted
 from ssdprof.progress import Watcher
 from ssdprof.runs.folder import RunFolder
 from ssdprof.runs.notes import notes, of_absent, of_cast, of_placement, of_ranks
 from ssdprof.schema import NO_GATES, Answers, Asked, CaseResult, CheckpointRef, Gates, LayerRef, Prompt, RunReport
 from ssdprof.schema.placement import Placement
+
+SLOW_S = 0.05  # a write that takes longer is followed by a pause
+PAUSE = 10  # times as long as the write
 
 
 def draft(
@@ -61,17 +66,31 @@ def draft(
 
 
 class Recorder:
-    """The report of one run as it grows, on disk from its first case on: before that there is nothing to read."""
+    """The report of one run as it grows, on disk from its first case on: before that there is nothing to read.
+
+    It is written as a whole.  A write that took long is not repeated at once, because writing a report of thousands of
+    chunks after each of them would take hours.  When the run ends, the report on disk is up to date; only SIGKILL may
+    lose the cases of the last few seconds.
+    """
 
     def __init__(self, folder: RunFolder, draft: RunReport) -> None:
         self.folder = folder
         self.report = draft
+        self._on_disk: RunReport | None = None
+        self._due_s = 0.0  # by time.monotonic; the next write waits for it
 
     def update(self, **fields: Any) -> None:
         """Replace fields of the report, on disk too."""
         self.report = self.report.model_copy(update=fields)
-        if self.begun or self.report.state == "complete":
-            self.folder.write(self.report)
+        if self.report.state == "complete" or (self.begun and time.monotonic() >= self._due_s):
+            self._write()
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        self.folder.write(self.report)
+        self._on_disk, ended = self.report, time.monotonic()
+        if ended - began > SLOW_S:
+            self._due_s = ended + PAUSE * (ended - began)
 
     def captured(self, layer: LayerRef, remark: str = "") -> None:
         """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
@@ -97,8 +116,11 @@ class Recorder:
         """Everything was recorded."""
         self.update(state="complete")
 
-    def broken_off(self, error: BaseException) -> None:
+    def broken_off(self, error: BaseException) -> None:  # noqa: ARG002  # ranks look at it
         """Something ended the run before its end; what is recorded stays partial."""
+        if self.begun and self._on_disk is not self.report:
+            with suppress(SsdprofError):  # the disk may be what ended it
+                self._write()
 
     @property
     def lost(self) -> str:

@@ -42,6 +42,7 @@ class Sender(Recorder):
     def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
         super().__init__(folder, draft)
         self._ranks = ranks
+        self._heir: Recorder | None = None  # of the first rank's report
 
     def captured(self, layer: LayerRef, remark: str = "") -> None:
         super().captured(layer, remark)
@@ -74,7 +75,13 @@ class Sender(Recorder):
             self._ranks.send(json.dumps({"failed": why}))
 
     @property
+    def lost(self) -> str:
+        return self._ranks.gone((FIRST,)).message if FIRST in self._ranks.lost() else ""
+
+    @property
     def kept(self) -> str:
+        if self.lost:
+            return self._heir.kept if self._heir else "No report is kept."
         return f"Rank {self._ranks.rank} of {self._ranks.count} has sent its results to the first one."
 
     def _inherit(self) -> None:
@@ -98,6 +105,7 @@ class Sender(Recorder):
                 _take(heir, message)
         if lost := self._ranks.lost():
             heir.report = _noted(heir.report, self._ranks.gone(lost).message)
+        self._heir = heir
         if heir.begun and heir.report != left:
             folder.write(heir.report)
 
@@ -145,7 +153,7 @@ class Gatherer(Recorder):
         self._gather()
         if (why := self._why()) and self.begun:
             self.report = _noted(self.report, why)
-            self.folder.write(self.report)
+        super().broken_off(error)
         if why or isinstance(error, KeyboardInterrupt):  # else the others name this rank
             self._ranks.end()
 

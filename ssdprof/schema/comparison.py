@@ -15,7 +15,7 @@ from ssdprof.schema.speed import Interval, Verdict
 
 COMPARISON_VERSION = 1
 TotalBy = Literal["device time", "call time", "speedup"]
-TotalOver = Literal["layer", "length"]
+TotalOver = Literal["layer", "call", "length"]
 
 
 class Side(Record):
@@ -106,7 +106,9 @@ class Total(Record):
     Its interval takes every case at its own bound, as if all erred the same way.
     """
 
-    where: str  # "131,072 tokens"; of a bench a shape and a dtype; "prefill, bundled surroundings"
+    # "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype; of prefills "prefill, bundled
+    # surroundings"
+    where: str
     over: TotalOver  # what its cases are
     implementation: str
     precision: PrecisionRecord

@@ -8,7 +8,8 @@ from ssdprof.schema.checkpoint import CheckpointRef
 from ssdprof.schema.gating import Broken, broken, gate_names
 from ssdprof.schema.machine import Environment
 from ssdprof.schema.prefill import LeftOutLength, Prefill, PrefillCase, PrefillLength, PrefillReport
-from ssdprof.schema.rows import JUDGED, PrefillFigures, Row, tokens
+from ssdprof.schema.rows import JUDGED, PrefillFigures, Row
+from ssdprof.schema.serving import tokens
 
 
 def of_prefill(found: Prefill, checkpoint: CheckpointRef, environment: Environment) -> tuple[Row, ...]:

@@ -12,6 +12,7 @@ from ssdprof.schema.answers import AnswerBand, AnswerCase, Answers
 from ssdprof.schema.base import PrecisionRecord, Record, Status
 from ssdprof.schema.prefill import CallTime, PartName, PrefillSpeedup
 from ssdprof.schema.run import CaseResult, Cast, RunReport
+from ssdprof.schema.serving import call_words, prompt_words, tokens
 from ssdprof.schema.speed import Interval, Launch, Memory, Roofline, Speedup, Timing
 
 JUDGED = "fused"  # the implementation that the gates of benches and prefills are about
@@ -56,13 +57,18 @@ class PrefillFigures(Record):
 
 
 class Row(Record):
-    """where: "layer 3"; of a bench a shape and a dtype.  tokens: "131,072 tokens", "8 x 4,096".
+    """where: "layer 3"; of a bench a shape and a dtype.
+    tokens: "131,072 tokens", "8 x 4,096"; of one of several calls also which: "8 tokens, chunk 2 of 5 of 40 tokens".
+    calls: of a run, all calls of its kind: "131,072 tokens", "chunks of 8 tokens of 40 tokens".
+    prompt: of a run, the tokens of the prompt: "40 tokens".
     shape: the sizes of the call, in words, and whether its inputs were cast; of the whole model, which model it is.
     gated: whether gates judge it; they do not judge the baseline and other libraries.
     """
 
     where: str
     tokens: str
+    calls: str = ""
+    prompt: str = ""
     shape: str
     implementation: str
     variant: str
@@ -124,15 +130,11 @@ class Row(Record):
         return f"{self.place}, {self.implementation}, {self.precision}"
 
 
-def tokens(seqlen: int, batch: int = 1) -> str:
-    """ "131,072 tokens", "32 x 1,024 tokens", as in the tables of a report."""
-    noun = "token" if seqlen == 1 else "tokens"
-    return f"{seqlen:,} {noun}" if batch == 1 else f"{batch} x {seqlen:,} {noun}"
-
-
 def of_run(report: RunReport) -> tuple[Row, ...]:
-    ungated = {report.baseline, *report.libraries}
-    return tuple(_row(case, report.cast, gated=case.implementation not in ungated) for case in report.cases)
+    def is_gated(case: CaseResult) -> bool:
+        return case.implementation not in {report.baseline_of(case.call), *report.libraries}
+
+    return tuple(_row(case, report.cast, gated=is_gated(case)) for case in report.cases)
 
 
 def of_answers(report: RunReport) -> tuple[Row, ...]:
@@ -145,6 +147,7 @@ def _answers(answers: Answers, case: AnswerCase) -> Row:
     return Row(
         where="answers",
         tokens=tokens(answers.seqlen),
+        prompt=tokens(answers.seqlen),
         shape=f"{answers.weights} weights, reference {answers.reference}, layers {layers}",
         implementation=case.implementation,
         variant="",
@@ -159,7 +162,9 @@ def _answers(answers: Answers, case: AnswerCase) -> Row:
 def _row(case: CaseResult, cast: Cast | None, *, gated: bool) -> Row:
     return Row(
         where=f"layer {case.layer.index}",
-        tokens=tokens(case.dims.seqlen, case.dims.batch),
+        tokens=_which(case),
+        calls=call_words(case.call, case.dims.seqlen, case.dims.batch).partition(" ")[2],
+        prompt=prompt_words(case.call, case.dims.seqlen, case.dims.batch),
         shape=f"{case.dims.operator}, {case.dims}{f', {cast}' if cast else ''}",
         implementation=case.implementation,
         variant=case.variant,
@@ -175,6 +180,14 @@ def _row(case: CaseResult, cast: Cast | None, *, gated: bool) -> Row:
         out=errors(case.accuracy, "out"),
         final_states=errors(case.accuracy, "final_states"),
     )
+
+
+def _which(case: CaseResult) -> str:
+    """Which call it is, as no other case of its layer."""
+    size = tokens(case.dims.seqlen, case.dims.batch)
+    if case.call is None:
+        return size
+    return f"{size} {case.call}" if case.call.kind == "packed" else f"{size}, {case.call}"
 
 
 def errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:

@@ -129,6 +129,11 @@ class RunReport(Record):
         """What was done to the dtype of the inputs."""
         return self.asked.cast if self.asked else None
 
+    def baseline_of(self, call: CallRef | None) -> str:
+        """The implementation that the others are compared with in a call."""
+        steps = self.asked.steps if self.asked else None
+        return steps.baseline if steps and call is not None and call.kind == "decode" else self.baseline
+
     @property
     def libraries(self) -> frozenset[str]:
         """Names of other libraries that are only beside the others: a baseline must pass."""

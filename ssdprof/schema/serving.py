@@ -23,6 +23,15 @@ class CallRef(Record):
     prompt_seqlen: int
     sequences: int
 
+    def __str__(self) -> str:
+        """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed sequences"."""
+        if self.kind == "packed":
+            return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}"
+        prompt = tokens(self.prompt_seqlen, self.sequences)
+        if self.kind == "chunk":
+            return f"chunk {self.number:,} of {self.count:,} of {prompt}"
+        return f"decode step {self.number:,} of {self.count:,} after {prompt}"
+
 
 class Serving(Record):
     """How prompts go through the model.  The default: all of a prompt in one call of every operator, and no decoding.
@@ -54,6 +63,30 @@ def _numbered(kind: Literal["chunk", "decode"], count: int, seqlen: int, batch: 
         CallRef(kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch)
         for number in range(1, count + 1)
     ]
+
+
+def tokens(seqlen: int, batch: int = 1) -> str:
+    """ "131,072 tokens", "32 x 1,024 tokens", as in the tables of a report."""
+    noun = "token" if seqlen == 1 else "tokens"
+    return f"{seqlen:,} {noun}" if batch == 1 else f"{batch} x {seqlen:,} {noun}"
+
+
+def call_words(call: CallRef | None, seqlen: int, batch: int) -> str:
+    """Where a number was measured, with its preposition: "at 131,072 tokens", "in decode steps after 512 tokens"."""
+    size = tokens(seqlen, batch)
+    if call is None:
+        return f"at {size}"
+    if call.kind == "packed":
+        return f"at {size} {call}"
+    prompt = prompt_words(call, seqlen, batch)
+    return f"in chunks of {size} of {prompt}" if call.kind == "chunk" else f"in decode steps after {prompt}"
+
+
+def prompt_words(call: CallRef | None, seqlen: int, batch: int) -> str:
+    """The tokens of the prompt that a call of this size belongs to; of all packed sequences together."""
+    if call is None or call.kind == "packed":
+        return tokens(seqlen, batch)
+    return tokens(call.prompt_seqlen, call.sequences)
 
 
 def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
     """The captured inputs of one layer.  Raises BadInputError if they are not in the folder."""
     manifest, read = store.load(folder)
     for stored in manifest.layers:
-        if stored.layer.index == layer and stored.seqlen == seqlen:
+        if stored.layer.index == layer and stored.seqlen == seqlen and stored.whole:
             return read(stored, device).inputs
     raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
 

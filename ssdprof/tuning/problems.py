@@ -53,6 +53,7 @@ def captured(
 ) -> tuple[Workload, ...]:
     """The operator's middle layer in a folder of captures, or of a run that has kept its captures, at each length.
 
+    Decode steps are left out: the kernels that are tuned are made for prompts.
     seqlens: those wanted; None for all that there are.  Raises BadInputError if there is no such layer.
     """
     folder = Path(where).expanduser()
@@ -63,7 +64,7 @@ def captured(
                 f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
             )
     manifest, read = store.load(folder)
-    layers = [stored for stored in manifest.layers if stored.layer.operator == operator.name]
+    layers = [stored for stored in manifest.layers if stored.layer.operator == operator.name and not stored.is_step]
     lengths = sorted({stored.seqlen for stored in layers} & set(seqlens or [stored.seqlen for stored in layers]))
     if not lengths:
         raise BadInputError(

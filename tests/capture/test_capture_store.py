@@ -23,7 +23,7 @@ from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, l
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt
+from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
 
 LENGTH = 50
 
@@ -426,8 +426,10 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) 
     assert load(tmp_path)[0].complete
 
 
-def test_the_default_folder_is_one_per_model_prompt_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
+def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     ref, refs = tiny_models.checkpoint_ref("mamba2"), tiny_models.layer_refs("mamba2")
     ref = ref.model_copy(update={"repo_id": "org/name", "revision": "a" * 40})
     folder = default_folder(ref, [prompt()], refs)
@@ -437,9 +439,11 @@ def test_the_default_folder_is_one_per_model_prompt_and_layers(tmp_path: Path, m
     others = {
         default_folder(ref.model_copy(update={"revision": "b" * 40}), [prompt()], refs),
         default_folder(ref, [prompt().model_copy(update={"token_sha256": "1" * 64})], refs),
+        default_folder(ref, [prompt().model_copy(update={"serving": Serving(chunk=16)})], refs),
+        default_folder(ref, [prompt().model_copy(update={"serving": Serving(packed=(24, 16))})], refs),
         default_folder(ref, [prompt()], refs[:1]),
     }
-    assert len({folder, *others}) == 4
+    assert len({folder, *others}) == 6
 
 
 def test_a_manifest_survives_json() -> None:

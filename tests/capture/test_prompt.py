@@ -1,11 +1,14 @@
 import hashlib
 import json
+import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ssdprof.capture import text
+from ssdprof.capture.pieces import pieces
 from ssdprof.capture.prompt import LONGEST_SEQLEN, build_prompt, parse_seq, parse_seqs
 from ssdprof.errors import BadInputError, ExitCode
 
@@ -167,6 +170,28 @@ def test_too_short_a_file_says_how_many_tokens_it_gave_and_is_not_repeated(tmp_p
     assert build_prompt(DEMO, 1200, kind="file", file=file)[0].shape == (1, 1200)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "hint"),
+    [
+        ({"seqlen": 100}, "Ask for at most --seq 46, "),
+        ({"seqlen": 100, "batch": 4}, "Ask for at most --seq 43, "),
+        ({"seqlen": 5, "batch": 100}, "Ask for at most --batch 42, "),
+        ({"seqlen": 100, "batch": 100}, "Ask for a shorter --seq and a smaller --batch, "),
+        ({"seqlen": 150, "packed": (100, 50)}, "Ask for fewer or shorter sequences of --packed, "),
+    ],
+)
+def test_the_hint_for_too_short_a_file_names_what_fits(tmp_path: Path, lengths: dict[str, Any], hint: str) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("x" * 46)  # the demo's tokens are bytes
+    with pytest.raises(BadInputError) as error:
+        build_prompt(DEMO, kind="file", file=file, **lengths)
+    assert error.value.hint.startswith(hint)
+    found = re.fullmatch(r"Ask for at most --(seq|batch) (\d+), ", hint)
+    if found:
+        fitting = lengths | {"seqlen" if found[1] == "seq" else "batch": int(found[2])}
+        build_prompt(DEMO, kind="file", file=file, **fitting)
+
+
 def test_the_default_text_can_be_too_short_as_well() -> None:
     with pytest.raises(BadInputError, match="The default text is too short: it gives 1,001,975 tokens"):
         build_prompt(DEMO, 2**20)
@@ -263,6 +288,15 @@ def test_a_batch_is_cut_from_the_text_with_the_special_token_in_front_of_every_r
     assert ids[:, 0].tolist() == [0, 0, 0]
     assert ids[:, 1:].flatten().tolist() == alone[0, 1:28].tolist()
     assert "3 pieces of it one behind the other" in prompt.source
+
+
+def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> None:
+    class Both:
+        def encode(self, text: str) -> list[int]:
+            return [0, *map(ord, text), 1]
+
+    ids, _ = pieces(Both(), Both().encode("abcdef")[:6], (3, 3))  # type: ignore[arg-type]
+    assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
 
 
 def test_packed_sequences_are_cut_like_a_batch(tokenizer_folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from compare.changed import FUSED, fused, other_machine, run, slowed
 from fakes import contender, measured
 from fakes import report as bench_report
-from report.make import RELAXED_FP32, failed, make_checkpoint, make_prompt
+from report.make import RELAXED_FP32, failed, in_calls, make_checkpoint, make_prompt
 
 from ssdprof.bench.schema import BenchReport
 from ssdprof.bench.schema import dump as dump_bench
@@ -64,6 +64,35 @@ def test_a_run_does_not_differ_from_itself(compared: Callable[..., Comparison]) 
     assert {pair.verdict for pair in found.pairs} == {"no difference"}
     assert not any(pair.other_inputs or pair.incomparable for pair in found.pairs)
     assert {total.cases for total in found.totals} == {2}
+
+
+def test_every_chunk_of_a_prompt_is_compared(compared: Callable[..., Comparison]) -> None:
+    """Also where the last one, of the same size, did not change."""
+    base = in_calls(run(seqlens=(8,)), count=3)
+
+    def first_is_slow(case: CaseResult) -> CaseResult:
+        return slowed(1.5, fused)(case) if case.call and case.call.number == 1 else case
+
+    new = base.model_copy(update={"cases": tuple(map(first_is_slow, base.cases))})
+    found = compared(base, new, "slower:3%")
+    assert len(found.pairs) == len(base.cases)
+    slow = [one.row for condition in found.conditions for one in condition.offenders]
+    precisions = ("exact, fp32 states", "relaxed, fp32 states")
+    assert sorted(slow) == sorted(
+        f"layer {layer}, 8 tokens, chunk 1 of 3 of 24 tokens, fused, {precision}"
+        for layer in (0, 9)
+        for precision in precisions
+    )
+    total = found.totals[-1]
+    assert (total.where, total.over, total.cases) == ("chunks of 8 tokens of 24 tokens", "call", 6)
+
+
+def test_errors_of_chunks_of_other_prompts_are_not_compared(compared: Callable[..., Comparison]) -> None:
+    base = in_calls(run(seqlens=(8,)))
+    other = tuple(prompt.model_copy(update={"token_sha256": "ab" * 32}) for prompt in base.prompts)
+    found = compared(base, base.model_copy(update={"prompts": other}), "rms:0%")
+    assert not found.passed
+    assert all(pair.other_inputs for pair in found.pairs)
 
 
 def test_a_ratio_and_its_interval(compared: Callable[..., Comparison]) -> None:

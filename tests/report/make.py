@@ -115,6 +115,51 @@ def make_prompt(seqlen: int, **fields: Any) -> schema.Prompt:
     return prompt.model_copy(update=fields)
 
 
+def in_calls(report: RunReport, count: int = 3) -> RunReport:
+    """The same of a chunked prefill: every case of a whole prompt becomes one for each of `count` chunks."""
+    (prompt,) = report.prompts
+    whole = count * prompt.seqlen
+    calls = schema.Serving(chunk=prompt.seqlen).calls(whole)
+    cases = tuple(case.model_copy(update={"call": call}) for call in calls for case in report.cases)
+    served = {"seqlen": whole, "serving": schema.Serving(chunk=prompt.seqlen)}
+    return report.model_copy(update={"cases": cases, "prompts": (prompt.model_copy(update=served),)})
+
+
+def with_steps(report: RunReport, count: int = 2) -> RunReport:
+    """The same and decode steps after its prompt: with the numbers of the exact cases with fp32 states."""
+    (prompt,) = report.prompts
+    steps = schema.StepsAsked(
+        implementations=("unfused_step", "recurrent"), precisions=(EXACT_FP32,), baseline="unfused_step"
+    )
+    names = {"unfused": "unfused_step", "fused": "recurrent"}
+    exact = [case for case in report.cases if case.precision == EXACT_FP32]
+    found = [
+        case.model_copy(
+            update={
+                "call": call,
+                "implementation": names[case.implementation],
+                "dims": case.dims.model_copy(update={"seqlen": 1}),
+                "speedup": case.speedup and case.speedup.model_copy(update={"baseline": f"unfused_step {EXACT_FP32}"}),
+            }
+        )
+        for call in schema.Serving(decode=count).calls(prompt.seqlen)[1:]
+        for case in exact
+    ]
+    asked = schema.Asked(
+        implementations=("unfused", "fused"),
+        precisions=tuple(dict.fromkeys(case.precision for case in report.cases)),
+        layers=report.captured_layers,
+        steps=steps,
+    )
+    return report.model_copy(
+        update={
+            "cases": (*report.cases, *found),
+            "asked": asked,
+            "prompts": (prompt.model_copy(update={"serving": schema.Serving(decode=count)}),),
+        }
+    )
+
+
 def served(case: CaseResult, kind: Literal["packed", "chunk"], prompt_seqlen: int, sequences: int = 1) -> CaseResult:
     """The same of a packed call, or of the first of two chunks."""
     count = 2 if kind == "chunk" else 1

@@ -1,11 +1,23 @@
 """The report on one screen."""
 
 import pytest
-from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_clocks, make_prompt, make_report, served, with_scale
+from report.make import (
+    ALL_PRECISIONS,
+    RELAXED_FP16,
+    failed,
+    make_clocks,
+    make_prompt,
+    make_report,
+    served,
+    with_scale,
+    with_steps,
+)
 from report.test_terminal_report import printed
 
 from ssdprof.report import brief
+from ssdprof.report.groups import groups
 from ssdprof.report.origin import MEANINGS
+from ssdprof.report.tables.brief import accuracy, speed
 from ssdprof.runs import read
 from ssdprof.schema import EXACT_FP32, Serving
 
@@ -120,8 +132,26 @@ def test_what_a_server_sees_is_in_the_titles():
     assert text.startswith("ssdprof: ibm-granite/granite-4.0-h-small, 1,536 tokens,")
     for tokens in ("1,024", "512"):
         assert f"\nchunks of {tokens} " in text
+    of_another = [served(case, "chunk", 3072) for case in chunks.cases]
+    text = printed(brief.render(chunks.model_copy(update={"cases": (*chunks.cases, *of_another)})))
+    for row in ("1,024 of 3,072 ", "1,024 of 2,048 "):
+        assert text.count(f"\n{row}") == 2 * len(TWO), "chunks of one length of two prompts"
     prompts = (make_prompt(1024, serving=Serving(packed=(512, 256, 128, 128))),)
     packed = make_report(
         seqlens=(1024,), precisions=TWO, prompts=prompts, change=lambda case: served(case, "packed", 1024, 4)
     )
     assert "Accuracy of the output, 1,024 tokens in 4 packed sequences, fused" in printed(brief.render(packed), 160)
+
+
+def test_the_baseline_of_decode_steps_is_not_called_that_of_prompts():
+    headers = {name for table in (speed, accuracy) for name in table(groups(with_steps(make_report()))).headers}
+    assert {"baseline,\ndevice", "equal to\nbaseline"} < headers
+    report = with_steps(make_report())
+    without = report.model_copy(
+        update={"cases": tuple(case for case in report.cases if case.implementation != "fused")}
+    )
+    steps = accuracy(groups(without))  # nothing is compared in the prompt
+    assert ", decode steps after 131,072 tokens, recurrent" in steps.title
+    assert "equal to\nunfused_step" in steps.headers
+    of_prompts = accuracy(groups(make_report())).headers
+    assert "equal to\nunfused" in of_prompts

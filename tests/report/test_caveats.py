@@ -1,6 +1,6 @@
 """What a reader must know to trust the numbers."""
 
-from report.make import EXACT_FP16, make_checkpoint, make_clocks, make_prompt, make_report, served
+from report.make import EXACT_FP16, in_calls, make_checkpoint, make_clocks, make_prompt, make_report, served
 
 from ssdprof.report.caveats import caveats
 from ssdprof.schema import EXACT_FP32, Serving
@@ -17,6 +17,13 @@ def test_caveats_are_throttling_and_the_notes_of_the_run():
 def test_a_prompt_of_one_chunk_does_not_test_the_states():
     (caveat,) = caveats(make_report(gpu=False, seqlens=(256, 257)))
     assert caveat.startswith("256 tokens are no more than one chunk of 256: no state is passed on")
+
+
+def test_a_chunked_prefill_in_a_single_chunk_does_not_test_the_states():
+    """No chunk before it left a state."""
+    (caveat,) = caveats(in_calls(make_report(seqlens=(256,)), count=1))
+    assert caveat.startswith("A sequence of at most 256 tokens is no more than one chunk of 256: no state is passed on")
+    assert caveats(in_calls(make_report(seqlens=(256,)), count=2)) == ()
 
 
 def test_packed_sequences_of_one_chunk_each_do_not_test_the_states():

@@ -1,6 +1,6 @@
 """Which cases may be compared and added up."""
 
-from report.make import ALL_PRECISIONS, EXACT_FP16, RELAXED_FP16, make_report
+from report.make import ALL_PRECISIONS, EXACT_FP16, RELAXED_FP16, in_calls, make_report
 
 from ssdprof.report.groups import baselines, groups
 from ssdprof.schema import EXACT_FP32
@@ -33,3 +33,15 @@ def test_baselines_in_words():
     assert baselines("unfused", same) == "unfused, exact, with the same state dtype"
     assert baselines("unfused", [(RELAXED_FP16, "other")]) == "other"
     assert baselines("unfused", []) == "unfused"
+
+
+def test_the_calls_of_a_run_that_was_broken_off_are_counted():
+    report = in_calls(make_report(layers=(0, 9), seqlens=(8,)), count=3)
+
+    def extent(wanted):
+        (group,) = groups(report.model_copy(update={"cases": tuple(filter(wanted, report.cases))}))
+        return group.extent
+
+    assert extent(lambda _: True) == "3 chunks in each of 2 layers"
+    assert extent(lambda case: case.layer.index == 0 or case.call.number == 1) == "4 chunks in 2 layers"
+    assert extent(lambda case: case.layer.index == 0) == "3 chunks in layer 0"

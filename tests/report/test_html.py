@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 import render_results
-from report.make import ALL_PRECISIONS, RELAXED_FP16, failed, make_checkpoint, make_report, with_scale
+from report.make import (
+    ALL_PRECISIONS,
+    RELAXED_FP16,
+    failed,
+    in_calls,
+    make_checkpoint,
+    make_report,
+    with_scale,
+    with_steps,
+)
 from report.pages import Page
 
 from ssdprof import runs
@@ -183,6 +192,26 @@ def test_what_failed_is_marked_and_what_did_not_run_says_why():
     assert (refused.text, refused.hover) == ("refused", "layer 27 <is> & broken")
 
 
+def test_of_the_chunks_of_a_layer_the_worst_is_shown():
+    """One that failed is not hidden behind the first."""
+    report = in_calls(make_report(layers=(0, 9), seqlens=(8,), precisions=(EXACT_FP32,)), count=3)
+
+    def change(case):
+        if case.layer.index != 9 or case.call.number != 2:
+            return case
+        (out, *others) = case.accuracy
+        worse = out.vs_oracle.model_copy(update={"rms_ratio": 0.5})
+        return case.model_copy(update={"accuracy": (out.model_copy(update={"vs_oracle": worse}), *others)})
+
+    (group,) = groups(report.model_copy(update={"cases": tuple(map(change, report.cases))}))
+    cell = heat_map(group, "fused").rows[1].cells[0]
+    assert cell.text == "0.5"
+    assert "chunk 2 of 3 of 24 tokens" in cell.hover
+    wrong = tuple(failed(case, "out of memory", "why") if case.call.number == 2 else case for case in report.cases)
+    (group,) = groups(report.model_copy(update={"cases": wrong}))
+    assert all(row.cells[0].failed for row in heat_map(group, "fused").rows)
+
+
 def test_nothing_compared_has_no_heat_map():
     report = make_report(change=lambda case: failed(case, "refused", "no"))
     assert heat_map(groups(report)[0], "fused") is None
@@ -217,6 +246,21 @@ def test_pictures_need_what_they_show():
     assert plots.roofline(untimed, make_report().ceilings) is None
     assert plots.along_positions(timed[0]) is None
     assert plots.along_positions(groups(make_report(change=with_scale))[0])
+
+
+def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():
+    """Their times are sums over calls, and their speedups are over two baselines."""
+    report = with_steps(make_report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,), change=with_scale))
+    prompt, steps = groups(report)
+    svg = plots.speedups((prompt, steps))
+    words = Page(svg).words
+    assert "times as fast as the baseline, by device time" in words
+    assert "recurrent, exact, fp32, decode steps after 8 tokens" in words
+    assert plots.device_times((prompt, steps)) is None
+    assert plots.largest_errors(steps) is None
+    assert plots.along_positions(steps) is None
+    (chunks,) = groups(in_calls(make_report(seqlens=(8,), change=with_scale)))
+    assert "position in the chunk, tokens" in Page(plots.along_positions(chunks)).words
 
 
 def test_the_pages_of_recorded_runs_are_there_and_are_of_their_runs():

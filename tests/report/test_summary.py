@@ -49,6 +49,7 @@ def test_several_layers_and_prompts_are_named():
     text = said(report)["fused, exact with fp32 states:"]
     assert "at 131,072 tokens, summed over 4 layers; " in text
     assert text.index("131,072 tokens") < text.index("1,024 tokens")
+    assert ". At 131,072 tokens, 99." in text, "of which prompt the errors are"
 
 
 @pytest.mark.parametrize(
@@ -207,8 +208,8 @@ def test_more_than_two_precisions_have_one_statement_from_the_least_to_the_great
     assert text.startswith(f"{fmt.ratio(least)} to {fmt.ratio(greatest)} faster than unfused by device time (call ")
     assert "at 131,072 tokens, summed over 4 layers; " in text
     assert (
-        "at 1,024 tokens. 66.823% to 99.696% of output elements are equal to those of unfused; rms error against fp64 "
-        in text
+        "at 1,024 tokens. At 131,072 tokens, 66.823% to 99.696% of output elements are equal to those of unfused; rms "
+        "error against fp64 " in text
     )
 
 

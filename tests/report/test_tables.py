@@ -6,10 +6,12 @@ from report.make import (
     RELAXED_FP16,
     RELAXED_FP32,
     failed,
+    in_calls,
     make_checkpoint,
     make_clocks,
     make_report,
     with_scale,
+    with_steps,
 )
 
 from ssdprof.report import format as fmt
@@ -90,6 +92,24 @@ def test_facts_name_everything_behind_the_numbers():
     assert "ssdprof 0.1.0" in facts["versions"]
     assert facts["precisions"].count("states") == 4
     assert facts["command"] == "ssdprof run ibm-granite/granite-4.0 --seq 131072"
+
+
+def test_facts_name_the_baseline_of_decode_steps():
+    facts = dict(run.facts(with_steps(make_report())).rows)
+    assert facts["baseline"] == "unfused and unfused_step in decode steps"
+
+
+def test_of_several_chunks_the_worst_call_is_named():
+    (group,) = groups(in_calls(make_report(layers=(0, 9), seqlens=(8,)), count=3))
+    (error, *_) = [name for name in below(accuracy.match(group, "fused", "out"), "fused against fp64") if "rms" in name]
+    assert error == "rms error, worst call"
+    assert accuracy.by_layer(group, "fused").note == "The largest of each layer's chunks."
+    table = accuracy.largest(group, "fused")
+    assert table.headers[5:8] == ("layer", "chunk", "position")
+    assert {row[6] for row in table.rows} <= {"1", "2", "3"}
+    (whole,) = groups(make_report(layers=(0, 9)))
+    assert "chunk" not in accuracy.largest(whole, "fused").headers
+    assert not accuracy.by_layer(whole, "fused").note
 
 
 def test_facts_leave_out_what_there_is_not():

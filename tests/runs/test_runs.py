@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,34 @@ def test_a_run_is_on_disk_from_its_first_case_on() -> None:
         run_that_ends(KeyboardInterrupt(), case)
     _, report = runs.read(None)
     assert (report.state, report.cases) == ("partial", (case,))
+
+
+def test_a_write_that_takes_long_is_not_repeated_for_every_case_and_the_last_one_is_kept() -> None:
+    """A report of thousands of chunks is large, and is written as a whole."""
+    case = make_case(3, 1024, "unfused", EXACT_FP32)
+    written = []
+
+    class Slow(runs.RunFolder):
+        def write(self, report: RunReport) -> None:
+            time.sleep(0.06)
+            written.append(len(report.cases))
+            super().write(report)
+
+    def replay(out: str, ended_by: BaseException | None = None) -> RunReport:
+        draft = make_report(cases=(), state="partial")
+        with (
+            runs.opened(Path(out), "demo") as folder,
+            recorded(Recorder(Slow(folder.path), draft), Silent()) as recorder,
+        ):
+            for _ in range(20):
+                recorder.finished(case)
+            if ended_by:
+                raise ended_by
+        return runs.read(out)[1]
+
+    with pytest.raises(KeyboardInterrupt, match="20 cases"):
+        replay("a", KeyboardInterrupt())
+    assert written == [1, 20]
+    assert len(runs.read("a")[1].cases) == 20
+    report = replay("b")
+    assert (report.state, len(report.cases)) == ("complete", 20)

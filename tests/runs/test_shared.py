@@ -120,12 +120,20 @@ def test_an_interrupt_does_not_keep_a_rank_that_died_from_being_named(
     assert DIED in shared.report.notes
 
 
+def test_an_interrupted_rank_says_that_the_first_died_before_a_case(shared: Shared) -> None:
+    """torchrun interrupts the other ranks as soon as one dies."""
+    shared.kill_first()
+    with pytest.raises(KeyboardInterrupt, match=f"^{DIED}  Nothing had been compared yet, and no report is kept.$"):
+        run(shared.second, then=interrupt)
+
+
 def test_what_was_read_already_is_kept_once(shared: Shared) -> None:
     replay(shared.second, 1)
     replay(shared.first, 0)
     assert shared.kept == [0, 1]
     shared.kill_first()
-    with pytest.raises(KeyboardInterrupt):
+    kept = r"What was done is kept in .*run, marked as partial: 2 cases of 2 layers\."
+    with pytest.raises(KeyboardInterrupt, match=rf"^{DIED}  {kept}$"):
         run(shared.second, then=interrupt)
     assert shared.kept == [0, 1]
     assert DIED in shared.report.notes

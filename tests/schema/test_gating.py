@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from report.make import RELAXED_FP32, failed, make_report
+from report.make import RELAXED_FP32, failed, make_report, with_steps
 from typer.testing import CliRunner
 
 from ssdprof import runs
@@ -31,6 +31,14 @@ def rows_of(**limits: Any) -> dict[str, list[str]]:
 
 def test_gates_that_hold() -> None:
     assert rows_of(**HELD.model_dump()) == {}
+
+
+def test_the_baseline_of_decode_steps_is_not_judged() -> None:
+    """It has no speedup and is compared with nothing."""
+    report = with_steps(make_report(layers=(0, 9), precisions=(EXACT_FP32, RELAXED_FP32), gates=HELD))
+    assert broken(of_run(report), HELD) == ()
+    gated = {row.implementation for row in of_run(report) if row.gated}
+    assert gated == {"fused", "recurrent"}
 
 
 @pytest.mark.parametrize(

@@ -371,6 +371,24 @@ def test_a_run_whose_inputs_were_cast_has_no_stalls_of_its_own(tmp_path: Path, m
     assert "cast from bf16 to fp16" in " ".join(result.stderr.split())
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_run_of_a_share_of_the_heads_has_no_stalls_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from report.make import make_report as run_report
+
+    from ssdprof import runs
+    from ssdprof.schema import Asked
+
+    monkeypatch.chdir(tmp_path)
+    asked = Asked(implementations=(), precisions=(), layers=(), tensor_parallel=2)
+    with runs.opened(tmp_path / "runs" / "a", "m") as opened:
+        opened.write(run_report().model_copy(update={"asked": asked}))
+    result = call("a")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "first of 2 tensor-parallel ranks" in " ".join(result.stderr.split())
+
+
 def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(

@@ -12,10 +12,13 @@ from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
 from ssdprof import kernels, operators
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layout import strides
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.operators.named import Named
-from ssdprof.schema import EXACT_FP32, PrecisionRecord
+from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef, PrecisionRecord, Serving
 from ssdprof.schema.stalls import Launched, Refusal
 from ssdprof.stalls import target
 
@@ -46,6 +49,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return store_layers(tmp_path / "captures", Case(seqlen=32, dtype=torch.bfloat16))
+
+
+def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
+    prompt, step = (Case(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs() for states in (False, True))
+    (call,) = Serving(decode=1).calls(64)[1:]
+    layer = LayerRef(index=5, name="layers.5", operator="ssd")
+    checkpoint = CheckpointRef(
+        requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=(layer,), layer_count=8
+    )
+    with CaptureWriter(tmp_path, checkpoint=checkpoint, prompts=(), segment_length=64) as writer:
+        for inputs, which in ((step, call), (prompt, None)):
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=which))
+    assert target.load(tmp_path, 5, 1, "cpu").initial_states is None
 
 
 def test_one_call_is_profiled_and_those_before_it_are_not(

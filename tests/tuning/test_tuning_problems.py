@@ -20,7 +20,7 @@ from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import LayerRef, Prompt
+from ssdprof.schema import LayerRef, Prompt, Serving
 from ssdprof.tuning import problems
 from ssdprof.tuning.problems import Workload, captured, drawn
 
@@ -64,7 +64,7 @@ def test_states_are_those_of_a_bench() -> None:
 
 @pytest.fixture
 def captures(tmp_path: Path) -> Path:
-    """Three layers at 20 tokens, and the same at 40."""
+    """Three layers at 20 tokens, the same at 40, and a decode step."""
     prompts = [
         Prompt(kind="random", source="ids", tokenizer="none", seqlen=seqlen, token_sha256="0" * 64)
         for seqlen in (20, 40)
@@ -77,10 +77,14 @@ def captures(tmp_path: Path) -> Path:
                 inputs = inputs_of(seqlen)
                 strides = {name: tensor.stride() for name, tensor in tensors(inputs).items()}
                 writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
+        (step,) = Serving(decode=1).calls(40)[1:]
+        inputs = inputs_of(1)
+        strides = {name: tensor.stride() for name, tensor in tensors(inputs).items()}
+        writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides, call=step))
     return tmp_path / "captures"
 
 
-def test_captures_give_their_middle_layer_at_every_length(captures: Path) -> None:
+def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(captures: Path) -> None:
     (problem,) = made(captured(SSD, str(captures), None, CPU))
     assert problem.shape.endswith("layer 1")
     assert problem.tokens == "20 tokens; 40 tokens"

@@ -75,13 +75,13 @@ def from_run(report: RunReport) -> Exported:
         gates=report.gates,
         answer_gates=tuple(dict.fromkeys(name for one in report.answers for name in one.gate.names)),
         rows=(*of_run(report), *of_answers(report)),
-        place=("run", "model", "GPU", "layer", "tokens", "batch", "dimensions"),
+        place=("run", "model", "GPU", "layer", "call", "tokens", "batch", "dimensions"),
         places=(
             *(
-                (*of_model, case.layer.index, case.dims.seqlen, case.dims.batch, str(case.dims))
+                (*of_model, case.layer.index, case.call or "", case.dims.seqlen, case.dims.batch, str(case.dims))
                 for case in report.cases
             ),
-            *((*of_model, "all", one.seqlen, 1, "") for one in report.answers for _ in one.judged),
+            *((*of_model, "all", "", one.seqlen, 1, "") for one in report.answers for _ in one.judged),
         ),
         excused=frozenset(
             number for number, case in enumerate(report.cases) if case.status == "refused" and case not in found.refused

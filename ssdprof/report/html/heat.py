@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssdprof.report import format as fmt
 from ssdprof.report.groups import Group
-from ssdprof.report.pooled import pool
+from ssdprof.report.pooled import nan_is_worst, pool
 from ssdprof.report.tables.accuracy import floor
 from ssdprof.schema import CaseResult, LayerRef, TensorAccuracy
 
@@ -55,7 +56,7 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
                 layer=str(layer.index),
                 floor=fmt.small(_floor(group, layer)),
                 cells=tuple(
-                    _cell(next((case for case in one.cases if case.layer.index == layer.index), None), low, high)
+                    _cell(_worst([case for case in one.cases if case.layer.index == layer.index]), low, high)
                     for one in series
                 ),
             )
@@ -64,6 +65,17 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
         note=f"Colour: from {fmt.small(low)} (none) to {fmt.small(high)} (full), logarithmic.  A cell's tooltip names "
         "the worst head and the place of the largest error.",
     )
+
+
+def _worst(cases: Sequence[CaseResult]) -> CaseResult | None:
+    """One that failed, else the one with the largest error: the chunks or steps of a layer share a cell."""
+
+    def badness(case: CaseResult) -> tuple[bool, bool, float]:
+        out, error = _out(case), _rms(case)
+        failed = case.status not in ("passed", "refused")
+        return out is None and failed, out is not None and not out.passed, nan_is_worst(error or 0.0)
+
+    return max(cases, key=badness, default=None)
 
 
 def _cell(case: CaseResult | None, low: float, high: float) -> HeatCell:
@@ -76,8 +88,9 @@ def _cell(case: CaseResult | None, low: float, high: float) -> HeatCell:
     place = out.vs_oracle
     heat = 1.0 if not error < math.inf else _share(error, low, high)
     scale = f" of values up to {fmt.small(place.scale_max_abs)}" if place.scale_max_abs is not None else ""
+    call = f"{case.call}, " if case.call else ""
     hover = (
-        f"layer {case.layer.index}, {case.precision}: worst head {place.worst_head}; largest error "
+        f"layer {case.layer.index}, {call}{case.precision}: worst head {place.worst_head}; largest error "
         f"{fmt.small(place.max_abs)}{scale} at {fmt.position(place.worst_position)}"
     )
     return HeatCell(fmt.small(error), heat, f"{hover}; {case.reason}" if case.reason else hover, failed=not out.passed)

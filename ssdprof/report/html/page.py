@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from ssdprof.report import stall_document
 from ssdprof.report.document import ACCURACY, SPEED, Document, Section, compose
-from ssdprof.report.groups import groups
+from ssdprof.report.groups import Group, groups
 from ssdprof.report.html.cells import View, view
 from ssdprof.report.html.heat import heat_map
 from ssdprof.report.html.svg import inline
@@ -130,10 +130,14 @@ def _accuracy(report: RunReport, pictures: Pictures) -> Iterator[Block]:
     yield from (Block("heat", heat) for heat in maps)
     shown: list[Picture] = []
     for group in found:
-        shown += pictures(f"Error along the prompt, worst layer, {group.size}", run_plots.along_positions(group))
+        shown += pictures(f"Error along {_along(group)}, worst layer, {group.size}", run_plots.along_positions(group))
         shown += pictures(f"Largest error of each layer, {group.size}", run_plots.largest_errors(group))
     if shown:
         yield Block("pictures", tuple(shown))
+
+
+def _along(group: Group) -> str:
+    return "the prompt" if group.call is None else "the sequences" if group.call.kind == "packed" else "a chunk"
 
 
 def _stall_parts(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_PLACES = {"packed": "packed sequences", "chunk": "chunk"}  # of positions
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def speedups(found: Sequence[Group]) -> str | None:
-    """Speedup by device time, with its interval: over the length, or as bars if there is one.  None if untimed."""
+    """Speedup by device time, with its interval: over the length of several prompts, else as bars.  None if untimed."""
     points = {
         label: [(group, speed) for group, speed in own if speed.device.ratio is not None]
         for label, own in _timed(found, baseline=False).items()
@@ -48,24 +49,30 @@ def speedups(found: Sequence[Group]) -> str | None:
 
     def bars(figure: Figure) -> None:
         axes = plain(figure)
-        names = list(points)[::-1]
-        speeds = [points[name][0][1] for name in names]
+        every = [(label, *one) for label, own in points.items() for one in own][::-1]
+        names = [label if len(found) == 1 else f"{label}, {group.size}" for label, group, _ in every]
+        speeds = [speed for _, _, speed in every]
         ratios = [speed.device.ratio or 0.0 for speed in speeds]
         axes.barh(names, ratios, xerr=_errors(speeds), color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
             axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        axes.set_xlabel(f"times as fast as {found[0].baseline}, by device time, {found[0].size}")
+        baselines = {group.baseline for _, group, _ in every}
+        baseline = baselines.pop() if len(baselines) == 1 else "the baseline"
+        size = f", {found[0].size}" if len(found) == 1 else ""
+        axes.set_xlabel(f"times as fast as {baseline}, by device time{size}")
 
-    if len(found) > 1:
+    if len(found) > 1 and all(group.call is None for group in found):
         return draw(lines)
-    return draw(bars, (NARROW[0], 1.2 + 0.35 * len(points)))
+    return draw(bars, (NARROW[0], 1.2 + 0.35 * sum(map(len, points.values()))))
 
 
 def device_times(found: Sequence[Group]) -> str | None:
-    """Device time of every series over the length; None for a single length, whose times a table shows as well."""
-    points = _timed(found, baseline=True)
-    if len(found) < 2 or not points:
+    """Device time of every series over the length of whole prompts; None for a single length, whose times a table shows
+    as well."""
+    whole = [group for group in found if group.call is None]
+    points = _timed(whole, baseline=True)
+    if len(whole) < 2 or not points:
         return None
 
     def paint(figure: Figure) -> None:
@@ -73,7 +80,7 @@ def device_times(found: Sequence[Group]) -> str | None:
         for number, (label, own) in enumerate(points.items()):
             lengths, times = [group.seqlen for group, _ in own], [speed.device.us / 1e3 for _, speed in own]
             axes.errorbar(lengths, times, **_style(number, label))
-        _lengths(axes, found)
+        _lengths(axes, whole)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel("device time, ms")
@@ -85,8 +92,10 @@ def device_times(found: Sequence[Group]) -> str | None:
 def along_positions(group: Group) -> str | None:
     """RMS error of the output against fp64 in slices of the positions, the worst layer's in each, beside the floor.
 
-    None if no case recorded it, as before it was.
+    None if no case recorded it, as before it was, and for decode steps, which have one position.
     """
+    if group.steps:
+        return None
     found = {_label(series): line for series in _compared(group) if (line := _worst(series.cases, vs_oracle))}
     if not found:
         return None
@@ -100,7 +109,7 @@ def along_positions(group: Group) -> str | None:
             axes.plot(_middles(group, limit), limit, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor")
         axes.set_xlim(0, group.seqlen)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("position in the prompt, tokens")
+        axes.set_xlabel(_positions(group))
         axes.set_ylabel("rms error against fp64")
         axes.xaxis.set_major_formatter(_thousands)
         axes.yaxis.set_major_formatter(_small)
@@ -110,7 +119,10 @@ def along_positions(group: Group) -> str | None:
 
 
 def largest_errors(group: Group) -> str | None:
-    """Position and layer of the largest error of the output against fp64.  None if nothing was compared."""
+    """Position and layer of the largest error of the output against fp64.  None if nothing was compared, and for decode
+    steps, which have one position."""
+    if group.steps:
+        return None
     found = {}
     for series in _compared(group):
         places = [
@@ -138,7 +150,7 @@ def largest_errors(group: Group) -> str | None:
             )
         axes.set_xlim(0, group.seqlen)
         axes.set_yticks([layer.index for layer in group.layers] if len(group.layers) <= 16 else [])
-        axes.set_xlabel("position in the prompt, tokens")
+        axes.set_xlabel(_positions(group))
         axes.set_ylabel("layer")
         axes.xaxis.set_major_formatter(_thousands)
         legend_below(figure)
@@ -244,6 +256,10 @@ def _errors(speeds: Sequence[TotalSpeed]) -> list[list[float]]:
         [ratio - interval.low if ratio and interval else 0.0 for ratio, interval in pairs],
         [interval.high - ratio if ratio and interval else 0.0 for ratio, interval in pairs],
     ]
+
+
+def _positions(group: Group) -> str:
+    return f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens"
 
 
 # --- style

@@ -40,6 +40,7 @@ def match(group: Group, implementation: str, tensor: TensorName) -> Table | None
     if not series:
         return None
     several = group.calls > 1
+    worst = ", worst layer" if group.calls == len(group.layers) else ", worst call"
     rows: list[tuple[str, ...]] = [
         ("within the error budget", *(_budget(s, tensor) for s in series), ""),
         ("kernel", *(s.variant for s in series), ""),
@@ -49,7 +50,7 @@ def match(group: Group, implementation: str, tensor: TensorName) -> Table | None
         if any(pooled):
             headings.add(len(rows))
             rows.append((title, *[""] * (len(series) + 1)))
-            rows += _block(pooled, beside, ", worst layer" if len(group.layers) > 1 else ", worst call" * several)
+            rows += _block(pooled, beside, worst * several)
     layers = f"{group.extent}{' pooled' * several}"
     return Table(
         title=f"Accuracy of {implementation}'s {_SHOWN[tensor]} {group.where}, {layers}",
@@ -74,6 +75,7 @@ def by_layer(group: Group, implementation: str) -> Table | None:
         rows.append((str(layer.index), *(fmt.small(p.rms_ratio if p else None) for p in (*cells, limit))))
     return Table(
         title=f"Rms error of {implementation}'s {_SHOWN['out']} against fp64 in each layer {group.where}",
+        note="" if group.calls == len(group.layers) else f"The largest of each layer's {_calls(group)}s.",
         headers=("layer", *(_header(s.precision) for s in series), "floor"),
         rows=tuple(rows),
         align=columns(0, len(series) + 2),
@@ -81,27 +83,34 @@ def by_layer(group: Group, implementation: str) -> Table | None:
 
 
 def largest(group: Group, implementation: str) -> Table | None:
-    """Where the largest differences are, over all layers of the group."""
+    """Where the largest differences are, over all layers of the group, and of their chunks or steps."""
+    several = group.calls > len(group.layers)
     rows = []
     for tensor in TENSORS:
         for series in group.series(implementation):
             for against, which in (("fp64", vs_oracle), (group.baseline, vs_baseline)):
                 pooled = pool(series.cases, tensor, which)
                 if pooled is not None:
-                    rows.append(_largest_row(_SHOWN[tensor], series, against, pooled))
+                    rows.append(_largest_row(_SHOWN[tensor], series, against, pooled, called=several))
     if not rows:
         return None
     return Table(
         title=f"Largest differences of {implementation} {group.where}",
         headers=(
-            "tensor", "precision", "against", "largest\nerror", "largest\nvalue", "layer", "position", "worst head",
+            "tensor", "precision", "against", "largest\nerror", "largest\nvalue", "layer",
+            *([_calls(group)] if several else []), "position", "worst head",
         ),
         rows=tuple(rows),
-        align=("left", "left", "left", "right", "right", "right", "left", "right"),
+        align=(*columns(3, 3 + several), "left", "right"),
         note="Positions are (row, token, head, channel) in the output and (sequence, head, row, column) in the "
         "final states, counted from 0.",
         keys=3,
     )  # fmt: skip
+
+
+def _calls(group: Group) -> str:
+    """What each of a layer's calls is."""
+    return "step" if group.steps else "chunk"
 
 
 def _comparisons(
@@ -164,7 +173,7 @@ def _note(series: Sequence[Series], group: Group, tensor: TensorName) -> str:
     return f"Baseline: {baselines(group.baseline, pairs)}.  Floor: fp64 itself, rounded to {rounded}."
 
 
-def _largest_row(tensor: str, series: Series, against: str, pooled: Pooled) -> tuple[str, ...]:
+def _largest_row(tensor: str, series: Series, against: str, pooled: Pooled, *, called: bool) -> tuple[str, ...]:
     return (
         tensor,
         str(series.precision),
@@ -172,6 +181,7 @@ def _largest_row(tensor: str, series: Series, against: str, pooled: Pooled) -> t
         fmt.small(pooled.max_abs),
         fmt.small(pooled.scale_max_abs),
         str(pooled.layer.index),
+        *([str(pooled.call.number)] if called and pooled.call else []),
         fmt.position(pooled.largest.worst_position),
         str(pooled.largest.worst_head),
     )

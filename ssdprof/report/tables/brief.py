@@ -18,6 +18,7 @@ Cells = tuple[str, ...]
 
 def speed(found: Sequence[Group]) -> Table | None:
     """None if nothing was timed."""
+    found = [group for group in found if any(_rows([group], _speed))]
     rows = list(_rows(found, _speed))
     if not rows:
         return None
@@ -26,7 +27,7 @@ def speed(found: Sequence[Group]) -> Table | None:
         "verdict",
         "speedup,\ncall",
         "device\ntime",
-        f"{found[0].baseline},\ndevice",
+        f"{_baseline(found)},\ndevice",
         "% of\nroof",
     )
     return _table("Speed", found, headers, rows)
@@ -34,11 +35,12 @@ def speed(found: Sequence[Group]) -> Table | None:
 
 def accuracy(found: Sequence[Group]) -> Table | None:
     """Accuracy of the outputs; None if nothing was compared."""
+    found = [group for group in found if any(_rows([group], _accuracy))]
     rows = list(_rows(found, _accuracy))
     if not rows:
         return None
     headers = (
-        "within\nbudget", f"equal to\n{found[0].baseline}", "within\n1e-3", "rms error\nvs fp64", "floor",
+        "within\nbudget", f"equal to\n{_baseline(found)}", "within\n1e-3", "rms error\nvs fp64", "floor",
         "largest\nerror", "largest\nvalue",
     )  # fmt: skip
     return _table("Accuracy of the output", found, headers, rows)
@@ -66,17 +68,25 @@ def _table(title: str, found: Sequence[Group], headers: Cells, rows: list[tuple[
 
 
 def _rows(found: Sequence[Group], cells: Callable[[Group, Series], Cells | None]) -> Iterator[tuple[Cells, Cells]]:
+    whole = len({group.tokens for group in found}) > 1
     for group in found:
         for name in group.compared:
             for series in group.series(name):
                 if shown := cells(group, series):
-                    yield (_where(group), series.name, series.precision.short), shown
+                    yield (_where(group, whole=whole), series.name, series.precision.short), shown
 
 
-def _where(group: Group) -> str:
-    """ "16,384", "chunks of 8,192", "steps after 16,384"."""
+def _baseline(found: Sequence[Group]) -> str:
+    """The one of decode steps is another."""
+    names = {group.baseline for group in found}
+    return names.pop() if len(names) == 1 else "baseline"
+
+
+def _where(group: Group, *, whole: bool) -> str:
+    """ "16,384", "chunks of 8,192", "steps after 16,384".  whole: name the prompt of chunks, too: "8,192 of 16,384"."""
     if group.call is not None and group.call.kind == "chunk":
-        return f"chunks of {fmt.tokens(group.seqlen, group.batch)}".removesuffix(" tokens")
+        size = fmt.tokens(group.seqlen, group.batch).removesuffix(" tokens")
+        return f"{size} of {group.tokens}".removesuffix(" tokens") if whole else f"chunks of {size}"
     tokens = group.tokens.removesuffix(" tokens")
     return f"steps after {tokens}" if group.steps else tokens
 

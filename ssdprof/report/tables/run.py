@@ -115,7 +115,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
     yield "precisions", "; ".join(str(p) for p in _all_precisions(report))
-    yield "baseline", report.baseline if report.cases else ""
+    yield "baseline", _baselines(report) if report.cases else ""
     for other in report.asked.others if report.asked else ():
         yield _KINDS[other.kind], f"{other.name}, {other.source}, at {'; '.join(map(str, other.precisions))}"
     for one in report.answers:
@@ -177,6 +177,11 @@ def _prompt(prompt: Prompt) -> str:
     size = fmt.tokens(prompt.seqlen, prompt.batch)
     kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
     return f"{size} of {kind}: {prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}"
+
+
+def _baselines(report: RunReport) -> str:
+    names = dict.fromkeys(report.baseline_of(case.call) for case in report.cases)
+    return fmt.words(f"{name} in decode steps" if name != report.baseline else name for name in names)
 
 
 def _served(report: RunReport) -> str:

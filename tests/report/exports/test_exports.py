@@ -11,7 +11,7 @@ from typing import get_args
 import junitparser
 import pytest
 from lxml import etree
-from report.make import RELAXED_FP32, failed, make_report
+from report.make import RELAXED_FP32, failed, in_calls, make_report
 from typer.testing import CliRunner
 
 from ssdprof import runs
@@ -50,6 +50,19 @@ def parsed(report: RunReport) -> dict[str, junitparser.TestCase]:
         suite.update_statistics()  # counts them itself
         assert counts == (suite.tests, suite.failures, suite.errors, suite.skipped)
     return {case.name: case for suite in suites for case in suite}
+
+
+def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
+    """Chunks and decode steps of one size would overwrite each other in a dashboard."""
+    report = in_calls(make_report(layers=(0, 9), seqlens=(8,)), count=3)
+    exported = from_run(report)
+    names = [row.name for row in exported.rows]
+    assert len(set(names)) == len(report.cases) == len(parsed(report)) - 1
+    assert "layer 9, 8 tokens, chunk 2 of 3 of 24 tokens, fused, exact, fp32 states" in names
+    entries = [entry["name"] for entry in json.loads(benchmark_action.smaller(exported))]
+    assert len(set(entries)) == len(entries)
+    calls = {row["call"] for row in csv.DictReader(io.StringIO(csv_table.render(exported)))}
+    assert calls == {f"chunk {number} of 3 of 24 tokens" for number in (1, 2, 3)}
 
 
 # --- JUnit
