@@ -161,7 +161,8 @@ def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneR
     found = sum(outcome.find is not None for outcome in report.outcomes)
     if report.environment.gpu is not None and found:
         watcher.say(
-            f"{found} of {len(report.outcomes)} searches found something: {store.file_of(report.environment.gpu)}"
+            f"{found} of {len(report.outcomes)} searches found a faster configuration: "
+            f"{store.file_of(report.environment.gpu)}"
         )
     return report
 

@@ -117,7 +117,7 @@ def judge(asked: Asked, pairs: Sequence[Pair], unfinished: str) -> Condition:
     verdicts = {pair.row.name: _verdict(asked, pair) for pair in pairs if pair.base and pair.new}
     offenders = [Broken(gate=asked.text, row=name, found=found) for name, found in verdicts.items() if found]
     if unfinished:
-        offenders.append(Broken(gate=asked.text, row="", found=f"NEW is not whole: {unfinished}"))
+        offenders.append(Broken(gate=asked.text, row="", found=f"NEW is incomplete: {unfinished}"))
     elif all(found is None for found in verdicts.values()):
         offenders.append(Broken(gate=asked.text, row="", found=f"no case could be judged: {_why_none(asked, pairs)}"))
     return Condition(text=asked.text, offenders=tuple(offenders))
@@ -158,7 +158,7 @@ def _slower(asked: Asked, change: Change, *, by_speedup: bool) -> str:
 
 
 def _status(row: Row) -> str:
-    return "no such figure" if row.status == "passed" else row.status
+    return "no such value" if row.status == "passed" else row.status
 
 
 def _why_none(asked: Asked, pairs: Sequence[Pair]) -> str:
@@ -168,9 +168,7 @@ def _why_none(asked: Asked, pairs: Sequence[Pair]) -> str:
     if isinstance(METRICS[asked.metric], Time):
         reasons = dict.fromkeys(reason for pair in both for reason in pair.incomparable)
         return "; ".join(reasons) or "BASE has no times"
-    return (
-        "; ".join(dict.fromkeys(pair.other_inputs for pair in both if pair.other_inputs)) or "BASE has no such figure"
-    )
+    return "; ".join(dict.fromkeys(pair.other_inputs for pair in both if pair.other_inputs)) or "BASE has no such value"
 
 
 def _example(name: str) -> str:

@@ -127,7 +127,7 @@ def _compiler() -> Need:
     """As Triton looks for it."""
     wanted = os.environ.get("CC")
     found = shutil.which(wanted) if wanted else shutil.which("gcc") or shutil.which("clang")
-    lacking = f"CC={wanted} is no program" if wanted else "there is no C compiler (gcc or clang)"
+    lacking = f"CC={wanted} is not a program" if wanted else "there is no C compiler (gcc or clang)"
     return Need("C compiler", found or "", lacking, "unset CC" if wanted else f"{_installer()} gcc")
 
 

@@ -170,7 +170,7 @@ def resolve(operator: Operator[Any], word: str) -> Named:
 def _library(name: str, source: PeerSource, checkout: Path | None) -> Named:
     if source.from_checkout and checkout is None:
         raise BadInputError(
-            f"The {name} kernel is in no package.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
+            f"No package contains the {name} kernel.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
         )
     if checkout is not None and not source.from_checkout:
         raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")

@@ -60,7 +60,7 @@ def load(reference: str) -> Callable[..., Any]:
         raise BadInputError(f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION.") from None
     if not callable(function):
         raise BadInputError(
-            f"{reference} is no function, but of type {type(function).__name__}.",
+            f"{reference} is not a function, but of type {type(function).__name__}.",
             "Name a function of the operator's inputs: docs/your-own-kernel.md.",
         )
     return function

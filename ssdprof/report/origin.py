@@ -10,7 +10,7 @@ MEANINGS = (
     ("unfused", "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates"),
     ("fused", "the stages merged into as few kernel launches as is fastest"),
     ("exact", "decays and their products are kept in fp32"),
-    ("relaxed", "they are rounded to 16 bits: to the inputs' dtype, or to bf16 for fp32 inputs"),
+    ("relaxed", "decays and their products in 16 bit: the inputs' dtype, or bf16 for fp32 inputs"),
 )
 IF_THERE = (
     ("recurrent", "one launch that goes token by token, with the state in registers"),

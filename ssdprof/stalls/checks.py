@@ -66,12 +66,12 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
 
 
 def _whole(report: RawReport) -> SelfCheck:
-    name = f"{report.name} is whole"
+    name = f"{report.name} is complete"
     if report.whole is None:
         return SelfCheck(name=name, status="not checked", detail="no way to tell")
     if report.whole:
-        return SelfCheck(name=name, status="ok", detail="ends where it should")
-    return SelfCheck(name=name, status="failed", detail="ends elsewhere than it says")
+        return SelfCheck(name=name, status="ok", detail="ends at the end of its last block")
+    return SelfCheck(name=name, status="failed", detail="does not end at the end of a block")
 
 
 def _equal(name: str, one: int, other: int | None, collected: object) -> SelfCheck:

@@ -108,7 +108,7 @@ def check_version(answer: str) -> str:
     """The version in what `ncu --version` says.  Raises MissingCapabilityError if it is too old, or not there."""
     version = re.search(r"Version (\d+)\.(\d+)(\.\d+)*", answer)
     if version is None:
-        raise MissingCapabilityError("ncu does not say its version.", "Reinstall Nsight Compute.")
+        raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
     if (int(version[1]), int(version[2])) < OLDEST:
         raise MissingCapabilityError(
             f"ncu {version[0].split()[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
@@ -201,7 +201,7 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
     how = how_ended(returncode)
     return MissingCapabilityError(
-        f"A process of the profile failed ({how}){f'; its last words: {last[:300]}' if last else '.'}",
+        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}",
         "ssdprof doctor may say why.",
     )
 

@@ -119,7 +119,7 @@ class _Search:
         assert trial.device_ratio is not None
         assert trial.device_interval is not None
         if trial.device_interval.low <= 1 + MARGIN:
-            return None, f"the fastest was not {MARGIN:.0%} faster beyond doubt"
+            return None, f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
         slower = self._slower_lengths(best)
         if slower:
             return None, f"the fastest was slower at {slower} tokens"

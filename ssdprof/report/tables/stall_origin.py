@@ -55,7 +55,7 @@ def checks(report: StallReport) -> Table | None:
         return None
     return Table(
         title="Self-checks",
-        headers=("of", "what must hold", "", "detail"),
+        headers=("what", "requirement", "result", "detail"),
         rows=tuple(rows),
         align=("left", "left", "left", "left"),
         keys=1,

@@ -31,8 +31,8 @@ class GDNTuning:
         name = variants.choose(variants.Call(inputs=inputs, precision=Precision())).name
         if name != KERNEL:
             raise BadInputError(
-                f"These inputs are taken by the {name} kernel, of which nothing is varied.",
-                f"Only configurations of the {KERNEL} kernel are searched for.",
+                f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
+                f"For GDN, ssdprof tunes only the {KERNEL} kernel.",
             )
         return name
 
