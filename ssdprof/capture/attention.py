@@ -1,4 +1,4 @@
-"""Causal attention for a prompt that goes through a model in segments.
+"""Causal attention for a prompt that is processed in segments.
 
 With a cache, queries are the last positions of the keys: a mask aligned to the lower right.  transformers' own sdpa
 path builds that mask as a tensor, queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch
@@ -24,7 +24,7 @@ _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 def lower_right_attention(model: Any) -> Iterator[None]:
     """While the context is open, `model` (a transformers model) attends causally from the lower right.
 
-    Only for prompts without padding.  A model without attention layers is left alone.
+    Only for prompts without padding.  A model without attention layers is not changed.
     """
     if not any(is_attention(module) for module in model.modules()):
         yield

@@ -1,4 +1,4 @@
-"""Capture: run the model on a prompt and hand on the operator inputs of the wanted layers, one layer at a time."""
+"""Capture: run the model on a prompt and pass on the operator inputs of the wanted layers, one layer at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 class CaptureSummary:
     segment_length: int  # tokens per forward call of the model
     segments: int
-    prefills: int  # times that the prompt went through the model
+    prefills: int  # how often the model ran on the prompt
     operator_calls: int
 
 
@@ -90,7 +90,7 @@ def capture_layers(
 
 
 def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
-    """Hand on every call while its layer runs."""
+    """Pass on every call while its layer runs."""
     upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
 
     def handler(call: OperatorCall) -> Result:
@@ -103,7 +103,7 @@ def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer
 
 
 def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool) -> int:
-    """Put the inputs of all segments, and of all packed sequences, behind each other, and hand them on at the end."""
+    """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the end."""
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
     model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -142,7 +142,7 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
 def _on_step(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
 ) -> Callable[[OperatorCall], None] | None:
-    """Hands on decode steps; None if there are none."""
+    """The handler of decode steps; None if there are none."""
     if not prompt.serving.decode:
         return None
     upcoming = {index: iter(prompt.calls(decode=True)) for index in wanted}

@@ -67,7 +67,7 @@ def fetch_tokenizer(located: Located) -> LocalTokenizer | None:
         with _temporary_folder_errors(located.ref.repo_id):
             folder = _temporary_folder(undo)
             link_all(folder, paths.items())
-            if source is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
+            if source is located.source:  # AutoTokenizer's source of the class if the tokenizer's own config names none
                 write_json(folder / CONFIG, cut_config(located.description, located.description.layer_count))
         undo.pop_all()
     local = LocalTokenizer(folder, source.label)
@@ -82,12 +82,12 @@ def fetch(
     head: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LocalCheckpoint:
-    """Download what the model needs to run layers 0 to `deepest_layer` (all layers for None) and check it.
+    """Download and check the files that layers 0 to `deepest_layer` need (all layers for None).
 
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: a config that transformers cannot use, found before anything large is downloaded.
+    BadInputError: transformers cannot use the config.  Raised before any large download.
     ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
@@ -97,7 +97,7 @@ def fetch(
         with _temporary_folder_errors(repo_id):
             folder = _temporary_folder(undo)
             write_json(folder / CONFIG, cut_config(description, depth))
-        empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
+        empty_model(folder, repo_id)  # refuse an unusable config before the download
         _announce(located, deepest_layer, head, progress)
 
         weights = located.weights
@@ -113,7 +113,7 @@ def fetch(
 
 
 def meta_model(located: Located, *, deepest_layer: int | None = None, head: bool = False) -> PreTrainedModel:
-    """The model that `fetch` and `load_model` would give, on the meta device: shapes and dtypes.  Downloads nothing.
+    """The model of `fetch` and `load_model` on the meta device: shapes and dtypes.  Downloads nothing.
 
     BadInputError for a config that transformers cannot use, as `fetch` would raise it.
     """
@@ -126,7 +126,7 @@ def meta_model(located: Located, *, deepest_layer: int | None = None, head: bool
 
 
 def _announce(located: Located, deepest_layer: int | None, head: bool, progress: Callable[[str], None] | None) -> None:
-    """Say what will be downloaded, if anything, and make sure that there is room for it."""
+    """Announce the download, if any, and check that the disk has room for it."""
     missing = [info for info in located.files(deepest_layer, head=head) if not info.cached]
     if missing:
         need = sum(info.size_bytes for info in missing)
