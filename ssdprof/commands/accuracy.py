@@ -1,4 +1,4 @@
-"""`ssdprof accuracy`: how exact the implementations were, from a run that is kept."""
+"""`ssdprof accuracy`: the accuracy of the implementations in a stored run."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def accuracy(
 
 
 def _chosen(report: RunReport, impl: str | None, baseline: str | None) -> RunReport:
-    """The report with the named implementations alone.  BadInputError for what the run did not compare."""
+    """The report with the named implementations alone.  Raises BadInputError for names that the run did not compare."""
     from ssdprof.errors import BadInputError, nearest
     from ssdprof.pipeline.request import parse_implementations
     from ssdprof.schema.outcome import of_implementations

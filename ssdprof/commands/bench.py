@@ -1,4 +1,4 @@
-"""`ssdprof bench`: the kernels alone, on drawn inputs of a model's shape, against those of other libraries."""
+"""`ssdprof bench`: the kernels alone, on random inputs of a model's shape, compared with other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnOptions:
-    """The operator, and the inputs that are drawn for it."""
+    """The operator, and its random inputs."""
 
     operator: options.Operator
     shape: options.Shape = None
@@ -52,7 +52,7 @@ class DrawnOptions:
     ] = ""
 
     def grid(self) -> tuple[tuple[Cell, ...], tuple[Tokens, ...]]:
-        """The cells as they are without --draw, which needs torch, and what --max-tokens leaves out.
+        """The cells without --draw, which needs torch, and the cells that --max-tokens leaves out.
 
         Raises BadInputError.
         """
@@ -69,7 +69,7 @@ class DrawnOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ContenderOptions:
-    """Which implementations take part, and what they are compared with."""
+    """The implementations, and what they are compared with."""
 
     dtypes: options.Dtypes = "exact"
     states: options.UsualStates = None
@@ -121,14 +121,14 @@ class ContenderOptions:
         return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))
 
     def names(self) -> tuple[str, ...]:
-        """All that take part; other libraries are the first.  Raises BadInputError."""
+        """All implementations, other libraries first.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_implementations
 
         further = parse_implementations("--also", self.also) if self.also else ()
         return (*self.libraries, *parse_implementations("--impl", self.impl), *further)
 
     def precisions(self) -> Callable[[InputDType], tuple[PrecisionRecord, ...]]:
-        """Those of our implementations, for inputs of a dtype.  Raises BadInputError."""
+        """The precisions of our implementations for inputs of a dtype.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_states
         from ssdprof.schema import precisions_for
 
@@ -138,7 +138,7 @@ class ContenderOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTimingOptions(options.TimingOptions):
-    """The same, and how much is checked and how long the bench takes."""
+    """Timing options, how much is checked, and the time limits."""
 
     check: Annotated[
         Literal["full", "short"],
@@ -186,7 +186,7 @@ def bench(
     if out is not None:
         files.check_target(out, replace=force)
 
-    # these import torch: after all words that can be checked without
+    # these import torch, so after all checks that do not need it
     import torch
 
     from ssdprof.bench import gate, render
@@ -257,7 +257,7 @@ def bench(
             raise KeyboardInterrupt(kept) from None
         raise MissingCapabilityError(end.message, f"{end.hint}  {kept}") from None
     if not told:
-        return  # the first rank tells
+        return  # the first rank reports it
     if as_json:
         print(dump(report))
     elif markdown:

@@ -1,4 +1,4 @@
-"""`ssdprof export`: a kept run, bench or record of prefill times as a file for people or for machines."""
+"""`ssdprof export`: writes a stored run, bench or prefill result in another format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job says while it runs: progress bars on a terminal, lines in a log."""
+"""Shows the progress of a job: bars on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ssdprof.progress import Advance
 
-_ETA_FROM = 3600.0  # seconds of progress that an ETA is estimated from: a layer may take minutes
+_ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
 
 
 class TerminalWatcher:

@@ -1,4 +1,4 @@
-"""A run, a bench or a record of prefill times as something to compare."""
+"""Reads a run, a bench or a prefill result for a comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssdprof.schema.stalls import StallReport
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """inputs: what the cases of a prompt ran on, by `Row.tokens`; empty for a bench, which has a fixed seed, and for
+    """inputs: the inputs of the cases of a prompt, by `Row.tokens`; empty for a bench, which has a fixed seed, and for
     prefill times, which depend on shapes."""
 
     side: Side
