@@ -1,4 +1,4 @@
-"""`ssdprof answers`: from a model to how its answers change with each implementation.
+"""`ssdprof answers`: measures how a model's answers change with each implementation.
 
 locate -> fetch -> build prompts -> load all of the model -> compare its answers -> record
 """
@@ -29,7 +29,7 @@ def answers(
 ) -> tuple[Path, RunReport]:
     """Compare the answers of a whole model on each prompt.
 
-    subject: what `find` gave for the request, as a whole model.  Returns the run's folder and its report.
+    subject: the result of `find` for the request, as a whole model.  Returns the run's folder and its report.
     """
     wanted = replace(wanted, weights=_weights(wanted))
     dtype: torch.dtype | Literal["auto"] = torch.float32 if wanted.weights == "fp32" else "auto"
@@ -51,7 +51,7 @@ def answers(
 
 
 def check(subject: Subject, wanted: AnswersRequest) -> None:
-    """Raise what keeps this machine from it.  Loads nothing; `--dry-run` asks the same."""
+    """Raise the reason if this machine cannot compare the answers.  Loads nothing; `--dry-run` calls it too."""
     roster = Roster(limits.device())
     for operator in {layer.operator for layer in subject.layers}:
         for name in wanted.implementations:
@@ -60,7 +60,7 @@ def check(subject: Subject, wanted: AnswersRequest) -> None:
 
 
 def _weights(wanted: AnswersRequest) -> Literal["own", "fp32"]:
-    """fp32 without a GPU, where no model is served in 16 bit: it shows the operators' own error."""
+    """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error remains."""
     if wanted.weights == "auto":
         return "own" if limits.device().type == "cuda" else "fp32"
     return wanted.weights
