@@ -181,7 +181,7 @@ class _Chooser:
             )
 
     def placed(self, kind: PlacementKind) -> Placed | None:
-        """The placement with the longest segments that leave room for the weights, because each segment streams them."""
+        """The placement with the longest segments that leave room for the weights, which each segment streams."""
         for length in self._lengths:
             room = dict(self._room(kind, self._beside(length)))
             if (mapped := infer(self._model, room)) is not None:

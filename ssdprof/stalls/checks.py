@@ -1,4 +1,4 @@
-"""What must hold for the tables to be trusted.  Run on every report, and shown with it."""
+"""Self-checks of a stall report, run on every report and shown with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 
 
 def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[SelfCheck, ...]:
-    """Sums, and what the samples are worth."""
+    """Checks of one kernel: sums, and lost samples."""
     count, by_reason = kernel.number(SAMPLE_COUNT), sum(kernel.totals.values())
     by_stage = sum(stage.total for stage in found.stages)
     by_line = sum(line.total for line in found.lines)
@@ -37,9 +37,9 @@ def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[
 
 
 def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -> tuple[SelfCheck, ...]:
-    """The files themselves, and that nothing but the wanted launches was profiled.
+    """Checks of the files, and that only the requested launches were profiled.
 
-    asked: what each report's one call launches; None for reports that came from elsewhere.
+    asked: the launches of the call in each report; None for reports made without ssdprof.
     """
     checks = [_whole(report) for report in reports]
     if asked is None:
