@@ -1,4 +1,4 @@
-"""What a report about prefill times says, in which order."""
+"""The contents and order of a report on prefill times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = ("PASSED", "Prefill times")
 
 
 def compose(report: PrefillReport) -> Document:
-    """The answer first, then the tables behind it."""
+    """The whole report: the statements first, then the tables."""
     found = report.prefill
     card = report.environment.gpu
     parts = ("ssdprof prefill", report.checkpoint.repo_id, card.name if card else "no GPU")

@@ -1,4 +1,4 @@
-"""How prompts were served, in words."""
+"""Describes how prompts were run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _parts(serving: Serving, batch: int, tensor_parallel: int) -> Iterator[str]:
 
 
 def call_words(call: CallRef | None, seqlen: int, batch: int) -> str:
-    """Where a number was measured, with its preposition: "at 131,072 tokens", "in decode steps after 512 tokens"."""
+    """The kind of call, with its preposition: "at 131,072 tokens", "in decode steps after 512 tokens"."""
     size = fmt.tokens(seqlen, batch)
     if call is None:
         return f"at {size}"
