@@ -93,14 +93,14 @@ def free_unused() -> None:
 
 
 def seconds() -> float:
-    """Now, with all that GPUs have to do done."""
+    """The time after all GPUs have finished their work."""
     for device in gpus():
         torch.cuda.synchronize(device)
     return time.monotonic()
 
 
 def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Row:
-    """One run: what it took, and the tensors in which it differs from `captures`, which it fills if they are empty."""
+    """One run: its cost, and the tensors that differ from `captures`, which it fills if they are empty."""
     free_unused()
     before = [torch.cuda.memory_allocated(device) for device in gpus()]
     fills, expected = not captures, iter(tuple(captures))
@@ -146,7 +146,7 @@ def same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def failures(rows: dict[str, Row]) -> list[str]:
-    """What keeps the recorded runs from holding what they are to show."""
+    """The recorded runs that do not show what they should."""
     found: list[str] = []
     for kind, row in rows.items():
         if "error" in row:
@@ -164,12 +164,12 @@ def failures(rows: dict[str, Row]) -> list[str]:
 
 
 def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
-    """Every run by its name.  One that raises an error is no reason to leave out the next."""
+    """Every run by its name.  After an error, the next run still starts."""
     one = request_of(folder, seqlen, "one-gpu")
     subject = find(one)
     captures: Captures = []
     first = measure(one, subject, captures)
-    warm = measure(one, subject, captures)  # kernels are compiled; and runs repeat their bits, or nothing is shown
+    warm = measure(one, subject, captures)  # compiles the kernels, and shows that runs repeat bit for bit
     yield "one-gpu", warm | {f"first_{name}": first[name] for name in ("load_s", "capture_s")}
     held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
     if len(gpus()) > 1:

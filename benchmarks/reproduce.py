@@ -1,4 +1,4 @@
-"""Measure what others published, and write it beside their numbers.
+"""Measure what others published, and write the results next to their numbers.
 
     python benchmarks/reproduce.py NAME [--budget SECONDS] [--published DIR] [--out DIR]
         [--recorded MEASUREMENT=FILE ... [--kernels HASH]]
@@ -106,7 +106,7 @@ def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[st
 
 
 def refuse_without_gpu(name: str, document: Published) -> None:
-    """MissingCapabilityError where there is none.  One that is there is left alone: only commands compute on it."""
+    """Raises MissingCapabilityError without a GPU.  Does not use the GPU: only the commands do."""
     import torch
 
     if not torch.cuda.is_available():
@@ -116,7 +116,7 @@ def refuse_without_gpu(name: str, document: Published) -> None:
 
 
 def run_runner(document: Published, budget: float, out: Path | None) -> int:
-    """The exit code of the document's own script, which writes the files: 70 where it was killed."""
+    """The exit code of the document's own script, which writes the files; 70 if it was killed."""
     from ssdprof.environment.machine import gpu  # imports torch
 
     here = None if out else gpu()
@@ -126,7 +126,7 @@ def run_runner(document: Published, budget: float, out: Path | None) -> int:
 
 
 def of_script(words: list[str], seconds: float) -> int:
-    """Its exit code; INTERNAL_ERROR if a signal ended it."""
+    """The exit code of the script; INTERNAL_ERROR if a signal ended it."""
     code = measuring.run_within(words, seconds)
     if code >= 0:
         return code
@@ -143,7 +143,7 @@ def render(document: Published, result: Result, folder: Path) -> int:
 
 
 def again(name: str, document: Published, file: Path, *, check: bool) -> int:
-    """Renders a result, or compares what lies beside it.  The pages of a runner are written by it."""
+    """Renders a result, or compares its pages with the stored ones.  A runner writes its own pages."""
     result = load(name, document, file)
     if document.runner:
         if check:
@@ -168,14 +168,14 @@ def write_page(*, check: bool) -> int:
 
 
 def rendered(document: Published, result: Result, folder: Path) -> dict[Path, str]:
-    """File -> what it holds."""
+    """File -> its contents."""
     files = {folder / f"{result.name}.md": rendering.as_markdown(document, result)}
     picture = rendering.as_picture(document, result)
     return files | ({folder / f"{result.name}.svg": picture} if picture else {})
 
 
 def compared(files: dict[Path, str]) -> int:
-    """1 if a file is missing or holds something else."""
+    """1 if a file is missing or has other contents."""
     stale = [file for file, text in files.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         print(f"{file} is not what its result says.  Render it again without --check.", file=sys.stderr)
@@ -234,7 +234,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found by then is kept either way
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the results so far are kept in any case
     try:
         sys.exit(main())
     except SsdprofError as error:

@@ -1,4 +1,4 @@
-"""Ask, on the GPU here, how often a verdict is wrong, how often a real difference is found, and what it costs.
+"""Measure, on this machine's GPU, how often verdicts are wrong, how often real differences are found, and the cost.
 
     PYTHONPATH=. python benchmarks/verdicts.py benchmarks/results/verdicts-h200.json
 
@@ -90,7 +90,7 @@ def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
 
 
 def jobs(counts: dict[str, int]) -> Iterator[tuple[str, Place]]:
-    """Both kinds mixed, each spread evenly over shapes, lengths and implementations."""
+    """Jobs of both kinds, mixed, each spread evenly over shapes, lengths and implementations."""
     draw = random.Random(0)
     places = list(product(SHAPES, LENGTHS, COMPARED))
     wanted = []
@@ -102,7 +102,7 @@ def jobs(counts: dict[str, int]) -> Iterator[tuple[str, Place]]:
 
 
 def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
-    """What was asked, of which time, what must hold, what came out."""
+    """(question, clock, bar, result) for each question."""
     rows = []
     for time_of in ("device", "call"):
         verdicts = Counter(row[time_of]["verdict"] for row in found["same"])

@@ -1,4 +1,4 @@
-"""benchmarks/published/NAME.toml: what a source states, and how it is measured here.  The format: its README.md."""
+"""Reads benchmarks/published/NAME.toml: the claims of a source, and how they are measured.  Format: its README.md."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Value(Part):
 
 
 class Ratio(_Value):
-    """How many times as fast `of` is as `over`; without `over`, the time of `of` in microseconds.
+    """The speedup of `of` over `over`; without `over`, the time of `of` in microseconds.
 
     statistic: of the samples of each; all but the median are of all recordings, pooled.
     """
@@ -98,7 +98,7 @@ class Stall(_Value):
 
 
 class EndToEnd(_Value):
-    """By how many percent a prefill is faster with `of` in the place of `over`; without `over`, a part of its time.
+    """By how many percent a prefill is faster with `of` instead of `over`; without `over`, a part of its time.
 
     part: the whole call in milliseconds; the GPU's work for the operator, in milliseconds; or the percent of the call
     in which the GPU is idle.
@@ -213,7 +213,7 @@ class Published(Part):
 
 
 def names_in(claim: Claim) -> list[str]:
-    """The values that a claim is about, each once."""
+    """The distinct values in a claim."""
     sides = [side for left, _, right in COMPARISON.findall(claim.holds) for side in (left, right)]
     return list(dict.fromkeys(side for side in sides if not is_number(side)))
 
