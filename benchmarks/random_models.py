@@ -38,7 +38,7 @@ class Mamba2:
 class Granite:
     """A hybrid of ibm-granite: 36 Mamba-2 and 4 attention layers, a gated MLP after each.
 
-    mlp: of the dense MLP, the shared one beside the experts.  experts, chosen, expert: how many there are, how many a
+    mlp: width of the dense MLP, shared if there are experts.  experts, chosen, expert: their number, how many a
     token visits, and their width; none in a dense model.
     """
 

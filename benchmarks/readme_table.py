@@ -123,7 +123,7 @@ def page(reports: Reports, of: Operator = SSD) -> str:
     ]
     machines = fmt.words(f"one {gpu}" for gpu in groups)
     head = (
-        f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The "
+        f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON in this folder.  The "
         f"first tables are a selection, measured side by side on {machines}: how many times as fast `fused` is, with "
         "exact intermediates and fp32 states, by device time / by call time.\n"
     )

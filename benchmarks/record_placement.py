@@ -7,11 +7,10 @@ a random prompt, in segments of a quarter of it: twice on one GPU with all of it
 that this process may take of a GPU, under which the model does not fit on one: with every offload and, if there are
 several GPUs, on all of them.  Compares every captured tensor with the first run's, bit by bit.
 
-FILE, JSON, has seconds, peaks of the GPUs beside the predicted one, caps, and where the weights were; a table of it is
-FILE with the suffix .md.  Both are written again after every run, so that whatever ends this script leaves what was
-measured.  Exits with 1 if there are failures:
-a bit differs, a run raised an error, a peak is not within 15 % of the predicted one, or a cap let the model fit on one
-GPU.
+FILE, in JSON, has seconds, measured and predicted peaks of the GPUs, caps, and where the weights were; a table of it is
+FILE with the suffix .md.  Both are written again after every run, so that an interruption loses nothing.  Exit code 1
+if there are failures: a bit differs, a run raised an error, a peak is not within 15 % of the predicted one, or a cap
+let the model fit on one GPU.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
 library that is installed, one after the other, and writes <run>.json and <run>.md into FOLDER.  The runs share the
-budget; the first are worth most, and what does not fit is named in the results.  A run that hangs is stopped, and
-its results so far are kept.  Beside the results of mamba2-2.7b stands what the authors of the fused SSD kernel
-state.  No network is needed.
+budget, the most important ones first; results name what did not fit.  A run that hangs is stopped, and
+its results so far are kept.  The results of mamba2-2.7b also have the claims of the authors of the fused SSD
+kernel.  No network is needed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def command(run: Run, checkpoint: Path, file: Path, allowed_s: float) -> list[st
 
 
 def write_markdown(name: str, file: Path) -> None:
-    """Beside the JSON of a run, whole or partial."""
+    """Write the Markdown of a complete or partial run next to its JSON."""
     report = PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
     text = markdown.render_document(prefill_document.compose(report))
     claims = beside_claims(report.prefill.lengths, CLAIMS[name]) if name in CLAIMS else ""

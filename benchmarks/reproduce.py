@@ -5,16 +5,16 @@
     python benchmarks/reproduce.py NAME --from RESULT.json [--check]
     python benchmarks/reproduce.py --page [--check]
 
-NAME is that of a file in benchmarks/published, which says what is measured, what is quoted, and when a claim holds.
+NAME is a file in benchmarks/published, which defines the measurements, the quoted numbers and the claims.
 Writes NAME.json, NAME.md and NAME.svg into DIR, by default benchmarks/results/published/<GPU>, after each measurement.
-An interrupted run keeps what was found by then; of one that was killed, DIR/NAME-reports-* holds the reports.
---recorded takes a report that exists, such as one of those, instead of measuring; if it does not hold the hash of its
-kernels' sources, --kernels states it.  --from renders a result again, without a GPU, beside it; --check compares with
-what is there instead.  --page writes seeds.md into benchmarks/results, from all results.  Every time is measured by
+An interrupted run keeps its results so far; after a killed one, the reports are in DIR/NAME-reports-*.
+--recorded takes an existing report, such as one of those, instead of measuring; if it lacks the hash of its kernels'
+sources, --kernels states it.  --from renders a result again into its folder, without a GPU; --check compares with the
+existing files instead.  --page writes seeds.md into benchmarks/results, from all results.  Every time is measured by
 ssdprof's own commands.
 
-Exit code 1 says that an output was wrong, or with --check that a file is not what it would be; 3 that nothing could be
-measured here; 130 that the run was interrupted.  A claim that does not hold is a result.
+Exit code 1 says that an output was wrong, or with --check that a file has other contents; 3 that nothing could be
+measured here; 130 that the run was interrupted.  A claim that does not hold is a result, not an error.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def main() -> int:
     document = published.load(options.name)
     if options.file:
         if options.out or options.recorded:
-            raise BadInputError("--from writes beside its result, of what the result holds.", "Give it alone.")
+            raise BadInputError("--from writes into the folder of its result, from the data in it.", "Give it alone.")
         return again(options.name, document, options.file, check=options.check)
     budget = options.budget or document.seconds
     if document.runner:

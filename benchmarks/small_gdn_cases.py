@@ -4,7 +4,7 @@
 
 The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
 key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
-`ssdprof bench gdn` does it.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
+in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
 GPU.  --complete keeps the cases that FILE.json holds and measures the others; GPU and kernels must be the same.
 """
 

@@ -6,11 +6,11 @@ same:      a kernel against itself; any verdict but "no difference" is false.
 different: a kernel with a short wait against the same with a longer one, which makes its device time 3 % longer when
            it is replayed, and its call time 3 % longer when it is called.  (3 % more tokens do not: segments and
            waves of programs are whole.)
-layer:     the seconds that a layer takes, judged and sampled, against the method before: one recording, A B A B, until
-           every median is known to half a per cent.
+layer:     the seconds that a layer takes, judged and sampled, against the previous method: one recording, A B A B,
+           until every median is known to half a per cent.
 
-Writes FILE, JSON, and beside it the same as a Markdown table.  The comparisons go through shapes, lengths and
-implementations in a random order; --seconds ends them early, and then the result says how many there were.
+Writes FILE in JSON, and the same as a Markdown table.  Shapes, lengths and implementations are compared in a random
+order; --seconds ends this early, and then the result has the number of comparisons.
 """
 
 from __future__ import annotations

@@ -72,12 +72,12 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             terminal.reader_is_gone()
         except OSError as error:
-            told = _told(error)
-            if told is None:
+            expected = _expected(error)
+            if expected is None:
                 raise
             terminal.drop_output()  # otherwise the last flush would fail again
-            _complain(told.message, told.hint)
-            ctx.exit(told.exit_code)
+            _complain(expected.message, expected.hint)
+            ctx.exit(expected.exit_code)
 
 
 def _ranks() -> Any:
@@ -87,7 +87,7 @@ def _ranks() -> Any:
     return ranks
 
 
-def _told(error: OSError) -> SsdprofError | None:
+def _expected(error: OSError) -> SsdprofError | None:
     """The message for an error of the operating system that no stage expected; None for a defect in ssdprof."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(

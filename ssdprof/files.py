@@ -19,7 +19,7 @@ LOCK = ".lock"  # in a folder that one process writes to at a time
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
-    """Write a whole file or none of it: a temporary file beside it, flushed to the disk, then renamed.
+    """Write a file atomically: a temporary file in the same folder, flushed to the disk, then renamed.
 
     replace: False refuses a file that exists.
     Raises BadInputError if it exists or its folder does not; MissingCapabilityError if it cannot be written.

@@ -119,9 +119,9 @@ Value = Annotated[Ratio | Match | Stall | EndToEnd, Field(discriminator="kind")]
 
 
 class Numbers(Part):
-    """Quoted numbers, each beside the value `value[KEY]`; without `value`, of a quantity that is not measured here.
+    """Quoted numbers, each compared with the value `value[KEY]`; without `value`, they are not measured here.
 
-    within_pct: of the quoted number, that still is inside.  beside: further values, of which nothing is quoted.
+    within_pct: of the quoted number, that still is inside.  beside: further values without a quoted number.
     """
 
     words: str
@@ -162,7 +162,7 @@ class Claim(Part):
 
 
 class Figure(Part):
-    """values: drawn beside each other, over their keys.  band: shaded, from lowest to highest quoted value."""
+    """values: drawn in one plot, over their keys.  band: shaded, from lowest to highest quoted value."""
 
     values: tuple[str, ...]
     axis: str

@@ -48,7 +48,7 @@ class Result:
 
 class Recorded(BaseModel):
     """A report that was measured before.  file: within benchmarks/results, or its name.  kernels: their hash, "" where
-    it is not known; stated: by whoever made the result, because the report does not hold it.  report: as JSON; a result
+    it is not known; stated: on the command line, because the report lacks it.  report: as JSON; a result
     has it among its reports.
     """
 

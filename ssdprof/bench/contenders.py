@@ -15,7 +15,7 @@ from ssdprof.operators.drawing import Cell
 from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.operator import Operator
 
-BY_TOKEN = "recurrent"  # takes part where sequences are a few tokens long
+BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
 
 
 @dataclass(frozen=True, kw_only=True)

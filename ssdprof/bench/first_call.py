@@ -43,7 +43,7 @@ class Patience:
 def first_call(run: Callable[[], Output], device: torch.device, patience: Patience) -> tuple[Output, FirstCall]:
     """Make the call and wait for the GPU.  Raises TimeIsUp.
 
-    A call can be broken off between two steps of a compiler, and while it waits for one; not during the GPU's work.
+    A call can be stopped between two steps of a compiler, and while it waits for one, but not during the GPU's work.
     """
     compiled: list[Compiled] = []
     began = time.monotonic()

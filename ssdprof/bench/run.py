@@ -54,7 +54,7 @@ class BenchRequest:
     named: the implementations.  Unavailable ones are left out, and the report says so.
     baseline, match_with: names; outputs are matched with those of `match_with`.
     chunk_sizes: candidates for implementations that take it from the inputs; empty if the operator has none.
-    first_call: seconds after which a first call is broken off.
+    first_call: time limit of a first call, in seconds.
     smallest_difference: relative; see `schema.Speedup`.  warm: also measure with the warm clock: see `SamplingPlan`.
     """
 

@@ -48,15 +48,15 @@ def capture_layers(
     """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls (`Serving.calls`).
 
     model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
-    segment_length: tokens per forward call; None: the whole prompt if it fits beside the model, else in segments.
-        In one piece, on_layer is called while that layer runs.  In segments, the layers' inputs are collected in main
-        memory and on_layer is called after the prompt: then layer after layer is moved to the model's device.
-    host_budget_bytes: main memory for collected inputs (half of what is available if None).  Layers that need more go
-        in groups, each with a prefill of its own.  Where a layer alone needs more, inputs are collected on the disk.
-    serving: packed sequences go through the model one by one, so that nothing passes from one to the next, and their
-        inputs are put behind each other.  Chunks are segments that are handed on as they come, with the states that
-        they begin with.  Decode steps are computed by the model itself; their inputs are handed on as they come.
-    head: the model's scores of the next token, which decode steps need.
+    segment_length: tokens per forward call; None: the whole prompt if it fits in memory, else segments.
+        With one segment, on_layer is called while that layer runs.  With several, the layers' inputs are collected in
+        main memory, and after the prompt each layer's are moved to the model's device for on_layer.
+    host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If the layers need
+        more, they are captured in groups, each with its own prefill.  If a single layer needs more, the disk is used.
+    serving: the model runs packed sequences one by one, so that nothing passes from one to the next, and their inputs
+        are concatenated.  Chunks are segments that are passed on immediately, with their initial states.  The model
+        itself computes decode steps; their inputs are passed on immediately.
+    head: computes logits of the next token, for decode steps.
 
     Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id

@@ -18,7 +18,7 @@ SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
 def choose_segment_length(
     model: Any, seqlen: int, layers: Sequence[LayerRef], *, batch: int = 1, free_bytes: int | None = None
 ) -> int:
-    """Tokens per forward call: the whole prompt if that fits beside the loaded model, else 16K, 8K, ... 1K.
+    """Tokens per forward call: the whole prompt if it fits in the memory that the model leaves, else 16K, 8K, ... 1K.
 
     layers: those to capture.  free_bytes: memory on the model's device; None: read from the device.
     Raises MissingCapabilityError, with the bytes needed and with what would fit.

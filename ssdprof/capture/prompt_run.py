@@ -1,4 +1,4 @@
-"""One run of a prompt through a model with a handler in the place of its operators, and the error if it fails."""
+"""Runs a model on a prompt with its operators replaced by a handler, and turns failures into errors for the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssdprof.schema.serving import split_prompt
 class PromptRun:
     """Token ids and the model that they go through.
 
-    ids: (b, l); packed sequences behind each other, (1, l).  head: logits of hidden states, for decode steps.
+    ids: (b, l); (1, l) for packed sequences.  head: logits of hidden states, for decode steps.
     """
 
     model: Any

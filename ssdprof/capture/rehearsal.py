@@ -1,4 +1,4 @@
-"""How much memory a model takes beside its weights while its operators' inputs are taken: tried on the meta device.
+"""Predicts the memory of a model, without its weights, while its operators' inputs are captured, on the meta device.
 
 Tensors there have shapes and dtypes and no memory.  The model's own code runs on them, as it will on the device, and
 the bytes of the tensors that are alive are counted.
@@ -71,7 +71,7 @@ def rehearse(
     on_gpu: bool,
     serving: Serving = Serving(),  # noqa: B008
 ) -> int:
-    """Peak bytes beside the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
+    """Peak bytes without the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
 
     seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: there, kernels compute operators and attention
     with no more than their outputs.  What replaying takes is left out, and decode steps, which are single tokens.

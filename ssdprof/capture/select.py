@@ -34,7 +34,7 @@ def check_layers(spec: str) -> None:
 def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]:
     """The layers of `layers` that `spec` names, each once, in the model's order.
 
-    Raises BadInputError for a spec that cannot be read and for a layer that is not there; the message lists those
+    Raises BadInputError for a spec that cannot be read and for a layer that does not exist; the message lists those
     that are.
     """
     check_layers(spec)

@@ -145,7 +145,7 @@ class CaptureWriter:
         return capture
 
     def _clear(self) -> None:
-        """Make room: an unfinished capture is replaced, a complete one only if asked for."""
+        """Remove an earlier capture: an unfinished one always, a complete one only on request."""
         if not is_capture(self.folder):
             return
         if not self._overwrite:
@@ -221,7 +221,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
 
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
-    """ "seqlen_512", "seqlen_512_chunk_003": of which prompt, and which of its calls."""
+    """ "seqlen_512", "seqlen_512_chunk_003": identifies the prompt and the call."""
     return f"seqlen_{seqlen}" if call is None else f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
 
 
@@ -242,7 +242,7 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """`files.put`, told as an error of captures."""
+    """`files.put`, with errors for captures."""
     try:
         put(path, write)
     except (OSError, SafetensorError) as error:

@@ -60,7 +60,7 @@ def norm_form(module: nn.Module) -> NormForm | None:
 
 
 class BundledSurroundings:
-    """The bundled kernels in the place of a model's convolutions and gated norms.
+    """Replaces a model's convolutions and gated norms by the bundled kernels.
 
     left_to_model: what they do not replace, in words.
     """

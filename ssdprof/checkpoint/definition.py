@@ -65,7 +65,7 @@ def _refused_field(config: Mapping[str, Any]) -> str | None:
 def refusals(what: str) -> Iterator[None]:
     """Whatever transformers raises on a user's file becomes BadInputError with transformers' own message.
 
-    what: the file, for the message.  Errors of ssdprof, missing packages and full memory are told as such.
+    what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their own messages.
     """
     import torch
 

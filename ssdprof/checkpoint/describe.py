@@ -1,4 +1,4 @@
-"""config.json -> which layers hold an operator and of which size, or a refusal.  Imports no torch, no transformers."""
+"""Reads the layers with an operator, and their sizes, from config.json.  Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

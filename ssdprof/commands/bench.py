@@ -14,7 +14,9 @@ from ssdprof.commands.gate_options import GateOptions
 from ssdprof.commands.grouped import grouped
 
 if TYPE_CHECKING:
+    from ssdprof.bench.run import BenchRequest
     from ssdprof.bench.schema import BenchReport
+    from ssdprof.environment.ranks import Ranks
     from ssdprof.operators.drawing import Cell, InputDType, Tokens
     from ssdprof.progress import Watcher
     from ssdprof.schema import PrecisionRecord
@@ -175,7 +177,7 @@ def bench(
     """
     from ssdprof import files, operators
     from ssdprof.bench.grid import parse_chunk_sizes
-    from ssdprof.errors import BadInputError, MissingCapabilityError
+    from ssdprof.errors import BadInputError
 
     cells, too_large = drawn.grid()
     sizes = parse_chunk_sizes(contenders.chunk_size)
@@ -192,7 +194,6 @@ def bench(
     from ssdprof.bench import gate, render
     from ssdprof.bench.contenders import ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
-    from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
     from ssdprof.operators.named import Roster
@@ -233,10 +234,29 @@ def bench(
         gates=limits,
         command=terminal.command_line(),
     )
-    told = ranks is None or ranks.first
-    watcher: Watcher = progress_bars.TerminalWatcher() if told else Unwatched()
+    reports = ranks is None or ranks.first  # the first rank reports for all
+    watcher: Watcher = progress_bars.TerminalWatcher() if reports else Unwatched()
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {drawn.max_tokens} tokens.")
+    report = _measured(request, watcher, ranks, out)
+    if not reports:
+        return
+    if as_json:
+        print(dump(report))
+    elif markdown:
+        print(render.as_markdown(report), end="")
+    else:
+        terminal.out().print(render.terminal(report))
+    if broken := gate.wrong(report) + gate.failed(report):
+        terminal.gate_failed(broken)
+
+
+def _measured(request: BenchRequest, watcher: Watcher, ranks: Ranks | None, out: Path | None) -> BenchReport:
+    """The report, written to `out` after every cell.  If the bench ends early, the error names the cells in `out`."""
+    from ssdprof import files
+    from ssdprof.bench.run import bench as measure
+    from ssdprof.bench.schema import dump
+    from ssdprof.errors import MissingCapabilityError
 
     cells_kept = 0
 
@@ -248,21 +268,11 @@ def bench(
 
     try:
         with terminal.only_data_on_stdout():
-            report = measure(request, watcher, keep, ranks)
+            return measure(request, watcher, keep, ranks)
     except (KeyboardInterrupt, MissingCapabilityError) as end:
         if not cells_kept:
             raise
-        kept = f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells."
+        kept = f"Kept in {out}, marked as partial: {cells_kept} of {len(request.cells)} cells."
         if isinstance(end, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None
         raise MissingCapabilityError(end.message, f"{end.hint}  {kept}") from None
-    if not told:
-        return  # the first rank reports it
-    if as_json:
-        print(dump(report))
-    elif markdown:
-        print(render.as_markdown(report), end="")
-    else:
-        terminal.out().print(render.terminal(report))
-    if broken := gate.wrong(report) + gate.failed(report):
-        terminal.gate_failed(broken)

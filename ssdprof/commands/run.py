@@ -156,12 +156,12 @@ def run(
         }
     )
     found = find_to_replay(request, save_captures=result.save_captures, whole=result.answers)
-    from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
+    from ssdprof.pipeline.run import check  # imports torch, so after all checks that do not need it
     from ssdprof.pipeline.run import run as run_model
     from ssdprof.progress import Unwatched
 
-    told = ranks is None or ranks.first  # the first rank tells
-    if dry_run and told:
+    reports = ranks is None or ranks.first  # the first rank reports for all
+    if dry_run and reports:
         from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline.dry_run import check_start, plan
 
@@ -173,10 +173,10 @@ def run(
         return
     wanted = replace(wanted, gates=gates.judged_here(wanted.gates))
     tuned = options.use_tuned(no_tuned)
-    watcher = progress_bars.TerminalWatcher() if told else Unwatched()
+    watcher = progress_bars.TerminalWatcher() if reports else Unwatched()
     with terminal.only_data_on_stdout():
         folder, report = run_model(request, wanted, result.keep(), watcher, found=found, ranks=ranks)
-    if not told:
+    if not reports:
         return
     if result.prefill:
         report = _prefill(request, wanted.smallest_difference, folder, report)

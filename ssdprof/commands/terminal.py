@@ -108,7 +108,7 @@ def command_line() -> tuple[str, ...]:
 
 
 def exit_by(report: RunReport) -> None:
-    """End with exit code 1 unless everything that the run was asked for was compared and passed.
+    """End with exit code 1 unless all requested cases of the run were compared and passed.
 
     Gates that do not hold are named on stderr, whatever stdout is for.
     """

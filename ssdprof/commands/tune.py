@@ -143,7 +143,7 @@ def _clear() -> None:
 
 
 def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneReport:
-    """Search; what is found is kept after each search, so that an interrupted tuning leaves what it has."""
+    """Search, and store the finds after each search, so that an interruption loses nothing."""
     from ssdprof import files
     from ssdprof.tuning import store
     from ssdprof.tuning.run import tune as search

@@ -77,7 +77,7 @@ def _prefill(file: Path) -> Subject:
 
 def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
     model, found = _model(report.checkpoint), outcome(report)
-    missing = f"{found.missing} of the cases that were asked for are missing" if found.missing else ""
+    missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
     side = Side(
         name=where,
         kind="run",

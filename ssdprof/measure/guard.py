@@ -111,7 +111,7 @@ class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def unwritten(tensor: torch.Tensor) -> int:
-    """The number of elements of which all bytes are those of the guards.  In a tensor made under
+    """The number of elements whose bytes all equal those of the guards.  In a tensor made under
     `guarded_allocations`, they were never written.  A NaN that a GPU or torch computes has other bits."""
     elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
     return int((elements == 0xFF).all(-1).sum())

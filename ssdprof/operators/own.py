@@ -68,11 +68,11 @@ def load(reference: str) -> Callable[..., Any]:
 
 def implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
     """The function as an implementation of the operator."""
-    told = takes_precision(function)
+    has_precision = takes_precision(function)
 
     def run(inputs: Any, precision: Precision) -> Output:
         with torch.cuda.device(_index(inputs)):  # Triton launches on the current GPU
-            return _pair(name, function(inputs, precision=precision) if told else function(inputs))
+            return _pair(name, function(inputs, precision=precision) if has_precision else function(inputs))
 
     def plan(_inputs: Any, _precision: Precision) -> Plan:
         return Plan(variant=name, launches=0)

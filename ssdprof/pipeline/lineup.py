@@ -64,7 +64,7 @@ def line_up(names: Sequence[str], baseline: str, layers: Iterable[LayerRef]) -> 
     """Resolve the names for the operators of the layers.
 
     Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError if the
-    baseline is not there, or nothing that is to be compared with it.
+    baseline is unavailable, or all that would be compared with it.
     """
     roster = Roster(limits.device())
     records = [operators.get(name) for name in dict.fromkeys(layer.operator for layer in layers)]

@@ -88,11 +88,11 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     """
     device = require_gpu(*NEEDS_GPU)
     loading: list[StepTime] = []
-    told = loading.append
+    add_step = loading.append
 
     def on_step(step: StepTime) -> None:
         watcher.say(f"{step.what}: {step.seconds:.1f} s")
-        told(step)
+        add_step(step)
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
@@ -101,7 +101,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     sites = find_sites(loaded.whole)
     remarks = (*of_absent(request.lineup.absent), *notes(subject.ref, loaded.prompts))
     report = GrowingReport(_draft(request, subject, loaded.whole, sites, remarks), keep)
-    told = report.step
+    add_step = report.step
     report.step(*loading)
     bench, profile = CudaBench(device), partial(traced, device=device)
     bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())

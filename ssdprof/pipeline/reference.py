@@ -57,7 +57,7 @@ def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
     runs: number of runs of the model on the reference; a run with it in some layers counts as a fraction.
     """
     if wanted == "unfused":
-        return _baseline(prompt, "It was asked for.")
+        return _baseline(prompt, "--reference names it.")
     if wanted == "auto" and prompt.ids.shape[1] > 2 * PIECE:
         seconds = runs * _oracle_seconds(prompt)
         if seconds > LONGEST_S:

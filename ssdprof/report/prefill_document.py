@@ -73,7 +73,7 @@ def _verdict(report: PrefillReport) -> Iterator[str]:
     if report.prefill.left_out or any(
         c.status == "passed" and not c.call for n in report.prefill.lengths for c in n.cases
     ):
-        yield "Some of what was asked for was not timed."
+        yield "Some requested prefills were not timed."
     if report.prefill.failed:
         yield f"{fmt.plural(len(report.prefill.failed), 'case')} failed."
 

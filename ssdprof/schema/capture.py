@@ -33,7 +33,7 @@ class LayerCapture(Record):
     layer: LayerRef
     seqlen: int  # of the call
     call: CallRef | None = None
-    file: str  # safetensors file beside the manifest
+    file: str  # safetensors file in the manifest's folder
     tensors: dict[str, TensorRecord]
     remark: str = ""
     scalars: dict[str, Scalar]

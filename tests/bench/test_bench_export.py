@@ -79,7 +79,7 @@ def test_junit_excuses_another_library_and_names_a_broken_gate(done: BenchReport
         f"min-speedup 4: {FUSED}: 3.1x over unfused",
         "min-speedup 4: a cell: left out: no time",
     ]
-    (whole,) = tests["everything that was asked for is there"].result
+    (whole,) = tests["all requested cases are present"].result
     assert whole.message == "this bench did not reach its end"
 
 

@@ -1,9 +1,9 @@
-"""Libraries that tune themselves, held to their best and not kept waiting for.
+"""Tunes libraries that tune themselves, for each kind of call, in a short time.
 
-Their tuners choose by few sizes of the model and not by the number of tokens, so that the first call decides for all
-later ones.  Here calls of different kinds are tuned apart, which a user of the library does not get.  The tuners still
-choose among the library's own configurations, by the times they measure; they only compile them side by side instead of
-one after the other, and measure each for a quarter of the usual time.
+Their tuners distinguish few sizes of the model and not the number of tokens, so the first call decides for all later
+ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The tuners still
+choose among the library's own configurations by measured times, but compile them in parallel, and measure each for a
+quarter of the usual time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
-SHORT = 8192  # tokens; what they take fits into the L2 cache of a large GPU
+SHORT = 8192  # tokens, whose tensors fit into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # of each configuration; Triton's own are 25 and 100
 
 
 class Tunings:
-    """Keeps what the modules' tuners chose for calls of one kind apart from what they chose for others.
+    """Keeps the choices of the modules' tuners separate for each kind of call.
 
     What is compiled serves calls of all kinds.
     """
@@ -84,7 +84,7 @@ def _compiled(
 
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        copy_context().run(compile_all)  # the mode ends with the context, also if it is broken off
+        copy_context().run(compile_all)  # the mode ends with the context, also after an exception
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return kept

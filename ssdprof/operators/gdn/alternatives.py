@@ -34,7 +34,7 @@ class _Forced:
     def plan(self, inputs: GDNInputs, precision: Precision) -> Plan:
         self._refuse_unsupported(inputs)
         found = self._variant.plan(Call(inputs=inputs, precision=precision))
-        return replace(found, reason=f"asked for; {found.reason}")
+        return replace(found, reason=f"requested; {found.reason}")
 
     def _prepare(self, inputs: GDNInputs, precision: Precision) -> Launch:
         inputs.check()

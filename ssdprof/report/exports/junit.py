@@ -76,7 +76,7 @@ def _case(row: Row, *, excused: bool) -> Element:
 
 
 def _whole(exported: Exported) -> Iterator[Element]:
-    whole = _test(exported.kind, "everything that was asked for is there")
+    whole = _test(exported.kind, "all requested cases are present")
     if exported.incomplete:
         _answer(whole, "error", "incomplete", exported.incomplete)
     yield whole
