@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import contender, measured, report
+from fakes import contender, gated, measured, report
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -12,7 +12,7 @@ from ssdprof.bench.schema import BenchCase, BenchReport, Compiled, FirstCall, Ke
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.report import format as fmt
-from ssdprof.schema import Gates, Launch, PrecisionRecord
+from ssdprof.schema import Launch, PrecisionRecord
 
 
 def test_json_comes_back_as_it_was(done: BenchReport) -> None:
@@ -207,10 +207,6 @@ def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
     assert load(before) == done
     (facts,) = [dict(table.rows) for table in tables.tables(load(before)) if table.title == "What ran"]
     assert "kernels" not in facts
-
-
-def gated(done: BenchReport, **limits: object) -> BenchReport:
-    return done.model_copy(update={"gates": Gates.model_validate(limits)})
 
 
 def test_the_gates(done: BenchReport) -> None:
