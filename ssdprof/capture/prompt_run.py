@@ -39,7 +39,7 @@ class PromptRun:
 
     @property
     def remark(self) -> str:
-        """What was done otherwise than a server does it, in a sentence; empty if nothing was."""
+        """A sentence on differences from a server; empty if there are none."""
         if not self.serving.packed:
             return ""
         return (
@@ -48,17 +48,17 @@ class PromptRun:
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
-        """Those of one layer's operator: decode steps, or the others."""
+        """The captured calls of one layer's operator: decode steps, or the others."""
         found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
         return tuple(call for call in found if (call is not None and call.kind == "decode") is decode)
 
     def run(
         self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
     ) -> int:
-        """Once through the model with `handler` at the operator's door.  Returns the number of calls, without steps.
+        """Run the model once with `handler` as its operator.  Returns the number of calls, without steps.
 
-        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
-        transformers accepts may still describe a model that does not run.
+        Exceptions of the handler pass through.  Exceptions of the model's code become BadInputError, because a config
+        that transformers accepts may still describe a model that does not run.
         """
         raised: list[BaseException] = []
 

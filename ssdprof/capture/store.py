@@ -1,7 +1,7 @@
-"""Captures on disk: one safetensors file per layer and prompt, and `manifest.json` that names and hashes them.
+"""Stores captures: one safetensors file per layer and prompt, and `manifest.json` with their names and hashes.
 
-A file and the manifest appear whole or not at all, the file first.  The manifest says `complete: false` until the
-writer closes without an error, and everything that it names is valid at any time.
+Files and the manifest are written atomically, a file before its entry.  The manifest has `complete: false` until the
+writer closes without an error, and all of its entries are valid at any time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Loader(Protocol):
 
 
 def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
-    """Where captures go without --out: in the assets cache of huggingface_hub, by model, prompt and layers."""
+    """The folder of captures without --out: in the assets cache of huggingface_hub, by model, prompt and layers."""
     from huggingface_hub import cached_assets_path
 
     key = [checkpoint.revision, *(prompt.token_sha256 for prompt in prompts), *(str(layer.index) for layer in layers)]
@@ -59,7 +59,7 @@ def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers:
 
 
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
-    """What `CaptureWriter` would refuse of a folder, before a model is loaded.  out: None for the default one."""
+    """Raise in advance if `CaptureWriter` would refuse the folder.  out: None for the default one."""
     from huggingface_hub import constants
 
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
@@ -77,10 +77,10 @@ def _refuse_complete(folder: Path) -> None:
 
 
 class CaptureWriter:
-    """A folder of captures in the making; a context manager.  The manifest is complete if the context ends well.
+    """Writes a folder of captures; a context manager.  The manifest is complete unless the context raises.
 
     Raises BadInputError if another process writes there, or if the folder holds a complete capture and `overwrite` is
-    not set; MissingCapabilityError if the disk is full or refuses.
+    not set; MissingCapabilityError if the disk is full or not writable.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CaptureWriter:
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
-        """Store one call of a layer, then name it in the manifest.  ValueError if it is there already."""
+        """Store one call of a layer, then name it in the manifest.  ValueError if it is in the manifest already."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors(captured.inputs).items()}
         seqlen = next(iter(stored.values())).shape[1]
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
@@ -205,7 +205,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
         _check_types(operator.inputs, arguments)
         inputs = operator.inputs(**found, **arguments)
         if (bounds := found.get("cu_seqlens")) is not None:
-            sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would leave their tensors
+            sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)

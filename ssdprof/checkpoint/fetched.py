@@ -1,4 +1,4 @@
-"""Bring a located checkpoint's files here, check them, and lay out the folders that it is loaded from."""
+"""Downloads and checks a located checkpoint's files, and makes the folders from which it is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LocalCheckpoint:
 class LocalTokenizer:
     """A checkpoint's tokenizer on this machine.
 
-    folder: for AutoTokenizer.  It is temporary and goes when this object does.
+    folder: for AutoTokenizer.  It is temporary and is removed with this object.
     name: hub id or folder name.
     """
 
@@ -55,9 +55,9 @@ class LocalTokenizer:
 
 
 def fetch_tokenizer(located: Located) -> LocalTokenizer | None:
-    """Download the tokenizer, which is small: a prompt that cannot be built should not cost the download of weights.
+    """Download the tokenizer, which is small, so that an invalid prompt is found before the weights are downloaded.
 
-    None where there is none.  Raises what `fetch` raises.
+    None if there is none.  Raises what `fetch` raises.
     """
     source = located.tokenizer_source
     if source is None:
@@ -136,7 +136,7 @@ def _announce(located: Located, deepest_layer: int | None, head: bool, progress:
 
 
 def _temporary_folder(undo: ExitStack) -> Path:
-    """A new one, which `undo` removes."""
+    """A new temporary folder, which `undo` removes."""
     folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
     undo.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -22,7 +22,7 @@ class Published:
 
 
 def documents() -> dict[str, Published]:
-    """File name -> schema.  A version in a name is that of the document, which holds it too."""
+    """File name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.families import FamilyRow
     from ssdprof.environment.checks import Check

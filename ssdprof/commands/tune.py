@@ -23,7 +23,7 @@ DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "1k,8k,64k", "1", "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What the kernels are tuned for: captured inputs, or drawn ones."""
+    """The inputs for tuning: captured or random ones."""
 
     operator: options.Operator = "ssd"
     where: Annotated[
