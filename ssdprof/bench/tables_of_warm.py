@@ -20,7 +20,7 @@ def by_warm_clock(report: BenchReport) -> Iterator[Table]:
         calls = max((found.calls for _, _, found in timed if found), default=0)
         for first in range(0, len(rows), MOST_ROWS):
             yield Table(
-                title=f"By the warm clock, over {report.baseline}: {title}",
+                title=f"Warm clock, over {report.baseline}: {title}",
                 headers=("sequences x\ntokens", "implementation", "intermediates,\nstates", *warm.HEADERS),
                 rows=tuple(rows[first : first + MOST_ROWS]),
                 align=columns(3, len(warm.HEADERS)),

@@ -78,7 +78,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Failures and refusals", "main", run.failures(report))
     speeds = [table for group in found if (table := speed.total(group))]
     yield _section(SPEED, "main", *speeds, speed.READING if speeds else None)
-    yield _section("A second clock", "main", *(warm.total(group) for group in found))
+    yield _section("Warm clock", "main", *(warm.total(group) for group in found))
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
     compared = [table for one in report.answers for table in (answers.total(one), answers.by_layer(one)) if table]

@@ -70,7 +70,7 @@ def _statements(found: tuple[Design, ...]) -> Iterator[Statement]:
 
 
 def _sections(report: StallReport, found: tuple[Design, ...], figures: Mapping[str, str]) -> Iterator[Section]:
-    yield _section("What Triton knows", "main", stalls.launched(report) if report.missing else None)
+    yield _section("Kernel resources", "main", stalls.launched(report) if report.missing else None)
     yield _section("Kernels", "main", stalls.kernels(report), stalls.resources(report))
     yield _section("Figures", "main", *(Figure(title, file) for title, file in figures.items()))
     tables = [table for design in found if (table := stalls.by_stage(design))]

@@ -183,7 +183,7 @@ def launched(report: StallReport) -> Table | None:
     if not rows:
         return None
     return Table(
-        title="What Triton knows of the kernels",
+        title="Resources of the kernels, from Triton",
         headers=("implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy"),
         rows=tuple(rows),
         align=columns(3, 4),
