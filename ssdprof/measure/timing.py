@@ -144,7 +144,7 @@ def time_in_turns(
                 spoilt[error.key] = error.spoilt
 
     gc.collect()
-    with no_garbage_collection():  # an interrupt during a call is not the call's fault
+    with no_garbage_collection():  # a collection during a call is not part of the call
         samples = sampled_without_errors()
 
     sampled: dict[str, Sampled] = {}

@@ -122,7 +122,7 @@ class LengthTimer:
             return
 
         def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
-            if plan.warmup_rounds:  # new memory is allocated first, outside of the timed prefills
+            if plan.warmup_rounds:  # after a move, the warm-up allocates the memory
                 self.bench.relocate(generator)
             return {("call", str(number)): partial(self._call_us, one) for number, one in enumerate(passed)}
 
