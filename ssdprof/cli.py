@@ -41,7 +41,7 @@ _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
-    "Exit codes: 0 everything asked for was done and passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
+    "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
     "3 this machine lacks something; 4 the model is not available."
 )
 

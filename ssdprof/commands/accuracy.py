@@ -40,8 +40,8 @@ def accuracy(
 ) -> None:
     """Show the accuracy of each implementation in a run.
 
-    Exit code 0 says that everything asked of the run, at the precisions shown, was compared and passed.  Exit code 1
-    says that a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
+    Exit code 0 says that all requested cases at the precisions shown were compared and passed.  Exit code 1 says that
+    a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
     """
     from ssdprof import runs
     from ssdprof.pipeline.request import parse_states

@@ -135,7 +135,7 @@ def run(
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
-    Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
+    Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
     interrupted.
     """
