@@ -1,7 +1,7 @@
-"""Whether results hold the bars of bars-ssd.toml and bars-gdn.toml, cell by cell.
+"""Judges results by the bars of bars-ssd.toml and bars-gdn.toml, cell by cell.
 
-If several results measured the same thing, the least of those with the newest kernels counts, so that no bar holds
-because another library was slow once.  A case that ran and was not timed (wrong or refused) has missed.
+If several results have a cell, the least ratio of those with the newest kernels counts, so that no bar holds because
+another library was slow once.  A case that ran and was not timed (wrong or refused) has missed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NO_RIVALS = Rivals()
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How many times as fast; None where that was not measured, 0 where what is to be fast failed.
+    """A speedup; None if it was not measured, 0 if the case that must be fast failed.
 
-    rival: which one it is over, if it is over the fastest.
+    rival: the fastest rival, if the speedup is over the fastest.
     """
 
     cell: str
@@ -37,7 +37,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A bar and what was measured for it.  must, goal: least ratios.  left_out: cells that it also speaks of."""
+    """A bar and its measurements.  must, goal: least ratios.  left_out: cells of the bar that were not measured."""
 
     name: str
     what: str
@@ -72,7 +72,7 @@ class Finding:
 def check(
     bars: Mapping[str, Any], reports: Sequence[BenchReport], rivals: Rivals = NO_RIVALS, *, partial: bool = False
 ) -> tuple[Finding, ...]:
-    """partial: a bar holds by those of its cells that were measured, if there is one."""
+    """partial: judge a bar by its measured cells, if there is one."""
     found = [*findings(bars, by_cell(reports), rivals)]
     if "first_call" in bars:
         found.append(first_calls(bars["first_call"], reports))
@@ -80,7 +80,7 @@ def check(
 
 
 def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[tuple[BenchReport, BenchCell]]]:
-    """Every measurement of a cell, with the result that it is part of; the newest last."""
+    """Every measurement of a cell, with its result, the newest last."""
     found: dict[Key, list[tuple[BenchReport, BenchCell]]] = {}
     for report in sorted(reports, key=lambda one: one.created):
         for cell in report.cells:
@@ -90,7 +90,7 @@ def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[tuple[BenchReport,
 
 
 def findings(bars: Mapping[str, Any], cells: Cells, rivals: Rivals) -> Iterator[Finding]:
-    """One for each kind of amount that a bar speaks of."""
+    """One finding for each kind of amount in a bar."""
     for bar in bars["bar"]:
         for kind in KINDS:
             if kind in bar:
@@ -122,7 +122,7 @@ def _readings(bar: Mapping[str, Any], kind: str, cells: Cells, rivals: Rivals) -
 
 
 def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> Iterator[tuple[float, str]]:
-    """The cell's ratio and the rival that it is over; nothing if it was not measured."""
+    """The cell's ratio and its rival; nothing if it was not measured."""
     own = _amounts(cell, bar["of"], kind)
     if math.inf in own:
         yield 0.0, ""
@@ -133,7 +133,7 @@ def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -
 
 
 def _yardstick(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> tuple[float, str]:
-    """What the cell's own amount is compared with; infinite if it was not measured."""
+    """The amount with which the cell's own is compared; infinite if it was not measured."""
     over = bar["over"]
     if not isinstance(over, str):
         return float(over), ""
@@ -147,7 +147,7 @@ def _yardstick(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rival
 
 
 def _cases(cell: BenchCell, words: str) -> list[BenchCase]:
-    """Those that the words describe, "fused exact fp32"."""
+    """The cases that the words describe: "fused exact fp32"."""
     wanted = words.split()
     return [case for case in cell.cases if _words(case)[: len(wanted)] == wanted]
 
@@ -169,7 +169,7 @@ def _amount(case: BenchCase, kind: str) -> float:
 
 
 def first_calls(rule: Mapping[str, Any], reports: Iterable[BenchReport]) -> Finding:
-    """Every kernel of ours that a first call had to compile; the ratio is of the seconds allowed to those it took."""
+    """Every kernel of ours that a first call had to compile; the ratio is allowed over measured seconds."""
     readings = [
         Reading(cell=f"{one.kernel} for {cell.shape}, {cell.tokens}", ratio=rule["seconds"] / one.seconds)
         for report in reports

@@ -1,4 +1,4 @@
-"""How well a byte-level model predicts a text, beside a byte bigram model."""
+"""Bits per byte of a byte-level model, and of a byte bigram model, on a text."""
 
 import math
 

@@ -61,7 +61,7 @@ def definitions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Module | as
 
 
 def without_repetition(documents: list[tuple[str, str]]) -> Iterator[str]:
-    """Each document under its heading, less the paragraphs whose words were mostly seen before."""
+    """Each document under its heading, without paragraphs whose words mostly occurred before."""
     seen: set[tuple[str, ...]] = set()
     for heading, text in documents:
         kept = []

@@ -1,11 +1,10 @@
-"""Hold results of `ssdprof bench` against what the kernels are held to: bars-ssd.toml and bars-gdn.toml.
+"""Check results of `ssdprof bench` against the bars in bars-ssd.toml and bars-gdn.toml.
 
     python benchmarks/check_bars.py benchmarks/results/bench-ssd-h200*.json
     python benchmarks/check_bars.py --partial short/*.json
 
-Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and which rival
-of GDN was the fastest where.  Exit code 1 unless all that must hold holds, and 2 for results of several GPUs.
-`bars.py` judges.
+Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and the fastest
+rival of GDN in each cell.  Exit code 1 if a bar does not hold, and 2 for results of several GPUs.  `bars.py` judges.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _row(one: Finding) -> tuple[str, ...]:
 
 
 def remarks(found: Iterable[Finding]) -> Iterator[str]:
-    """What does not hold, cell by cell."""
+    """The bars that do not hold, cell by cell."""
     for one in found:
         for reading in one.missed:
             ratio = reading.ratio or 0
@@ -90,7 +89,7 @@ def remarks(found: Iterable[Finding]) -> Iterator[str]:
 
 
 def against(found: Iterable[Finding]) -> Iterator[str]:
-    """Which rival was the fastest, and in which cells."""
+    """The fastest rivals, with their cells."""
     cells: dict[str, dict[str, None]] = {}
     for one in found:
         for reading in one.readings:

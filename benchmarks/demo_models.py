@@ -1,4 +1,4 @@
-"""The demo models before they are trained, and the folders that hold them."""
+"""Makes the demo models before training, and writes their folders."""
 
 import json
 import math

@@ -4,8 +4,8 @@
     python benchmarks/fla_cases.py benchmarks/olmo_gdn_cases.py RESULT.json
 
 fla must be installed: its recurrence is what the tests compare with.  Shapes and tolerances are those of the test file.
-Outputs and final states are compared; gradients are not, for our kernels have none.  A case whose options ours refuses
-by name counts as refused.  Writes RESULT.json and a table beside it; exit code 1 if a case failed.
+Outputs and final states are compared; gradients are not, because our kernels have none.  A case with options that our
+kernel refuses by name counts as refused.  Writes RESULT.json and a table beside it; exit code 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SELECTED = "(test_chunk or test_fused_recurrent) and not blackwell"
 
 
 def client_of(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`; what it refuses by name skips the test."""
+    """A wrapper of `ours` that skips the test if `ours` refuses an argument."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -49,7 +49,7 @@ def client_of(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compared(assert_close: Callable[..., None]) -> Callable[..., None]:
-    """Theirs for the output and the final state alone."""
+    """fla's comparison, for the output and the final state only."""
 
     def compare(prefix: str, *args: Any, **kwargs: Any) -> None:
         if prefix.partition("@")[0] in ("o", "ht"):
@@ -59,7 +59,7 @@ def compared(assert_close: Callable[..., None]) -> Callable[..., None]:
 
 
 class Outcomes:
-    """A pytest plugin that notes what became of each case."""
+    """A pytest plugin that records the outcome of each case."""
 
     def __init__(self) -> None:
         self.of_case: dict[str, tuple[str, str]] = {}
@@ -108,7 +108,7 @@ def main() -> int:
     for name in FUNCTIONS:
         setattr(library, name, client_of(getattr(compat, name)))
     torch.set_grad_enabled(False)
-    # the tests ask for gradients, which are not compared
+    # the tests request gradients, which are not compared
     torch.Tensor.backward = lambda *_, **__: None
     torch.Tensor.grad = property(torch.zeros_like, lambda *_: None)
     fla.utils.assert_close = compared(fla.utils.assert_close)

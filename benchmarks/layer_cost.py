@@ -1,4 +1,4 @@
-"""Seconds that a layer takes to judge and to sample, and to sample by the previous method."""
+"""Times how long verifying and sampling a layer takes, also with the previous sampling method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRECISIONS = (
 
 
 def layer(bench: CudaBench, shape: str, seqlen: int) -> Row:
-    """Seconds of wall clock for a layer's three cases with fp32 states: judged, sampled as before, sampled now."""
+    """Seconds of wall clock for a layer's three cases with fp32 states: verifying, old sampling, new sampling."""
     inputs = inputs_of(shape, seqlen)
     options = ReplayOptions(precisions=PRECISIONS, timed=False)
     where = LayerRef(index=0, name="layer", operator=OPERATOR)
@@ -58,7 +58,7 @@ def took(work: Callable[[], object]) -> float:
 
 def sample_as_before(runs: dict[str, Run], bench: CudaBench) -> None:
     """5 rounds of warm-up, then 20 to 640 until the 95 % bootstrap interval of every median is within half a per cent,
-    looked at whenever their number has doubled, or after 3 seconds."""
+    checked whenever their number has doubled, or until 3 seconds have passed."""
     recordings = {key: bench.record(run) for key, run in runs.items()}
     samplers = [
         sampler

@@ -6,8 +6,8 @@
 MODEL: granite-4.0-h-1b, granite-4.0-h-small, mamba2-2.7b, qwen3.5-9b or olmo-hybrid-7b; `random_models.py` holds their
 dimensions.
 
-A kernel's time depends on shapes, not on what the weights have learnt, so such a checkpoint is good for speed if
-the real one is not available.  It says little about accuracy: weights are drawn so that the operator's inputs have a
+A kernel's time depends on shapes and not on trained weights, so such a checkpoint is good for speed if the real one is
+not available.  It says little about accuracy: weights are drawn so that the operator's inputs have a
 trained model's scales (decay rates A in -16..-1, time steps of 1e-3..1e-1, x, B and C or q, k and v of about unit
 size), but without its structure.  A report of a run on it says so.  The tokenizer is byte-level: one token per byte of
 UTF-8.

@@ -1,4 +1,4 @@
-"""The models that make_random_checkpoint.py knows: their dimensions, and which weights they have."""
+"""The models of make_random_checkpoint.py: their dimensions and weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mamba2:
 class Granite:
     """A hybrid of ibm-granite: 36 Mamba-2 and 4 attention layers, a gated MLP after each.
 
-    mlp: of the dense MLP, the shared one beside the experts.  experts, chosen, expert: how many there are, how many a
+    mlp: width of the dense MLP, shared if there are experts.  experts, chosen, expert: their number, how many a
     token visits, and their width; none in a dense model.
     """
 
@@ -176,7 +176,7 @@ class Mamba2_2B:
 
 @dataclass(frozen=True)
 class Defined:
-    """A model by its config: transformers' own definition says which weights it has and of which shapes.
+    """A model by its config: names and shapes of weights come from transformers' definition.
 
     norms_at_zero: its norms multiply by 1 + weight, save those behind the operator
     """
@@ -208,7 +208,7 @@ class Defined:
             return draw.normal(*shape, std=1 / math.sqrt(shape[-1]))
         if name.endswith("embed_tokens.weight"):
             return draw.normal(*shape, std=1.0)
-        outputs, inputs = shape  # what is left are projections; another shape is an error
+        outputs, inputs = shape  # the others are projections; any other shape is an error
         return draw.linear(outputs, inputs)
 
 

@@ -1,4 +1,4 @@
-"""How the weights of random models are drawn: with the scales of a trained model's."""
+"""Draws the weights of random models with the scales of a trained model."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python benchmarks/readme_table.py
 
-It reads every benchmarks/results/bench-<operator>-*.json.  An operator's tables in the README, one for each GPU, stand
-between two marks.  Its page beside the results has a selection for each GPU, and then everything.
+It reads every benchmarks/results/bench-<operator>-*.json.  An operator's tables in the README, one for each GPU, are
+between two marks.  Its page next to the results has a selection for each GPU, and then everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """What the tables of one operator show.
+    """The contents of the tables of one operator.
 
     library: speedups are over it.  models: columns, by the names of their shapes.  in_readme: layouts of tokens.
     sizes: heading of a shape's sizes.  published: the published fused kernel has tables of its own.
@@ -50,7 +50,7 @@ class Operator:
 
     @property
     def marks(self) -> tuple[str, str]:
-        """The README's table stands between them."""
+        """The marks around the README's table."""
         return f"<!-- bench-{self.name}:start -->\n", f"<!-- bench-{self.name}:end -->"
 
 
@@ -84,13 +84,13 @@ def write_section(readme: Path, of: Operator, made: str) -> None:
 
 
 def current(readme: Path, of: Operator) -> str:
-    """What is between the operator's marks."""
+    """The text between the operator's marks."""
     start, end = of.marks
     return readme.read_text(encoding="utf-8").partition(start)[2].partition(end)[0]
 
 
 def section(reports: Reports, of: Operator = SSD) -> str:
-    """The README's: one table for each GPU, and where the others are."""
+    """The section of the README: one table for each GPU, and a link to the others."""
     tables = "".join(_of_one_gpu(gpu, theirs, of) for gpu, theirs in _by_gpu(reports).items())
     return (
         f"\nSpeedup of `fused` over `{of.library}` for one layer's operator, by device time / by call time, with bf16 "
@@ -102,7 +102,7 @@ def section(reports: Reports, of: Operator = SSD) -> str:
 
 
 def _of_one_gpu(gpu: str, reports: Reports, of: Operator) -> str:
-    """Its table and what that was measured from; empty if there is nothing."""
+    """The table of a GPU, with the kernels and dates of its results; empty if there are none."""
     found = _measured(reports, of.library, "bf16")
     table = _by_layout(of, "", [cell for cell, _ in found], of.library, of.in_readme)
     if not table.rows:
@@ -123,7 +123,7 @@ def page(reports: Reports, of: Operator = SSD) -> str:
     ]
     machines = fmt.words(f"one {gpu}" for gpu in groups)
     head = (
-        f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON beside it.  The "
+        f"# The {of.title} kernels alone\n\nWritten by `benchmarks/readme_table.py` from the JSON in this folder.  The "
         f"first tables are a selection, measured side by side on {machines}: how many times as fast `fused` is, with "
         "exact intermediates and fp32 states, by device time / by call time.\n"
     )
@@ -167,7 +167,7 @@ def _kernel(report: BenchReport) -> str:
 
 
 def _tables(of: Operator, gpu: str, reports: Reports) -> tuple[Table, ...]:
-    """One GPU's: the models over the library and over the published kernel; other shapes."""
+    """The tables of one GPU: the models over the library and over the published kernel; other shapes."""
     library, published = (
         [cell for cell, _ in _measured(reports, baseline, dtype)]
         for baseline, dtype in ((of.library, "bf16"), ("published", "fp16"))
@@ -203,7 +203,7 @@ def _exact(cell: BenchCell) -> BenchCase | None:
 def _by_layout(
     of: Operator, title: str, cells: Sequence[BenchCell], baseline: str, layouts: Sequence[str] = LAYOUTS
 ) -> Table:
-    """A row for each layout of tokens, a column for each model, of those that were measured."""
+    """A row for each measured layout of tokens, a column for each measured model."""
     found = {(cell.tokens, cell.shape): _speedup(cell, baseline) for cell in cells}
     models = tuple(model for model in of.models if any((layout, model) in found for layout in layouts))
     rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in layouts]
@@ -244,7 +244,7 @@ def _sizes(cell: BenchCell) -> str:
 
 
 def _speedup(cell: BenchCell, baseline: str) -> str:
-    """ "4.11x / 3.68x", or why there is none."""
+    """ "4.11x / 3.68x", or the reason why there is none."""
     case = _exact(cell)
     if case is None or case.timing is None:
         return fmt.MISSING if case is None else case.status

@@ -7,11 +7,10 @@ a random prompt, in segments of a quarter of it: twice on one GPU with all of it
 that this process may take of a GPU, under which the model does not fit on one: with every offload and, if there are
 several GPUs, on all of them.  Compares every captured tensor with the first run's, bit by bit.
 
-FILE, JSON, has seconds, peaks of the GPUs beside the predicted one, caps, and where the weights were; a table of it is
-FILE with the suffix .md.  Both are written again after every run, so that whatever ends this script leaves what was
-measured.  Exits with 1 if there are failures:
-a bit differs, a run raised an error, a peak is not within 15 % of the predicted one, or a cap let the model fit on one
-GPU.
+FILE, in JSON, has seconds, measured and predicted peaks of the GPUs, caps, and where the weights were; a table of it is
+FILE with the suffix .md.  Both are written again after every run, so that an interruption loses nothing.  Exit code 1
+if there are failures: a bit differs, a run raised an error, a peak is not within 15 % of the predicted one, or a cap
+let the model fit on one GPU.
 """
 
 from __future__ import annotations
@@ -93,14 +92,14 @@ def free_unused() -> None:
 
 
 def seconds() -> float:
-    """Now, with all that GPUs have to do done."""
+    """The time after all GPUs have finished their work."""
     for device in gpus():
         torch.cuda.synchronize(device)
     return time.monotonic()
 
 
 def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Row:
-    """One run: what it took, and the tensors in which it differs from `captures`, which it fills if they are empty."""
+    """One run: its cost, and the tensors that differ from `captures`, which it fills if they are empty."""
     free_unused()
     before = [torch.cuda.memory_allocated(device) for device in gpus()]
     fills, expected = not captures, iter(tuple(captures))
@@ -146,7 +145,7 @@ def same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def failures(rows: dict[str, Row]) -> list[str]:
-    """What keeps the recorded runs from holding what they are to show."""
+    """The recorded runs that do not show what they should."""
     found: list[str] = []
     for kind, row in rows.items():
         if "error" in row:
@@ -164,12 +163,12 @@ def failures(rows: dict[str, Row]) -> list[str]:
 
 
 def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
-    """Every run by its name.  One that raises an error is no reason to leave out the next."""
+    """Every run by its name.  After an error, the next run still starts."""
     one = request_of(folder, seqlen, "one-gpu")
     subject = find(one)
     captures: Captures = []
     first = measure(one, subject, captures)
-    warm = measure(one, subject, captures)  # kernels are compiled; and runs repeat their bits, or nothing is shown
+    warm = measure(one, subject, captures)  # compiles the kernels, and shows that runs repeat bit for bit
     yield "one-gpu", warm | {f"first_{name}": first[name] for name in ("load_s", "capture_s")}
     held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
     if len(gpus()) > 1:

@@ -4,9 +4,9 @@
 
 Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
 library that is installed, one after the other, and writes <run>.json and <run>.md into FOLDER.  The runs share the
-budget; the first are worth most, and what does not fit is named in the results.  A run that hangs is broken off, and
-what it had found by then is kept.  Beside the results of mamba2-2.7b stands what the authors of the fused SSD kernel
-state.  No network is needed.
+budget, the most important ones first; results name what did not fit.  A run that hangs is stopped, and
+its results so far are kept.  The results of mamba2-2.7b also have the claims of the authors of the fused SSD
+kernel.  No network is needed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ssdprof.report import markdown, prefill_document
 from ssdprof.schema.prefill import PrefillCase, PrefillLength, PrefillReport
 
 HERE = Path(__file__).parent
-TO_START_S = 12  # until a run has imported what it needs; its own budget begins then
-TO_STOP_S = 20  # that a run has after its end until it is broken off, and again until it is killed
-LEAST_S = 30  # with less, a run is not begun
+TO_START_S = 12  # for a run's imports; its own budget begins after them
+TO_STOP_S = 20  # after a run's limit until it is interrupted, and again until it is killed
+LEAST_S = 30  # a run with less does not begin
 BASELINE = "unfused"
 
 
@@ -73,7 +73,7 @@ CLAIMS = {
 
 
 def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
-    """All at the same time; returns the names of those that were made."""
+    """Make all checkpoints in parallel.  Returns the names of those that succeeded."""
     script = HERE / "make_random_checkpoint.py"
     making = {
         name: subprocess.Popen([sys.executable, script, name, scratch / name, "--device", "cuda"]) for name in names
@@ -82,7 +82,7 @@ def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
 
 
 def allowance(run: Run, later: Sequence[Run], left_s: float) -> float:
-    """Seconds for the run: its limit, and what the later ones do not need.  Never more than what is left."""
+    """Seconds for the run: its limit, and the time that later runs do not need, at most the remaining time."""
     return min(left_s, max(run.limit_s, left_s - sum(one.limit_s for one in later)))
 
 
@@ -98,7 +98,7 @@ def command(run: Run, checkpoint: Path, file: Path, allowed_s: float) -> list[st
 
 
 def write_markdown(name: str, file: Path) -> None:
-    """Beside the JSON of a run, whole or partial."""
+    """Write the Markdown of a complete or partial run next to its JSON."""
     report = PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
     text = markdown.render_document(prefill_document.compose(report))
     claims = beside_claims(report.prefill.lengths, CLAIMS[name]) if name in CLAIMS else ""
@@ -106,7 +106,7 @@ def write_markdown(name: str, file: Path) -> None:
 
 
 def beside_claims(lengths: Sequence[PrefillLength], claims: tuple[Claim, ...]) -> str:
-    """A Markdown table: what is published, and what was measured."""
+    """A Markdown table of published and measured values."""
     rows = [
         f"| {claim.seqlen:,} | {claim.words} | {case.surroundings} "
         f"| {f'{baseline.implementation} {baseline.version}'.rstrip()} "

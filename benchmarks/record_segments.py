@@ -2,9 +2,9 @@
 
     python benchmarks/record_segments.py FILE
 
-Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` thinks of, for
+Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` considers, for
 three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  Constants of
-`segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py asks how good the fit is.
+`segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py checks the fit.
 """
 
 from __future__ import annotations

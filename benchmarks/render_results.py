@@ -1,6 +1,6 @@
-"""Write benchmarks/results/<run>/report.html anew for every recorded run: after a change of the report.
+"""Render benchmarks/results/<run>/report.html again for every recorded run, after a change of the report.
 
-Run from the repository's root.  Stalls that were recorded beside a run, in <run>-stalls, are part of its page.
+Run from the repository's root.  Stalls of a run, recorded in <run>-stalls, are part of its page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def pages() -> dict[Path, str]:
-    """File -> what it holds."""
+    """File -> its contents."""
     found = {}
     for record in sorted(RESULTS.glob(f"*/{runs.REPORT}")):
         stalls = record.parent.with_name(f"{record.parent.name}-stalls") / stall_files.RECORD

@@ -1,20 +1,20 @@
-"""Measure what others published, and write it beside their numbers.
+"""Measure what others published, and write the results next to their numbers.
 
     python benchmarks/reproduce.py NAME [--budget SECONDS] [--published DIR] [--out DIR]
         [--recorded MEASUREMENT=FILE ... [--kernels HASH]]
     python benchmarks/reproduce.py NAME --from RESULT.json [--check]
     python benchmarks/reproduce.py --page [--check]
 
-NAME is that of a file in benchmarks/published, which says what is measured, what is quoted, and when a claim holds.
+NAME is a file in benchmarks/published, which defines the measurements, the quoted numbers and the claims.
 Writes NAME.json, NAME.md and NAME.svg into DIR, by default benchmarks/results/published/<GPU>, after each measurement.
-An interrupted run keeps what was found by then; of one that was killed, DIR/NAME-reports-* holds the reports.
---recorded takes a report that exists, such as one of those, instead of measuring; if it does not hold the hash of its
-kernels' sources, --kernels states it.  --from renders a result again, without a GPU, beside it; --check compares with
-what is there instead.  --page writes seeds.md into benchmarks/results, from all results.  Every time is measured by
+An interrupted run keeps its results so far; after a killed one, the reports are in DIR/NAME-reports-*.
+--recorded takes an existing report, such as one of those, instead of measuring; if it lacks the hash of its kernels'
+sources, --kernels states it.  --from renders a result again into its folder, without a GPU; --check compares with the
+existing files instead.  --page writes seeds.md into benchmarks/results, from all results.  Every time is measured by
 ssdprof's own commands.
 
-Exit code 1 says that an output was wrong, or with --check that a file is not what it would be; 3 that nothing could be
-measured here; 130 that the run was interrupted.  A claim that does not hold is a result.
+Exit code 1 says that an output was wrong, or with --check that a file has other contents; 3 that nothing could be
+measured here; 130 that the run was interrupted.  A claim that does not hold is a result, not an error.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[st
 
 
 def refuse_without_gpu(name: str, document: Published) -> None:
-    """MissingCapabilityError where there is none.  One that is there is left alone: only commands compute on it."""
+    """Raises MissingCapabilityError without a GPU.  Does not use the GPU: only the commands do."""
     import torch
 
     if not torch.cuda.is_available():
@@ -116,7 +116,7 @@ def refuse_without_gpu(name: str, document: Published) -> None:
 
 
 def run_runner(document: Published, budget: float, out: Path | None) -> int:
-    """The exit code of the document's own script, which writes the files: 70 where it was killed."""
+    """The exit code of the document's own script, which writes the files; 70 if it was killed."""
     from ssdprof.environment.machine import gpu  # imports torch
 
     here = None if out else gpu()
@@ -126,7 +126,7 @@ def run_runner(document: Published, budget: float, out: Path | None) -> int:
 
 
 def of_script(words: list[str], seconds: float) -> int:
-    """Its exit code; INTERNAL_ERROR if a signal ended it."""
+    """The exit code of the script; INTERNAL_ERROR if a signal ended it."""
     code = measuring.run_within(words, seconds)
     if code >= 0:
         return code
@@ -143,7 +143,7 @@ def render(document: Published, result: Result, folder: Path) -> int:
 
 
 def again(name: str, document: Published, file: Path, *, check: bool) -> int:
-    """Renders a result, or compares what lies beside it.  The pages of a runner are written by it."""
+    """Renders a result, or compares its pages with the stored ones.  A runner writes its own pages."""
     result = load(name, document, file)
     if document.runner:
         if check:
@@ -168,14 +168,14 @@ def write_page(*, check: bool) -> int:
 
 
 def rendered(document: Published, result: Result, folder: Path) -> dict[Path, str]:
-    """File -> what it holds."""
+    """File -> its contents."""
     files = {folder / f"{result.name}.md": rendering.as_markdown(document, result)}
     picture = rendering.as_picture(document, result)
     return files | ({folder / f"{result.name}.svg": picture} if picture else {})
 
 
 def compared(files: dict[Path, str]) -> int:
-    """1 if a file is missing or holds something else."""
+    """1 if a file is missing or has other contents."""
     stale = [file for file, text in files.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     for file in stale:
         print(f"{file} is not what its result says.  Render it again without --check.", file=sys.stderr)
@@ -217,7 +217,7 @@ def main() -> int:
     document = published.load(options.name)
     if options.file:
         if options.out or options.recorded:
-            raise BadInputError("--from writes beside its result, of what the result holds.", "Give it alone.")
+            raise BadInputError("--from writes into the folder of its result, from the data in it.", "Give it alone.")
         return again(options.name, document, options.file, check=options.check)
     budget = options.budget or document.seconds
     if document.runner:
@@ -234,7 +234,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found by then is kept either way
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the results so far are kept in any case
     try:
         sys.exit(main())
     except SsdprofError as error:

@@ -1,4 +1,4 @@
-"""The fastest other library of a cell: as measured in the run, or reckoned from an earlier measurement beside fla."""
+"""The fastest other library of a cell: measured in the run, or estimated from an earlier measurement with fla."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """ratio: the rival's device time by that of the yardstick, both measured in one session."""
+    """ratio: the rival's device time over that of the yardstick, both measured in one session."""
 
     ratio: float
     version: str
@@ -51,9 +51,9 @@ class Rivals:
         return cls(yardstick=document["yardstick"], names=tuple(document["rivals"]), records=records)
 
     def best(self, cell: BenchCell, time: Callable[[str], float]) -> Rival | None:
-        """The fastest, the yardstick among them; None unless one of the others was measured, in the run or before.
+        """The fastest rival, the yardstick included; None unless another one was measured, in the run or before.
 
-        time: an implementation's least device time in the cell, us; infinite where it has none.
+        time: an implementation's least device time in the cell, us; infinite if it has none.
         """
         others = [rival for name in self.names if (rival := self._one(cell, name, time))]
         own = Rival(us=time(self.yardstick), how=f"{self.yardstick}, in the run")

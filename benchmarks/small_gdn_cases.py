@@ -1,10 +1,10 @@
-"""Time small calls of the gated delta rule beside flash-linear-attention: 15 batches and 12 packs.
+"""Time small calls of the gated delta rule, compared with flash-linear-attention: 15 batches and 12 packs.
 
     python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla] [--complete]
 
 The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
 key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
-`ssdprof bench gdn` does it.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
+in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
 GPU.  --complete keeps the cases that FILE.json holds and measures the others; GPU and kernels must be the same.
 """
 
@@ -115,7 +115,7 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
 def joined(earlier: BenchReport, later: BenchReport) -> BenchReport:
     """The cases of both, in the order of `cells`; the rest is of the later one.
 
-    Raises BadInputError where they are of other kernels, libraries or another GPU.
+    Raises BadInputError if kernels, libraries or GPUs differ.
     """
     if (before := _measured_with(earlier)) != (now := _measured_with(later)):
         raise BadInputError(f"The earlier cases were measured with {before}, not {now}.", "Measure all of them again.")
@@ -166,7 +166,7 @@ def main() -> None:
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
     require_gpu(*NEEDS_GPU)
     named = tuple(resolve(gdn, name) for name in names)
-    _ = named[0].present  # raises where fla is asked for and is not installed
+    _ = named[0].present  # raises if fla is requested and not installed
     earlier = read(arguments.file) if arguments.complete and arguments.file.exists() else None
     done = {cell.shape for cell in earlier.cells} if earlier else set()
 

@@ -4,10 +4,10 @@
 
 Both are byte-level hybrids: `demo` has four Mamba-2 layers and one attention layer in the granitemoehybrid format,
 `demo-gdn` three gated-delta-rule layers and one attention layer in the qwen3_next format.  They are trained on
-`ssdprof.capture.text.training()` and judged by bits per byte on `held_out()`, beside a byte bigram model fitted on the
-same training text.  The seed is fixed, but another machine's arithmetic differs in the last bits, so the weights will
-differ and the numbers only nearly agree.  Writes config.json, generation_config.json, model.safetensors,
-tokenizer.json and tokenizer_config.json; the model card, README.md, is written by hand.
+`ssdprof.capture.text.training()` and judged by bits per byte on `held_out()`, compared with a byte bigram model that
+was fitted on the same training text.  The seed is fixed, but another machine's arithmetic differs in the last bits, so
+the weights will differ and the numbers only nearly agree.  Writes config.json, generation_config.json,
+model.safetensors, tokenizer.json and tokenizer_config.json; the model card, README.md, is written by hand.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
 WEIGHT_DECAY = 0.1
 TRAINING_CHUNK = 64  # what the operator computes does not depend on it
-SAVE_EVERY = 100  # steps: a run that is broken off leaves its newest weights
+SAVE_EVERY = 100  # steps: an interrupted run keeps its newest weights
 
 
 def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Comparisons on the GPU here whose true verdict is known: a kernel with itself, and with itself made slower."""
+"""Comparisons on this machine's GPU with a known true verdict: a kernel with itself, and with itself made slower."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def different(bench: CudaBench, place: Place, seed: int) -> Row:
 
 
 def compare(bench: CudaBench, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
-    """How many times as fast as the second the first is, and what it took to know."""
+    """The speedup of the first over the second, and the cost of measuring it."""
     plan = SamplingPlan(seed=seed)
     began = time.monotonic()
     session = time_in_turns(dict(zip("ab", runs, strict=True)), bench, plan, check=lambda _key, _output: "")

@@ -1,4 +1,4 @@
-"""Ask, on the GPU here, how often a verdict is wrong, how often a real difference is found, and what it costs.
+"""Measure, on this machine's GPU, how often verdicts are wrong, how often real differences are found, and the cost.
 
     PYTHONPATH=. python benchmarks/verdicts.py benchmarks/results/verdicts-h200.json
 
@@ -6,11 +6,11 @@ same:      a kernel against itself; any verdict but "no difference" is false.
 different: a kernel with a short wait against the same with a longer one, which makes its device time 3 % longer when
            it is replayed, and its call time 3 % longer when it is called.  (3 % more tokens do not: segments and
            waves of programs are whole.)
-layer:     the seconds that a layer takes, judged and sampled, against the method before: one recording, A B A B, until
-           every median is known to half a per cent.
+layer:     the seconds that a layer takes, judged and sampled, against the previous method: one recording, A B A B,
+           until every median is known to half a per cent.
 
-Writes FILE, JSON, and beside it the same as a Markdown table.  The comparisons go through shapes, lengths and
-implementations in a random order; --seconds ends them early, and then the result says how many there were.
+Writes FILE in JSON, and the same as a Markdown table.  Shapes, lengths and implementations are compared in a random
+order; --seconds ends this early, and then the result has the number of comparisons.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
 
 
 def jobs(counts: dict[str, int]) -> Iterator[tuple[str, Place]]:
-    """Both kinds mixed, each spread evenly over shapes, lengths and implementations."""
+    """Jobs of both kinds, mixed, each spread evenly over shapes, lengths and implementations."""
     draw = random.Random(0)
     places = list(product(SHAPES, LENGTHS, COMPARED))
     wanted = []
@@ -102,7 +102,7 @@ def jobs(counts: dict[str, int]) -> Iterator[tuple[str, Place]]:
 
 
 def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
-    """What was asked, of which time, what must hold, what came out."""
+    """(question, clock, bar, result) for each question."""
     rows = []
     for time_of in ("device", "call"):
         verdicts = Counter(row[time_of]["verdict"] for row in found["same"])

@@ -1,4 +1,4 @@
-"""Commands with a time limit, each in a process of its own."""
+"""Runs commands with a time limit, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-TO_STOP_S = 30  # beyond its limit, until a command is interrupted, and again until it is killed
-TO_NOTICE_S = 5  # that a command has to end by itself when the user interrupts both
+TO_STOP_S = 30  # after its limit until a command is interrupted, and again until it is killed
+TO_NOTICE_S = 5  # for a command to end by itself after the user interrupts both
 
 
 def run_within(words: Sequence[str], seconds: float, *, to_stop_s: float = TO_STOP_S) -> int:
     """The command's exit code.  Its stdout goes to stderr.
 
-    It is interrupted when it should have ended `to_stop_s` ago, and killed if it does not end within that time again.
+    It is interrupted `to_stop_s` after its limit, and killed after the same time again.
     Raises KeyboardInterrupt if the user interrupts this process, after the command has ended.
     """
     process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr)
@@ -27,7 +27,7 @@ def run_within(words: Sequence[str], seconds: float, *, to_stop_s: float = TO_ST
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float, to_stop_s: float) -> int:
-    """Waits so long, then interrupts, then kills."""
+    """Waits, then interrupts, then kills."""
     for wait_s, then in ((seconds, signal.SIGINT), (to_stop_s, signal.SIGKILL)):
         try:
             return process.wait(wait_s)

@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and how every one of them ends."""
+"""The command line: the list of commands, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from ssdprof.commands import (
 )
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
-INTERNAL_ERROR = 70  # never to be taken for a failed gate
+INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
-    "Exit codes: 0 everything asked for was done and passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
+    "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
     "3 this machine lacks something; 4 the model is not available."
 )
 
 
 class Commands(TyperGroup):
-    """Turns what a user can cause into lines on stderr and an exit code."""
+    """Turns errors that a user can cause into lines on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -72,12 +72,12 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             terminal.reader_is_gone()
         except OSError as error:
-            told = _told(error)
-            if told is None:
+            expected = _expected(error)
+            if expected is None:
                 raise
-            terminal.drop_output()  # or the last flush would fail once more
-            _complain(told.message, told.hint)
-            ctx.exit(told.exit_code)
+            terminal.drop_output()  # otherwise the last flush would fail again
+            _complain(expected.message, expected.hint)
+            ctx.exit(expected.exit_code)
 
 
 def _ranks() -> Any:
@@ -87,8 +87,8 @@ def _ranks() -> Any:
     return ranks
 
 
-def _told(error: OSError) -> SsdprofError | None:
-    """The message for an error of the operating system that no stage expected; None for a defect of ours."""
+def _expected(error: OSError) -> SsdprofError | None:
+    """The message for an error of the operating system that no stage expected; None for a defect in ssdprof."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {error}.", "Free some space.  Reports that were written earlier are complete."
@@ -112,7 +112,7 @@ app = typer.Typer(
 
 
 def _help(command: Callable[..., None]) -> str:
-    """The docstring with a line for each paragraph: Typer would keep the breaks of the source."""
+    """The docstring with one line per paragraph, because Typer keeps the line breaks of the source."""
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
@@ -167,13 +167,13 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
-    """SIGTERM ends a command as Ctrl-C does: what is kept says that it is partial.  A second one ends it at once."""
+    """SIGTERM ends a command as Ctrl-C does: its results are marked partial.  A second one ends it immediately."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 def _kept_traceback() -> str:
-    """Write the traceback to a file; the hint that names it."""
+    """Write the traceback to a file.  Returns the hint that names the file."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="ssdprof-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
@@ -199,5 +199,5 @@ def _complain(message: str, hint: str) -> None:
 def _line(label: str, text: str, color: str) -> None:
     from rich.text import Text
 
-    with suppress(OSError):  # where stderr is full there is nobody to tell; the exit code still says it
+    with suppress(OSError):  # if stderr cannot be written, only the exit code reports the error
         terminal.err().print(Text.assemble((f"{label}: ", f"bold {color}"), printable(masked(text))))

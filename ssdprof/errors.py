@@ -1,4 +1,4 @@
-"""What the user sees when something goes wrong: one sentence, one hint, one exit code."""
+"""Errors for the user: each has one sentence, one hint and one exit code."""
 
 import difflib
 import re
@@ -52,9 +52,9 @@ class ModelUnavailableError(SsdprofError):
 
 
 def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
-    """The error for a file or folder that cannot be read: without permission it is this machine's, else the user's.
+    """The error for an unreadable file or folder: MissingCapabilityError without permission, else BadInputError.
 
-    what: names it, at the start of the sentence.  hint: for a file that is not there or is of another kind.
+    what: names it, at the start of the sentence.  hint: for a file that is missing or of another kind.
     """
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
@@ -63,7 +63,7 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for a word that is not known: the nearest one that is, if one is near, and all there are."""
+    """A hint for an unknown word: the most similar known word, if there is one, and the list of all."""
     names = list(known)
     alike = difflib.get_close_matches(word, names, n=1)
     guess = f"Did you mean {alike[0]}?  " if alike else ""
@@ -86,15 +86,15 @@ LONGEST_SENTENCE = 1000
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with characters that no terminal should be sent as escapes: \\x1b, \\ud800."""
+    """`text` on one line, with control characters and others unsafe for a terminal as escapes: \\x1b, \\ud800."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 def library_message(error: BaseException) -> str:
-    """What a library said, on one line and whole, without a final full stop.
+    """A library's message on one line, without a final full stop.
 
-    The type of the error is put in front where its text is only a value, as a KeyError's is.  Words and messages that
-    a damaged file makes absurdly long are shortened.
+    The type of the error precedes a text that is only a value, such as that of a KeyError.  Very long words and
+    messages, which a damaged file may cause, are shortened.
     """
     words = printable(str(error)).rstrip(". ").split()
     text = " ".join(word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words)

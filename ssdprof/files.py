@@ -19,7 +19,7 @@ LOCK = ".lock"  # in a folder that one process writes to at a time
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
-    """Write a whole file or none of it: a temporary file beside it, flushed to the disk, then renamed.
+    """Write a file atomically: a temporary file in the same folder, flushed to the disk, then renamed.
 
     replace: False refuses a file that exists.
     Raises BadInputError if it exists or its folder does not; MissingCapabilityError if it cannot be written.
@@ -36,11 +36,11 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM while a command that ends early stores its results.
+    """Ignore Ctrl-C and SIGTERM while an interrupted command stores its results.
 
-    torchrun sends SIGTERM to the other ranks when one has died, and they may be storing theirs.
+    When a rank dies, torchrun sends SIGTERM to the others, which may be storing their results.
     """
-    if threading.current_thread() is not threading.main_thread():  # it receives no signals
+    if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
         yield
         return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -52,7 +52,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def has_key(file: Path, key: str) -> bool:
-    """Whether the file holds a JSON object with this key.  What cannot be read, or is no JSON, has none."""
+    """Whether the file holds a JSON object with this key.  False for a file that cannot be read or is not JSON."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError):
@@ -61,7 +61,7 @@ def has_key(file: Path, key: str) -> bool:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Add to the end of a file, which is made if need be.  Raises MissingCapabilityError if it cannot be written."""
+    """Append to a file, which is created if necessary.  Raises MissingCapabilityError if it cannot be written."""
     try:
         with file.open("a", encoding="utf-8") as opened:
             opened.write(text)
@@ -70,8 +70,8 @@ def append_text(file: Path, text: str) -> None:
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
-    """Put a whole file at `file`, or leave what was there: `write` writes one beside it, which is flushed to the disk
-    and renamed.  It gets what the user's umask leaves of rw-rw-rw-.
+    """Replace `file` atomically: `write` writes a temporary file in the same folder, which is flushed to the disk and
+    renamed.  Its mode is rw-rw-rw- without the bits of the user's umask.
 
     Raises what `write` raises, and OSError.
     """
@@ -88,9 +88,9 @@ def put(file: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
-    """A folder, made if need be, that no other process writes to while the context lasts.  The value is its lock file.
+    """A folder, created if necessary, that this process alone writes to in the context.  The value is its lock file.
 
-    what: is written there, as a sentence begins: "Another run is writing".
+    what: the start of the error's sentence: "Another run is writing into".
     Raises BadInputError if another process holds it or it is a file; MissingCapabilityError if it cannot be written.
     """
     file = folder / LOCK
@@ -110,7 +110,7 @@ def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
 
 
 def check_target(file: Path, *, replace: bool) -> None:
-    """What `write_text` raises for a file that cannot be written, before there is something to write."""
+    """Raise in advance what `write_text` would raise for a file that cannot be written."""
     if file.is_dir():
         raise BadInputError(f"{file} is a folder.", "Name a file.")
     if not file.parent.is_dir():
@@ -134,13 +134,13 @@ def check_writable(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> SsdprofError:
-    """What the user is told when `path` cannot be written."""
+    """The error for a `path` that cannot be written."""
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return BadInputError(f"The folder {path} cannot be made: a file is in its place.", "Name another folder.")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {path} could not be written.",
-            "Free some space, or write to another disk.  What was written before is whole.",
+            "Free some space, or write to another disk.  Files that were written earlier are complete.",
         )
     return MissingCapabilityError(
         f"{path} cannot be written: {why(error)}.", "Check the permissions, or write somewhere else."
@@ -154,12 +154,12 @@ def safe_name(model: str) -> str:
 
 
 def why(error: Exception) -> str:
-    """What went wrong, in the words of the operating system where it says so."""
+    """The reason of an error, in the words of the operating system if there are any."""
     return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()
 
 
 def _flush(path: Path) -> None:
-    """Wait until the disk has what was written to a file or a folder."""
+    """Flush a file or a folder to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -168,7 +168,7 @@ def _flush(path: Path) -> None:
 
 
 def _file_mode() -> int:
-    """What the user's umask leaves of rw-rw-rw-: safetensors writes files that only their owner may read."""
+    """rw-rw-rw- without the bits of the user's umask: safetensors writes files that only their owner may read."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

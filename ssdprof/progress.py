@@ -1,4 +1,4 @@
-"""How a command that takes a while says what it is doing.  Stages call a Watcher; the command line draws one."""
+"""Progress of long commands: stages call a Watcher, which the command line implements."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Advance = Callable[[int], None]
 
 
 class Watcher(Protocol):
-    """Hears of steps as they happen.  Nothing it does changes a result."""
+    """Receives messages and progress.  It never changes a result."""
 
     def say(self, text: str) -> None:
         """One sentence that the user should see now."""
 
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:
-        """Something that takes a while.  The context's value is called with how much was done since the last call.
+        """A long step.  The context's value is called with the amount done since the last call.
 
         total: in `unit`, a plural noun; None if it is unknown.  A step may hold other steps.
         """
@@ -29,5 +29,5 @@ class Unwatched:
         """Ignores the text."""
 
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
-        """Nobody sees it."""
+        """Ignores the step."""
         return nullcontext(lambda _: None)

@@ -71,7 +71,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert {case.dims.batch for case in report.cases} == {2}
     assert report.prompts[0].serving == Serving(decode=2)
     assert report.prompts[0].batch == 2
-    assert "2 pieces of it one behind the other" in report.prompts[0].source
+    assert "2 pieces of it one after the other" in report.prompts[0].source
     assert not report.answers  # nobody asked for them
     assert outcome(report).passed
     for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):

@@ -147,7 +147,7 @@ def test_commands_are_those_of_the_machines_package_manager(furnished: Path) -> 
 
 def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "icx")
-    with pytest.raises(MissingCapabilityError, match="CC=icx is no program") as caught:
+    with pytest.raises(MissingCapabilityError, match="CC=icx is not a program") as caught:
         require_toolchain()
     assert caught.value.hint == "Run: unset CC"
     (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")

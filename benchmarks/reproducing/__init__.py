@@ -1,1 +1,1 @@
-"""What reproduce.py is made of: published documents, measurements, values, verdicts, pages."""
+"""The parts of reproduce.py: published documents, measurements, values, verdicts, pages."""

@@ -1,4 +1,4 @@
-"""Published claims and numbers beside measured values: inside, outside, other GPU, or not measured."""
+"""Compares published claims and numbers with measured values: inside, outside, other GPU, or not measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def number(value: float) -> str:
 
 
 def claims(document: Published, values: Mapping[str, float], gpu: str) -> list[Verdict]:
-    """gpu: the one that measured, as torch calls it."""
+    """gpu: torch's name of the GPU of the measurement."""
     units = {one.name: one.unit for one in document.value}
     return [_claim(one, values, units, is_other(one.gpu or document.gpu, gpu)) for one in document.claim]
 
@@ -51,7 +51,7 @@ def numbers(document: Published, values: Mapping[str, float], gpu: str) -> list[
 
 
 def is_other(quoted_gpus: str, gpu: str) -> bool:
-    """Whether a GPU is none of those that a source measured on, "A100, H100" say."""
+    """Whether a GPU is not among those of the source, such as "A100, H100"."""
     return not any(name.strip() in gpu for name in quoted_gpus.split(","))
 
 
@@ -92,7 +92,7 @@ def _number(group: Numbers, key: str, quoted: float, values: Mapping[str, float]
 
 
 def _worded(inside: bool, other: bool, absolute: bool) -> str:
-    """A ratio of another GPU can be inside or outside; a time of another GPU says nothing."""
+    """Ratios can be compared between GPUs: inside or outside.  Times cannot."""
     if other and absolute:
         return OTHER_GPU
     return f"{INSIDE if inside else OUTSIDE}{f' ({OTHER_GPU})' if other else ''}"

@@ -1,4 +1,4 @@
-"""Runs the commands of a document within a budget, and keeps what they reported."""
+"""Runs the commands of a document within a budget, and keeps their reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, Ssdp
 from ssdprof.report import format as fmt
 
 HERE = Path(__file__).parent.parent
-LEAST_S = 10  # with less, a measurement is not begun
+LEAST_S = 10  # a measurement with less does not begin
 PUBLISHED = "published"  # a name of --impl that needs a checkout
 NAMING = ("--impl", "--against", "--match-with", "--baseline")
 INTERRUPTED = "the run was interrupted"
@@ -31,7 +31,7 @@ Found = tuple[dict[str, Any], dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What measurements may use.
+    """The resources of measurements.
 
     seconds: of wall clock, for all of them.  published: a checkout of the published kernel.  folder: where reports are
     kept until they are part of the result.  recorded: reports that exist already, by the names of their measurements.
@@ -44,10 +44,10 @@ class Means:
 
 
 def measure(document: Published, means: Means, run: Run | None = None) -> Iterator[Found]:
-    """After each measurement: reports as JSON by the names of their measurements so far; and of those without one, why.
+    """After each measurement: the reports so far, as JSON by measurement, and the reasons for missing ones.
 
-    Raises MissingCapabilityError if in the end nothing was measured, and KeyboardInterrupt after the last that was
-    found if the user interrupts a measurement.
+    Raises MissingCapabilityError if nothing was measured, and KeyboardInterrupt, after the last report, if the user
+    interrupts a measurement.
     """
     end = time.monotonic() + means.seconds
     found: dict[str, Any] = dict(means.recorded)
@@ -81,7 +81,7 @@ def measure(document: Published, means: Means, run: Run | None = None) -> Iterat
 
 @contextmanager
 def reports_folder(name: str, beside: Path) -> Iterator[Path]:
-    """A folder beside the result.  It is removed, unless the process is killed: then it holds what was measured.
+    """A folder next to the result, removed at the end.  If the process is killed, it still has the reports.
 
     Raises MissingCapabilityError if it cannot be made.
     """
@@ -100,7 +100,7 @@ def reports_folder(name: str, beside: Path) -> Iterator[Path]:
 
 
 def _one(one: Measure, means: Means, seconds: float, run: Run) -> tuple[dict[str, Any] | None, str]:
-    """A report, if there is one; and what went wrong, if anything did.  A report that is there counts anyway."""
+    """The report, if there is one, and the error, if there was one.  A report counts in spite of an error."""
     out, end, why = means.folder / f"{one.name}.json", time.monotonic() + seconds, ""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as scratch:
         for command in one.commands:
@@ -122,12 +122,12 @@ def _one(one: Measure, means: Means, seconds: float, run: Run) -> tuple[dict[str
         return None, why or "it wrote no result"
     try:
         return reports.read(one.reads, file).model_dump(mode="json"), why
-    except SsdprofError as error:  # of a command that was killed, say: what others measured counts
+    except SsdprofError as error:  # such as that of a killed command; other reports count
         return None, why or error.message
 
 
 def words_of(command: str, places: Mapping[str, str], published: Path | None) -> list[str]:
-    """A command as the system runs it.  Without a checkout, the published kernel takes no part."""
+    """The command line of a command.  Without a checkout, the published kernel is left out."""
     program, *rest = shlex.split(command)
     words = [word.format_map(places) for word in rest]
     for place, (before, word) in enumerate(zip(["", *words], words, strict=False)):

@@ -1,4 +1,4 @@
-"""benchmarks/published/NAME.toml: what a source states, and how it is measured here.  The format: its README.md."""
+"""Reads benchmarks/published/NAME.toml: the claims of a source, and how they are measured.  Format: its README.md."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Value(Part):
 
 
 class Ratio(_Value):
-    """How many times as fast `of` is as `over`; without `over`, the time of `of` in microseconds.
+    """The speedup of `of` over `over`; without `over`, the time of `of` in microseconds.
 
     statistic: of the samples of each; all but the median are of all recordings, pooled.
     """
@@ -98,7 +98,7 @@ class Stall(_Value):
 
 
 class EndToEnd(_Value):
-    """By how many percent a prefill is faster with `of` in the place of `over`; without `over`, a part of its time.
+    """By how many percent a prefill is faster with `of` instead of `over`; without `over`, a part of its time.
 
     part: the whole call in milliseconds; the GPU's work for the operator, in milliseconds; or the percent of the call
     in which the GPU is idle.
@@ -119,9 +119,9 @@ Value = Annotated[Ratio | Match | Stall | EndToEnd, Field(discriminator="kind")]
 
 
 class Numbers(Part):
-    """Quoted numbers, each beside the value `value[KEY]`; without `value`, of a quantity that is not measured here.
+    """Quoted numbers, each compared with the value `value[KEY]`; without `value`, they are not measured here.
 
-    within_pct: of the quoted number, that still is inside.  beside: further values, of which nothing is quoted.
+    within_pct: of the quoted number, that still is inside.  beside: further values without a quoted number.
     """
 
     words: str
@@ -162,7 +162,7 @@ class Claim(Part):
 
 
 class Figure(Part):
-    """values: drawn beside each other, over their keys.  band: shaded, from lowest to highest quoted value."""
+    """values: drawn in one plot, over their keys.  band: shaded, from lowest to highest quoted value."""
 
     values: tuple[str, ...]
     axis: str
@@ -213,7 +213,7 @@ class Published(Part):
 
 
 def names_in(claim: Claim) -> list[str]:
-    """The values that a claim is about, each once."""
+    """The distinct values in a claim."""
     sides = [side for left, _, right in COMPARISON.findall(claim.holds) for side in (left, right)]
     return list(dict.fromkeys(side for side in sides if not is_number(side)))
 

@@ -1,4 +1,4 @@
-"""A result as Markdown and as a picture."""
+"""Renders a result as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Series = list[tuple[str, float]]  # of a value: key and number
 
 
 def as_markdown(document: Published, result: Result, sections: Mapping[str, str] | None = None) -> str:
-    """Claims first, then numbers, then what was chosen, and what is missing.
+    """Claims first, then numbers, then choices, then missing measurements.
 
     sections: of a runner: title -> Markdown, empty for one that has nothing to show.
     """
@@ -75,7 +75,7 @@ def claims_table(document: Published, result: Result) -> str:
 
 
 def as_picture(document: Published, result: Result) -> str | None:
-    """SVG; None where the document has no figure or nothing that it shows was measured."""
+    """SVG; None if the document has no figure, or if none of its values was measured."""
     figure = document.figure
     if figure is None:
         return None

@@ -1,4 +1,4 @@
-"""What reports of ssdprof say, as far as values need it: cases, the GPU, what is wrong, and what is missing."""
+"""Reads from reports of ssdprof what values need: cases, the GPU, wrong outputs, and missing cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ssdprof.schema.speed import Timing
 from ssdprof.schema.stalls import StallReport
 
 Report = BenchReport | RunReport | StallReport | PrefillReport
-RIGHT = ("passed", "refused", "out of memory")  # whatever else became of a case of ours, its output was wrong
+RIGHT = ("passed", "refused", "out of memory")  # statuses with which the output of our case was wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def read(kind: str, file: Path) -> Report:
 
 
 def again(kind: str, stored: Any) -> Report:
-    """What a result holds of a report."""
+    """The part of a report that a result stores."""
     records: dict[str, type[Report]] = {
         "bench": BenchReport,
         "run": RunReport,
@@ -72,7 +72,7 @@ def again(kind: str, stored: Any) -> Report:
 
 
 def cases(report: Report) -> list[Case]:
-    """Those of a bench or a run that have a right output; no others have a number."""
+    """The cases of a bench or a run with a correct output; only these have numbers."""
     if isinstance(report, BenchReport):
         return list(_of_bench(report))
     if isinstance(report, RunReport):
@@ -97,7 +97,7 @@ def _of_bench(report: BenchReport) -> Iterator[Case]:
 
 
 def _labels(report: BenchReport) -> Callable[[BenchCell], str]:
-    """What tells the cells apart: their tokens, or their shapes, or both."""
+    """Labels that distinguish the cells: their tokens, their shapes, or both."""
     shapes = [cell.shape for cell in report.cells]
     if len(set(shapes)) == 1:
         return lambda cell: cell.tokens
@@ -126,14 +126,14 @@ def _times(timing: Timing | None) -> dict[tuple[str, str], float]:
 
 
 def gpu(report: Report) -> str:
-    """As torch calls it; "no GPU" if there was none."""
+    """torch's name of the GPU; "no GPU" if there was none."""
     if isinstance(report, StallReport):
         return report.gpu or "no GPU"
     return report.environment.gpu.name if report.environment.gpu else "no GPU"
 
 
 def created(report: Report) -> str:
-    """ISO 8601; "" of stalls, which do not say."""
+    """ISO 8601; "" for stalls, which do not record it."""
     return "" if isinstance(report, StallReport) else report.created
 
 
@@ -145,12 +145,12 @@ def subjects(report: Report) -> set[str]:
 
 
 def kernels(report: Report) -> str:
-    """The hash of the kernels' sources; "" where the report does not hold it."""
+    """The hash of the kernels' sources; "" if the report does not have it."""
     return report.kernels if isinstance(report, BenchReport) else ""
 
 
 def wrong(report: Report) -> list[str]:
-    """Outputs of ours that were not right, a sentence each."""
+    """One sentence for each wrong output of ours."""
     if isinstance(report, BenchReport):
         return [
             f"{cell.shape}, {cell.tokens}: {case.name}: {case.status}: {case.reason}"
@@ -175,7 +175,7 @@ def wrong(report: Report) -> list[str]:
 
 
 def missing(report: Report) -> dict[str, str]:
-    """What was asked for and not measured, and why."""
+    """Requested cases that were not measured, with the reasons."""
     if isinstance(report, BenchReport):
         found = {one.cell: one.reason for one in report.left_out}
         for cell in report.cells:

@@ -1,4 +1,4 @@
-"""NAME.json: what a measurement of a published comparison found, whoever measured it."""
+"""NAME.json: the result of measuring a published comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLDERS = re.compile(r"(?<![^=,])/(?:[^/,=]+/)*(?=[^/,=])")  # of an absolute p
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """gpu: as torch calls it.  missing: what was not measured, and why.  stored: the JSON document itself.
+    """gpu: torch's name.  missing: what was not measured, with the reason.  stored: the JSON document itself.
 
     origin: a sentence for each thing to know of where the numbers are from.
     """
@@ -42,13 +42,13 @@ class Result:
 
     @property
     def folder(self) -> str:
-        """Where results of this GPU are, within results/published."""
+        """The folder of this GPU's results in results/published."""
         return folder_of(self.gpu)
 
 
 class Recorded(BaseModel):
     """A report that was measured before.  file: within benchmarks/results, or its name.  kernels: their hash, "" where
-    it is not known; stated: by whoever made the result, because the report does not hold it.  report: as JSON; a result
+    it is not known; stated: on the command line, because the report lacks it.  report: as JSON; a result
     has it among its reports.
     """
 
@@ -63,8 +63,8 @@ def stored(
     name: str, document: Published, found: Mapping[str, Any], missing: Mapping[str, str], *, seconds: float,
     recorded: Mapping[str, Recorded],
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of reports that were measured now, but for those recorded before.  `values` and `claims` are
-    there for readers: whoever reads the file draws them from the reports again.
+    """The JSON document of the new reports, with references to recorded ones.  `values` and `claims` are for people:
+    `load` computes them from the reports again.
     """
     plain = {
         "study": name,
@@ -105,7 +105,7 @@ def _without_folders(reports: Any) -> Any:
 
 
 def load(name: str, document: Published, file: Path) -> Result:
-    """Reads what reproduce.py or a runner wrote.
+    """Reads the output of reproduce.py or of a runner.
 
     Raises BadInputError for a file that is neither, or of another comparison.
     """

@@ -1,4 +1,4 @@
-"""One page about all published comparisons: which claims hold, which do not, and why."""
+"""One page on all published comparisons: the claims that hold and those that do not, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that a document names, read out of reports."""
+"""Computes the values of a document from reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICKS: dict[str, Any] = {"least": min, "greatest": max, "mean": fmean}
 
 
 def values(document: Published, reports: Mapping[str, Report]) -> dict[str, float]:
-    """By name; what was not measured is not among them."""
+    """The measured values by name."""
     found: dict[str, float] = {}
     for value in document.value:
         report = reports.get(value.measure)
@@ -87,7 +87,7 @@ def _stall(value: Stall, report: Report) -> float | None:
 
 
 def _share(value: Stall, kernel: KernelStalls) -> float | None:
-    """None where no warp was sampled, or the kernel's source has other stages."""
+    """None if no warp was sampled, or if the kernel's source has other stages."""
     counted = [stage for stage in kernel.stages if not stage.idle]
     inside = [stage for stage in counted if _within(stage, value.stages or (stage.name,), value.without)]
     if not kernel.busy_samples or not inside:

@@ -1,4 +1,4 @@
-"""One cell: every contender on the same inputs, right first, then how fast, all in turns."""
+"""One cell: verify every contender on the same inputs, then time the correct ones in turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_roun
 
 @dataclass(frozen=True, kw_only=True)
 class Stopwatch:
-    """What times a cell.  limits: None where the GPU's are not known."""
+    """The tools that time a cell.  limits: None if those of the GPU are unknown."""
 
     bench: Bench
     sampling: SamplingPlan
@@ -44,7 +44,7 @@ class Choice:
 def time_cell(
     inputs: Any, contenders: Sequence[Contender], judged: Sequence[Judged], watch: Stopwatch
 ) -> tuple[BenchCase, ...]:
-    """A case for each contender, in their order.  judged: every entry of theirs, on `inputs`."""
+    """One case for each contender, in the same order.  judged: all their entries, run on `inputs`."""
     choices = [_choose(contender, judged, watch.bench) for contender in contenders]
     passed = [choice for choice in choices if choice.judged.verdict.status == "passed"]
     timed = time_verified(
@@ -62,7 +62,7 @@ def time_cell(
 def _timed_case(
     choice: Choice, timed: Timed | None, sampled: Mapping[Contender, Sampled], inputs: Any, watch: Stopwatch
 ) -> BenchCase:
-    """timed: None for a choice that did not pass.  sampled: all that was."""
+    """timed: None for a choice that did not pass.  sampled: every contender that was sampled."""
     case = _case(choice, watch.limits)
     if timed is None:
         return case
@@ -81,7 +81,7 @@ def _timed_case(
 
 
 def _choose(contender: Contender, judged: Sequence[Judged], bench: Bench) -> Choice:
-    """The fastest of the contender's entries, by a few replays in turns, if there is a choice."""
+    """The fastest of the contender's entries.  Several entries are compared by a few replays in turns."""
     own = [candidate for candidate in judged if candidate.entry.contender is contender]
     passed = [candidate for candidate in own if candidate.verdict.status == "passed"]
     calls = {candidate.entry: [candidate.entry.call] for candidate in passed}
@@ -113,7 +113,7 @@ def _fastest(sampled: Mapping[Contender, Sampled]) -> dict[str, Sampled]:
 def _speedups(
     contender: Contender, sampled: Sampled, fastest: Mapping[str, Sampled], smallest_difference: float
 ) -> tuple[Speedup, ...]:
-    """Over each other implementation; only ours are compared."""
+    """Speedups over each other implementation, for ssdprof's own cases only."""
     if not contender.ours:
         return ()
     return tuple(

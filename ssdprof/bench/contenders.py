@@ -1,4 +1,4 @@
-"""Who takes part: our implementations and those of other libraries, each at its precisions."""
+"""The contenders of a bench: ssdprof's implementations and other libraries, each at its precisions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ssdprof.operators.drawing import Cell
 from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.operator import Operator
 
-BY_TOKEN = "recurrent"  # takes part where sequences are a few tokens long
+BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """One implementation at one precision.
 
-    chunk_sizes: the ones to choose the fastest from; empty if the implementation chunks as it likes.
-    rehearsals: of own kernels' first calls.
+    chunk_sizes: the fastest of these is used; empty if the implementation chooses its own.
+    rehearsals: the first calls of users' kernels.
     """
 
     named: Named
@@ -37,7 +37,7 @@ class Contender:
 
     @property
     def ours(self) -> bool:
-        """Judged by ssdprof's own rule.  Another library also tunes itself in its first call."""
+        """Whether ssdprof's error budget applies.  Another library also tunes itself in its first call."""
         return self.named.kind != "library"
 
     def entries(self, operator: Operator[Any], inputs: Any) -> list[Entry]:
@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Contender, int | None]:
-        """The same for the same entry on other inputs."""
+        """Equal for the same entry on other inputs."""
         return self.contender, self.chunk_size
 
 

@@ -1,4 +1,4 @@
-"""A bench as the formats for programs read it."""
+"""A bench in the form that exports read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result of `ssdprof bench --out`, as a file."""
+"""Reads files that `ssdprof bench --out` wrote."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def is_bench(file: Path) -> bool:
-    """Anything that is not JSON is left for the reader of runs to refuse."""
+    """Whether the file is a bench.  False for a file that is not JSON: the reader of runs refuses it."""
     return files.has_key(file, "cells")
 
 
 def read(file: Path) -> BenchReport:
-    """Raises BadInputError, with the file's name, if it is not what a bench wrote."""
+    """Raises BadInputError, with the file's name, for any other content."""
     from ssdprof.bench.schema import load  # torch comes with it
 
     try:

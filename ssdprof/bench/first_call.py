@@ -20,7 +20,7 @@ _AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
 
 
 class TimeIsUp(BaseException):
-    """A first call was broken off.  Not an Exception, because the libraries that it interrupts might handle one."""
+    """A first call was stopped.  Not an Exception, because the interrupted library might handle one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Patience:
 
     @property
     def exhausted(self) -> bool:
-        """There is no time for anything else either."""
+        """Whether the time of the whole bench is over."""
         return time.monotonic() >= self.until
 
     @property
@@ -43,7 +43,7 @@ class Patience:
 def first_call(run: Callable[[], Output], device: torch.device, patience: Patience) -> tuple[Output, FirstCall]:
     """Make the call and wait for the GPU.  Raises TimeIsUp.
 
-    A call can be broken off between two steps of a compiler, and while it waits for one; not during the GPU's work.
+    A call can be stopped between two steps of a compiler, and while it waits for one, but not during the GPU's work.
     """
     compiled: list[Compiled] = []
     began = time.monotonic()
@@ -55,13 +55,13 @@ def first_call(run: Callable[[], Output], device: torch.device, patience: Patien
 
 
 def slower(one: FirstCall | None, other: FirstCall | None) -> FirstCall | None:
-    """The slower of two first calls of the same kernels: the other one found them compiled."""
+    """The slower of two first calls of the same kernels: the faster one found them in the cache."""
     return max((one, other), key=lambda first: first.seconds if first else 0.0)
 
 
 @contextmanager
 def _noted(compiled: list[Compiled]) -> Iterator[None]:
-    """Every kernel that Triton compiles in the block, in whatever thread."""
+    """Collects every kernel that Triton compiles in the block, in any thread."""
 
     def note(*, src: Any, times: triton.knobs.CompileTimes, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
@@ -77,7 +77,7 @@ def _noted(compiled: list[Compiled]) -> Iterator[None]:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp in the block when so many seconds have passed."""
+    """Raise TimeIsUp in the block after this number of seconds."""
     if math.isinf(seconds):
         yield
         return

@@ -1,4 +1,4 @@
-"""What makes a bench end with exit code 1."""
+"""The failures for which a bench ends with exit code 1."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ssdprof.schema.gating import Broken, broken
 
 
 def wrong(report: BenchReport) -> tuple[str, ...]:
-    """A sentence for each case of ours that was refused or wrong; or one that says that there was no case of ours.
+    """One sentence for each case of ssdprof's that was refused or wrong, or one sentence if there was none at all.
 
     Cells that the budget or the memory left out are named in the report and are no failure.
     """
@@ -23,12 +23,12 @@ def wrong(report: BenchReport) -> tuple[str, ...]:
 
 
 def failed(report: BenchReport) -> tuple[str, ...]:
-    """The rows that break a gate, each in a sentence."""
+    """One sentence for each row that breaks a gate."""
     return tuple(f"GATE FAILED: {one}" for one in broken_gates(report))
 
 
 def broken_gates(report: BenchReport) -> tuple[Broken, ...]:
-    """The rows that break a gate.  A cell that was to be measured and has no speedup breaks a minimum speedup too."""
+    """The rows that break a gate.  A requested cell without a speedup breaks a minimum speedup too."""
     least = report.gates.min_speedup
     left_out = report.left_out if least is not None else ()
     return (

@@ -1,4 +1,4 @@
-"""Which cells are measured: shape, dtype, and how the tokens are laid out."""
+"""The cells to measure: shape, dtype and layout of tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ssdprof.operators.drawing import Cell, InputDType, Layout, Tokens
 from ssdprof.operators.shapes import Shape
 
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
-CHUNK_SIZES = (16, 32, 64, 128, 256)  # those that every implementation which is given one can take
+CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
 
 
 def parse_tokens(
     seqs: str, batches: str, extra: str, packed: str, *, max_tokens: int
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
-    """What to measure, and what was left out because it has more than `max_tokens` tokens.
+    """The layouts of tokens to measure, and those left out because they have more than `max_tokens` tokens.
 
-    seqs, batches: lists like "1k,...,256k" and "1,8"; every pair is measured if it is not too large
-    extra: pairs like "8x4k,32x1k", measured whatever their size; "" for none
-    packed: sequences of drawn lengths like "64x1k-4k"; "" for none
+    seqs, batches: lists like "1k,...,256k" and "1,8"; every pair with at most `max_tokens` is measured
+    extra: pairs like "8x4k,32x1k", measured at any size; "" for none
+    packed: sequences of random lengths like "64x1k-4k"; "" for none
     """
     pairs = [Tokens(sequences=b, seqlen=l) for b, l in product(_batches(batches), lengths(seqs))]
     fitting = [pair for pair in pairs if pair.at_most <= max_tokens]
@@ -42,7 +42,9 @@ def lengths(words: str) -> tuple[int, ...]:
             continue
         last = parse_seq(next(rest, ""))
         if not found or last <= found[-1]:
-            raise BadInputError(f"In {words!r}, '...' has no way to go.", "Write it between two lengths: 1k,...,256k.")
+            raise BadInputError(
+                f"In {words!r}, '...' does not lead to a longer length.", "Write it between two lengths: 1k,...,256k."
+            )
         found += _doubled(found[-1], last)
     return tuple(dict.fromkeys(found))
 
@@ -54,7 +56,7 @@ def expand(
     layout: Layout,
     drawn: tuple[str, ...] = (),
 ) -> tuple[Cell, ...]:
-    """Shape by shape; in each, dtype by dtype, so that what is compiled for one serves its neighbours."""
+    """Shape by shape; in each, dtype by dtype, so that neighbours share compiled kernels."""
     return tuple(
         Cell(shape=shape, dtype=dtype, layout=layout, tokens=laid_out, drawn=drawn)
         for shape, dtype, laid_out in product(shapes, dtypes, tokens)

@@ -1,4 +1,4 @@
-"""What the tables of a bench have in common: which cells share one, and how cases are named in it."""
+"""How the tables of a bench group cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_ROWS = 50  # of a table, so that no renderer cuts it
 
 
 def grouped(report: BenchReport) -> Iterator[tuple[str, list[BenchCell]]]:
-    """Cells of one shape, dtype, draw and layout, under these in words, in the order in which they ran."""
+    """(title, cells) for each shape, dtype, draw and layout, in the order in which they ran."""
     found: dict[str, list[BenchCell]] = {}
     for cell in report.cells:
         dims = cell.dims

@@ -1,4 +1,4 @@
-"""Is an entry's output right?  Nothing is timed before it is."""
+"""Verifies the output of each entry.  Only verified entries are timed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ssdprof.schema import Status, TensorAccuracy
 
 
 class BudgetSpent(Exception):
-    """The bench's time was up in a first call.  The message says in whose."""
+    """The bench's time ended during a first call.  The message names the entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the comparison with the oracle said.  sloppy, accuracy: see `schema.BenchCase`."""
+    """The result of the comparison with the oracle.  sloppy, accuracy: see `schema.BenchCase`."""
 
     status: Status
     reason: str = ""
@@ -37,7 +37,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """An entry that was run.  first_call: None if it broke."""
+    """An entry that was run.  first_call: None if that call failed."""
 
     entry: Entry
     verified: Verified
@@ -54,10 +54,10 @@ def judge(
 ) -> list[Judged]:
     """Run every entry and compare it with the oracle; the entries' inputs differ in their chunk size only.
 
-    match_with: the implementation with whose output the others' are compared too: see `reference_of`.
+    match_with: outputs are also compared with that of this implementation: see `reference_of`.
 
-    One pass over the oracle serves as many outputs as fit into memory together.  The chunk size of the comparison is
-    the smallest one: more chunks round 16-bit states more often, and no entry shall be held to fewer.
+    All outputs that fit into memory together share one pass over the oracle.  The chunk size of the comparison is
+    the smallest one: more chunks round 16-bit states more often, and the budget must cover the entry with the most.
 
     Raises BudgetSpent.
     """
@@ -85,7 +85,7 @@ def reference_of(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 
 
 def _batches(references: Mapping[Entry, Entry | None], capacity: int) -> list[list[Entry]]:
-    """Entries whose outputs are held together.  Where two do not fit, nothing is matched."""
+    """Entries whose outputs are in memory together.  If two do not fit, no matches are computed."""
     if capacity < 2:
         return [[entry] for entry in references]
     groups: dict[Entry, list[Entry]] = {}
@@ -101,7 +101,7 @@ def run_unjudged(
     verdicts: Mapping[Hashable, Verdict],
     patience: Patience = Patience(),  # noqa: B008
 ) -> list[Judged]:
-    """Run every entry; what is right was found on other inputs.  An output that is not finite is wrong anyway.
+    """Run every entry without the oracle, with the verdicts of other inputs.  An output that is not finite fails.
 
     verdicts: by `Entry.key`.  Raises BudgetSpent.
     """
@@ -169,7 +169,7 @@ def _attempt(entry: Entry, patience: Patience) -> tuple[Attempt, FirstCall | Non
             raise BudgetSpent(f" in the first call of {call.label}") from None
         return Attempt(status="failed", reason=f"its first call was stopped after {patience.most:g} s"), None
     if tried.output is not None and not entry.contender.ours:
-        # a library that tunes itself launched and allocated for that too, and may have left anything in its output
+        # tuning has launches and allocations of its own, and may leave any values in the output
         tried = attempt(call, run)
     return tried, first
 

@@ -1,4 +1,4 @@
-"""A bench's report on a terminal and in Markdown."""
+"""The report of a bench for a terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdprof.report.terminal import SplitTable
 
 
 def terminal(report: BenchReport) -> RenderableType:
-    """Every table, and how to read them."""
+    """All tables, and a note that explains them."""
     parts: list[RenderableType] = []
     for table in tables(report):
         parts += [SplitTable(table, rest="--markdown"), ""]

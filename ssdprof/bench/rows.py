@@ -16,7 +16,7 @@ def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
     return Row(
         where=where(cell),
         tokens=cell.tokens,
-        # the chunk size is not part of it: each implementation takes the one that it is fastest with
+        # without the chunk size: each implementation takes its fastest one
         shape=f"{report.operator}, {cell.dims.words}, {cell.dims.dtype}, {cell.layout}",
         implementation=case.implementation,
         variant=case.variant,
@@ -44,6 +44,6 @@ def _errors(case: BenchCase, tensor: Literal["out", "final_states"]) -> Errors |
 
 
 def where(cell: BenchCell) -> str:
-    """ "mamba2-2.7b, bf16"; views and other draws are named, because they take other times."""
+    """ "mamba2-2.7b, bf16"; layouts and draws other than the defaults are named."""
     views = ("views",) if cell.layout == "views" else ()
     return ", ".join((cell.shape, cell.dims.dtype, *views, *cell.drawn))

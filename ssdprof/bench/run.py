@@ -1,4 +1,4 @@
-"""The whole bench: cell after cell, within a budget, on record after each."""
+"""The whole bench: measures one cell after the other, within a budget, and reports after each."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ NEEDS_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """precisions: of ours, for inputs of a dtype.  budget: seconds of wall clock; None for no end.
+    """precisions: of our implementations, by dtype of the inputs.  budget: seconds of wall clock; None: no limit.
 
     check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
         that share it.
-    named: who takes part.  Those that are not there are left out, and the report says so.
-    baseline: an implementation's name.  match_with: of the one that outputs are matched with.
-    chunk_sizes: to choose from, of implementations that take theirs from the inputs; empty if the operator has none.
-    first_call: seconds after which a first call is broken off.
-    smallest_difference: that counts, relative.  warm: time by a second clock, too: see `SamplingPlan`.
+    named: the implementations.  Unavailable ones are left out, and the report says so.
+    baseline, match_with: names; outputs are matched with those of `match_with`.
+    chunk_sizes: candidates for implementations that take it from the inputs; empty if the operator has none.
+    first_call: time limit of a first call, in seconds.
+    smallest_difference: relative; see `schema.Speedup`.  warm: also measure with the warm clock: see `SamplingPlan`.
     """
 
     operator: Operator[Any]
@@ -75,18 +75,18 @@ class BenchRequest:
 
     @property
     def present(self) -> tuple[Named, ...]:
-        """Who is there."""
+        """The implementations that are available."""
         return tuple(one for one in self.named if one.implementation is not None)
 
 
 def bench(
     request: BenchRequest, watcher: Watcher, on_cell: Callable[[BenchReport], object], ranks: Ranks | None = None
 ) -> BenchReport:
-    """Measure every cell.  on_cell: called with the report, partial yet, after each.
+    """Measure every cell.  on_cell: called with the partial report after each cell.
 
     ranks: processes that share the cells.  The first one returns the report of all.
 
-    A cell that the GPU's memory does not hold, or for which the budget has no time, is left out and says so.
+    A cell that does not fit in the GPU's memory or in the budget is left out, and the report names it.
     """
     device = require_gpu(*NEEDS_GPU)
     began = time.monotonic()
@@ -142,7 +142,7 @@ def bench(
 
 
 def sampling_seconds(left: float, cells_left: int) -> float:
-    """For the next cell: a third of its share of what is left; the rest goes to compiling and comparing."""
+    """A third of the next cell's share of the remaining time: the cell is also compiled and compared."""
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
@@ -223,7 +223,7 @@ class _Cells:
         return drawing.with_chunk_size(inputs, min(sizes)) if sizes else inputs
 
     def _checked(self, cell: Cell) -> Cell:
-        """The cell whose outputs are compared for this one."""
+        """The cell whose outputs are compared instead of this cell's."""
         if self._request.check == "full" or cell.tokens.packed:
             return cell
         return replace(cell, tokens=Tokens(sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)))

@@ -1,4 +1,4 @@
-"""What `ssdprof bench` writes: one record per cell, in it one per implementation and precision."""
+"""The result of `ssdprof bench`: one record per cell, which holds one per implementation and precision."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _AGAIN = "Use the ssdprof that wrote it."
 
 
 class Kernel(Record):
-    """A kernel as it ran.  occupancy: None where the GPU or the kernel does not tell what it takes."""
+    """A kernel as it ran.  occupancy: None if the limits of the GPU or the resources of the kernel are unknown."""
 
     launch: Launch
     occupancy: Occupancy | None
 
 
 class Error(Record):
-    """Against the fp64 oracle, RMS of the difference over RMS of the oracle.  floor: of the oracle itself, rounded."""
+    """RMS of the difference from the fp64 oracle, over RMS of the oracle.  floor: the same for the rounded oracle."""
 
     out: float
     out_floor: float
@@ -49,34 +49,34 @@ class Error(Record):
 
 
 class Compiled(Record):
-    """A kernel that Triton's cache did not have.  seconds: of its compiler."""
+    """A kernel that was not in Triton's cache.  seconds: compile time."""
 
     kernel: str
     seconds: float
 
 
 class FirstCall(Record):
-    """From the call to the end of the GPU's work.  compiled: in it; with a library that tunes itself, every try."""
+    """From the call to the end of the GPU's work.  compiled: in this call, tuning trials included."""
 
     seconds: float
     compiled: tuple[Compiled, ...] = ()
 
 
 class ChunkTrial(Record):
-    """One chunk size of an implementation that takes it from its caller."""
+    """One chunk size of an implementation that takes its chunk size from the caller."""
 
     chunk_size: int
     status: Status
     reason: str = ""
-    device_us: float | None = None  # of a few replays, to choose the fastest
+    device_us: float | None = None  # of a few replays, which select the fastest size
     first_call: FirstCall | None = None
 
 
 class BenchCase(Record):
-    """One implementation at one precision, with the chunk size that it is fastest with.
+    """One implementation at one precision, with its fastest chunk size.
 
-    chunk_size: None if the implementation chunks as it likes.
-    sloppy: why it is outside ssdprof's error budget, and still close enough for another library's time to be shown.
+    chunk_size: None if the implementation chooses its own.
+    sloppy: why another library's output is outside the error budget, if it is close enough to be timed anyway.
     accuracy: of out and of final_states; their `vs_baseline` is against `BenchReport.matched_with`.  Empty in results
         from before it was recorded.
     speedups: over the fastest case of each other implementation in the cell.
@@ -90,7 +90,7 @@ class BenchCase(Record):
     status: Status
     reason: str = ""
     sloppy: str = ""
-    plan: str = ""  # why it ran as it did
+    plan: str = ""  # why this kernel and configuration
     trials: tuple[ChunkTrial, ...] = ()
     error: Error | None = None
     accuracy: tuple[TensorAccuracy, ...] = ()
@@ -100,7 +100,7 @@ class BenchCase(Record):
     roofline: Roofline | None = None
     memory: Memory | None = None
     kernels: tuple[Kernel, ...] = ()
-    first_call: FirstCall | None = None  # in the cell, which finds what the cells before it compiled
+    first_call: FirstCall | None = None  # in this cell; kernels of earlier cells are already compiled
 
     @property
     def name(self) -> str:
@@ -123,8 +123,8 @@ class BenchCase(Record):
 
 class BenchCell(Record):
     """sizes: of the shape, in words: "80x64, N 128, G 1".
-    drawn: in what the inputs differ from those that the operator draws, in words of --draw.
-    checked: how many tokens of a sequence the outputs were compared on, if not on all."""
+    drawn: words of --draw; empty for the default inputs.
+    checked: tokens of a sequence on which the outputs were compared; None: on all."""
 
     shape: str
     sizes: str
@@ -145,9 +145,9 @@ class LeftOut(Record):
 
 class BenchReport(Record):
     """kernels: hash of their sources; "" in results from before it was recorded.
-    peers: other libraries and their versions.  baseline: whose time the speedups in tables are over.
+    peers: other libraries and their versions.  baseline: speedups in tables are over this implementation.
     matched_with: the implementation that every output is matched with; "" in results from before it was recorded.
-    absent: a sentence for each implementation that was asked for and is not there.
+    absent: one sentence for each requested implementation that is unavailable.
     """
 
     schema_version: Literal[2] = 2
@@ -173,12 +173,12 @@ class BenchReport(Record):
 
 
 def dump(report: BenchReport) -> str:
-    """One JSON document that `load` reads back."""
+    """One JSON document, which `load` reads."""
     return report.model_dump_json(indent=1)
 
 
 def load(text: str) -> BenchReport:
-    """What `dump` wrote, of schema version 1 too.  Raises BadInputError for anything else."""
+    """Reads the output of `dump`, also of schema version 1.  Raises BadInputError for anything else."""
     try:
         document = json.loads(text)
         if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:

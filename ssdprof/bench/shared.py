@@ -1,4 +1,4 @@
-"""The outcome of each cell of a bench, whichever process measured it."""
+"""Collects the outcome of each cell of a bench from all processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MESSAGE: TypeAdapter[tuple[int, BenchCell | LeftOut]] = TypeAdapter(tuple[int, 
 
 
 class Outcomes:
-    """By the number of the cell.  ranks: processes that share the cells; the first one gathers.
+    """Outcomes by the number of the cell.  ranks: processes that share the cells; the first one collects.
 
     writes: whether this process keeps the report.  The first one does; if it dies, the others do.
     """
@@ -33,7 +33,7 @@ class Outcomes:
         return self._ranks.share(numbered) if self._ranks else numbered
 
     def add(self, number: int, found: BenchCell | LeftOut) -> None:
-        """MissingCapabilityError if the first rank, which would gather, has died."""
+        """Raises MissingCapabilityError if the first rank, which collects, has died."""
         self._found[number] = found
         if self._ranks is None:
             return
@@ -46,7 +46,7 @@ class Outcomes:
     def wait(self) -> Iterator[None]:
         """The first rank waits for the cells of the others, and they wait until it has written them.
 
-        Yields now and then.  MissingCapabilityError if a rank died.
+        Yields from time to time.  Raises MissingCapabilityError if a rank died.
         """
         if self._ranks is None:
             return
@@ -58,12 +58,12 @@ class Outcomes:
         self._leave_out(range(self._ranks.count), "its process was interrupted")
 
     def end(self) -> None:
-        """The report is written: the others need not wait any longer."""
+        """Tell the other ranks that the report is written."""
         if self._ranks is not None:
             self._ranks.end()
 
     def broken_off(self, error: BaseException) -> MissingCapabilityError | None:
-        """If a rank died, take everything that was measured, and leave out the rest; the error that names that rank.
+        """After a rank died: take all measured cells, leave out the rest, and return the error that names the rank.
 
         error: what ended this rank.
         """
@@ -81,7 +81,7 @@ class Outcomes:
         return gone
 
     def put_in(self, report: BenchReport) -> BenchReport:
-        """The report with what is known, in the order of the cells."""
+        """The report with all known outcomes, in the order of the cells."""
         found = [self._found[number] for number in sorted(self._found)]
         return report.model_copy(
             update={
@@ -98,7 +98,7 @@ class Outcomes:
         self._found |= dict(map(_MESSAGE.validate_json, messages))
 
     def _leave_out(self, ranks: Iterable[int], why: str) -> None:
-        """The cells of these ranks that nobody has measured."""
+        """Leave out the cells of these ranks that were not measured."""
         assert self._ranks is not None
         numbered = tuple(enumerate(self._cells))
         for rank in ranks:

@@ -25,7 +25,7 @@ READING = (
 
 
 def tables(report: BenchReport) -> tuple[Table, ...]:
-    """The answer first, then everything behind it."""
+    """The speedups first, then the details."""
     found = (
         *speedups(report),
         *_details(report),
@@ -41,7 +41,7 @@ def tables(report: BenchReport) -> tuple[Table, ...]:
 def speedups(report: BenchReport) -> Iterator[Table]:
     """`fused` over the baseline: a row for each layout of tokens and precision.
 
-    Over `unfused`, in a table of its own, where the baseline does not run.
+    Cells without the baseline have a table of their own, over `unfused`.
     """
     for title, cells in grouped(report):
         for base in dict.fromkeys((report.baseline, "unfused")):
@@ -66,7 +66,7 @@ def speedups(report: BenchReport) -> Iterator[Table]:
 
 
 def baseline_of(cell: BenchCell, wanted: str) -> str:
-    """What `fused` is compared with in the cell: `wanted`, if that or nothing else was timed there; else `unfused`."""
+    """The baseline of `fused` in the cell: `unfused` if that was timed and `wanted` was not, else `wanted`."""
     return wanted if fastest(cell, wanted) or not fastest(cell, "unfused") else "unfused"
 
 
@@ -167,7 +167,7 @@ def _behind(report: BenchReport) -> Iterator[Table]:
     )
     yield Table(
         title="What ran",
-        headers=("of", ""),
+        headers=("what", ""),
         rows=tuple((name, value) for name, value in _facts(report) if value),
         align=columns(2, 0),
         wraps=1,
@@ -175,7 +175,7 @@ def _behind(report: BenchReport) -> Iterator[Table]:
 
 
 def _kernels(report: BenchReport) -> Iterator[Table]:
-    """Every kernel of a case as it was launched; equal ones once, with the shapes that they served."""
+    """Every kernel of a case as it was launched; equal launches share a row, which lists their shapes."""
     used: dict[str, dict[tuple[str, ...], dict[str, None]]] = {}
     compiled: dict[tuple[str, str], float] = {}
     for cell in report.cells:
@@ -207,7 +207,7 @@ def _kernel_table(name: str, rows: list[tuple[str, ...]]) -> Table:
 
 
 def _compiled(case: BenchCase) -> Iterator[Compiled]:
-    """In the first calls of the case, with every chunk size."""
+    """Kernels compiled in the first calls of the case, at every chunk size."""
     for first in (case.first_call, *(trial.first_call for trial in case.trials)):
         yield from first.compiled if first else ()
 
@@ -246,8 +246,8 @@ def _facts(report: BenchReport) -> Iterator[tuple[str, str]]:
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "tuned", tuned([(case.implementation, case.plan) for cell in report.cells for case in cell.cases])
     yield "command", " ".join(report.command)
-    yield "took", f"{report.seconds:.0f} s, {report.state}"
-    yield "on", report.created
+    yield "duration", f"{report.seconds:.0f} s, {report.state}"
+    yield "started", report.created
 
 
 def _floor(case: BenchCase) -> str:

@@ -1,4 +1,4 @@
-"""What the choice of intermediates and of a chunk size is worth, from what was timed anyway."""
+"""The effect of the intermediates and of the chunk size on the times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssdprof.report.tables.table import Table, columns
 
 
 def relaxed_over_exact(report: BenchReport) -> Iterator[Table]:
-    """Relaxed over exact intermediates of the same implementation, at the same states."""
+    """Speedup of relaxed over exact intermediates, for the same implementation and states."""
     for title, cells in grouped(report):
         rows = [row for cell in cells for case in cell.cases for row in _relaxed(cell, case)]
         smallest = {case.over_exact.smallest_difference for c in cells for case in c.cases if case.over_exact}
@@ -43,7 +43,7 @@ def _relaxed(cell: BenchCell, case: BenchCase) -> Iterator[tuple[str, ...]]:
 
 
 def chunk_sizes(report: BenchReport) -> Iterator[Table]:
-    """Device times at each chunk size, where several were timed."""
+    """Device times at each chunk size, for cases with several."""
     for title, cells in grouped(report):
         tried = [(cell, case) for cell in cells for case in cell.cases if len(case.trials) > 1]
         sizes = sorted({trial.chunk_size for _, case in tried for trial in case.trials})

@@ -1,4 +1,4 @@
-"""How much of each output equals another implementation's and the fp64 oracle's, beside the best that can be."""
+"""The share of each output that matches another implementation and the fp64 oracle, with the floor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times by the second clock, beside the default ones."""
+"""Times by the warm clock, next to the default ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ssdprof.schema import WarmTiming
 
 
 def by_warm_clock(report: BenchReport) -> Iterator[Table]:
-    """Every implementation that was timed by it; speedups are over the baseline."""
+    """One row for each implementation that the warm clock timed; speedups are over the baseline."""
     for title, cells in grouped(report):
         timed = [(cell, case, case.timing.warm) for cell in cells for case in cell.cases if case.timing]
         rows = [(cell.tokens, *_row(case, found, report.baseline)) for cell, case, found in timed if found]
         calls = max((found.calls for _, _, found in timed if found), default=0)
         for first in range(0, len(rows), MOST_ROWS):
             yield Table(
-                title=f"By the warm clock, over {report.baseline}: {title}",
+                title=f"Warm clock, over {report.baseline}: {title}",
                 headers=("sequences x\ntokens", "implementation", "intermediates,\nstates", *warm.HEADERS),
                 rows=tuple(rows[first : first + MOST_ROWS]),
                 align=columns(3, len(warm.HEADERS)),

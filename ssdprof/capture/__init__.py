@@ -1,1 +1,1 @@
-"""Capture: run a model on a prompt, and take the inputs of its layers at the door of their operator."""
+"""Capture: run a model on a prompt, and take the inputs of its layers where they call their operator."""

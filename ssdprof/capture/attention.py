@@ -1,4 +1,4 @@
-"""Causal attention for a prompt that goes through a model in segments.
+"""Causal attention for a prompt that is processed in segments.
 
 With a cache, queries are the last positions of the keys: a mask aligned to the lower right.  transformers' own sdpa
 path builds that mask as a tensor, queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch

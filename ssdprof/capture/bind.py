@@ -1,7 +1,7 @@
-"""From a model's call of its operator to the operator's inputs: no copy, the model's own strides.
+"""Turns a model's call of its operator into the operator's inputs, without a copy and with the model's strides.
 
 Models pass the keyword arguments of their forward through to the operator (`use_cache`, `output_router_logits`, ...).
-Those mean nothing to it and are dropped; those that a production kernel would act on and that the inputs cannot express
+Those have no effect on it and are dropped; those that a production kernel uses and that the inputs cannot express
 are refused by name.
 """
 
@@ -19,7 +19,7 @@ from ssdprof.operators.operator import BoundCall
 def bind(
     operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
 ) -> BoundCall:
-    """What `mixer` asks of its operator.  step: the call is one of the operator's `step`.
+    """The call of `mixer` as inputs of its operator.  step: it is a call of the operator's `step`.
 
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the argument.
     """

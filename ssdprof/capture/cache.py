@@ -1,4 +1,4 @@
-"""A model's cache: what it is called, and one for a model that was cut before its first attention layer."""
+"""A model's cache: the name of its argument, and a cache for a model that was cut before its first attention layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24;
 
 
 class CountingCache(DynamicCache):  # type: ignore[misc]  # transformers is not typed
-    """Knows how many tokens it has seen; transformers' own asks an attention layer for that and raises without one.
+    """Counts the tokens that it has seen.  transformers' own cache raises without an attention layer.
 
-    `seen` is set by whoever feeds the segments.  The numbers only shape a mask that no layer here reads.
+    The code that feeds the segments sets `seen`.  It determines the shape of a mask, which no layer here reads.
     """
 
     seen = 0

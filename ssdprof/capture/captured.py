@@ -1,4 +1,4 @@
-"""One layer's operator inputs, as the capture stage hands them on."""
+"""One layer's operator inputs: the output of the capture stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CapturedLayer:
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
     model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
-    remark: what was undone of the model's call, or differs from its config, in a sentence; empty if nothing is
+    remark: one sentence if the inputs differ from the model's call or its config, such as heads that were repeated
     """
 
     layer: LayerRef

@@ -1,4 +1,4 @@
-"""How much memory a model needs beside its weights while its operator inputs are taken.
+"""The memory that a model needs in addition to its weights while its operator inputs are captured.
 
 An estimate from the widths of the loaded modules.  Against exact tracking of live tensors in one decoder layer at
 131,072 tokens (mamba2-130m to Codestral-7B, Nemotron Nano, Qwen3-Next), the mixer's part is within 6 % for SSD and 0 to
@@ -17,7 +17,7 @@ from torch import nn
 from ssdprof import operators
 from ssdprof.capture.sites import Site, find_sites, is_attention
 
-# What replaying a layer may hold at once, in units of its inputs: the outputs of two implementations, and the unfused
+# Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the unfused
 # one's states of every chunk.
 _REPLAY_PER_CAPTURE = 6
 # Positions per block of the streamed fp32 operators, and how many fp32 tensors of a block live at once.
@@ -36,17 +36,17 @@ class Footprint:
     fixed_bytes: int
 
     def one_shot(self, seqlen: int) -> int:
-        """Peak bytes when the whole prompt goes through at once and layers are replayed on the way."""
+        """Peak bytes when the whole prompt is one forward call and layers are replayed during it."""
         per_token = self.activations + self.capture * (1 + _REPLAY_PER_CAPTURE)
         return seqlen * per_token + self.fixed_bytes
 
     def segmented(self, seqlen: int, segment_length: int) -> int:
-        """Peak bytes when it goes through in segments and layers are replayed afterwards."""
+        """Peak bytes when the prompt is processed in segments and layers are replayed afterwards."""
         prefill = segment_length * self.activations + seqlen * self.attention_cache
         return max(prefill, seqlen * self.capture * (1 + _REPLAY_PER_CAPTURE)) + self.fixed_bytes
 
     def chunked(self, seqlen: int, chunk: int) -> int:
-        """Peak bytes when it goes through in chunks, of which each is replayed on the way."""
+        """Peak bytes when the prompt is processed in chunks and each chunk is replayed immediately."""
         return self.one_shot(chunk) + seqlen * self.attention_cache
 
     def least(self, seqlen: int, segment_lengths: Iterable[int]) -> int:
@@ -93,10 +93,10 @@ def decoder_layer_bytes(model: nn.Module) -> dict[int, int]:
 
 
 def _mixer_bytes(site: Site, hidden: int, item: int) -> int:
-    """At the gated norm after the operator, the peak of a mixer.
+    """Bytes at the gated norm after the operator, which is the peak of a mixer.
 
-    Live are the residual and the layer's input, the input projection (its gate and dt are views), the convolution's
-    output (x, B, C or q, k, v are views), the operator's output, and three fp32 tensors of the norm.
+    Live tensors are the residual, the layer's input, the input projection (its gate and dt are views), the output of
+    the convolution (x, B, C or q, k, v are views), the operator's output, and three fp32 tensors of the norm.
     """
     inner = _inner_width(site.mixer)
     projected = sum(
@@ -114,7 +114,7 @@ def _streaming_bytes(site: Site) -> int:
 
 
 def _block_bytes(model: Any, sites: list[Site], hidden: int, item: int, depth: int) -> int:
-    """At the widest MLP, expert block or attention: gate, up and product, for as many experts as a token visits."""
+    """Bytes at the widest MLP, expert block or attention: gate, up and product, for the experts of one token."""
     mixers = tuple(f"{site.name}." for site in sites)
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     widest = 0
@@ -146,7 +146,7 @@ def _kv_width(attention: nn.Module) -> int:
 
 
 def _inner_width(mixer: nn.Module) -> int:
-    """Channels of the operator's output: what the mixer projects back to the hidden size."""
+    """Channels of the operator's output, which the mixer projects back to the hidden size."""
     return next(
         module.in_features
         for name, module in mixer.named_children()

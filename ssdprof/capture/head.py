@@ -1,4 +1,4 @@
-"""A prompt through a model up to its last hidden states, and from those to logits, a block of positions at a time.
+"""Computes a prompt's last hidden states, and from these the logits, a block of positions at a time.
 
 131,072 positions of 150,000 logits are 37 GiB in bf16; the hidden states before them are less than 1 GiB.
 """
@@ -16,7 +16,7 @@ from ssdprof.capture.prompt_run import PromptRun
 
 
 def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
-    """What a head on `prompt.model`, a base model, would read, with `handler` in the place of the model's operators.
+    """The last hidden states of `prompt.model`, a base model, with `handler` in place of the model's operators.
 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """

@@ -1,8 +1,8 @@
-"""Intercept the operator's calls: every call that a mixer makes goes to our handler instead.
+"""Intercepts operators: every call that a mixer makes goes to our handler instead.
 
 Nothing in transformers is edited.  The mixer looks its operator up among the globals of the modeling file at each call,
 whatever was bound there at import (transformers' torch fallback, mamba_ssm, fla or a kernel of the hub), so replacing
-that global catches them all.  A hook before each mixer says whose call it is.
+that global catches them all.  A hook before each mixer identifies the caller.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class OperatorCall:
     original: Callable[[], Any]
 
     def stand_in(self) -> Result:
-        """The operator, computed by ours and never by transformers' own."""
+        """The operator, computed by ssdprof and not by transformers."""
         result: Result = operators.get(self.site.operator).door.stand_in(self.inputs)
         return result
 
     def run_original(self) -> Result:
-        """What the model would have computed itself."""
+        """The result of the model's own function."""
         result = self.original()
         return result if isinstance(result, tuple) else (result, None)
 
@@ -57,7 +57,7 @@ def intercept(sites: Sequence[Site], handler: Handler, on_step: OnStep | None = 
 
     on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
     the state.
-    The model is as before when the context closes, whatever ended it.  The handler's exceptions pass through the
+    The model is restored when the context closes, also after an exception.  The handler's exceptions pass through the
     model's forward unchanged.
     """
     wrappers = _Wrappers(handler, on_step)
@@ -78,7 +78,7 @@ def intercept(sites: Sequence[Site], handler: Handler, on_step: OnStep | None = 
 
 
 class _Wrappers:
-    """What stands in the place of the model's functions, and knows whose call each is."""
+    """Replaces the model's functions, and identifies the caller of each call."""
 
     def __init__(self, handler: Handler, on_step: OnStep | None) -> None:
         self.count = CallCount()
@@ -87,7 +87,7 @@ class _Wrappers:
         self._running: Site | None = None  # the mixer that has started and has not yet called its operator
 
     def entered(self, site: Site) -> Callable[..., None]:
-        """A hook before a site's mixer."""
+        """A hook that runs before a site's mixer."""
 
         def enter(_module: torch.nn.Module, _args: Any) -> None:
             self._running = site
@@ -95,7 +95,7 @@ class _Wrappers:
         return enter
 
     def operator(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """In the place of `original`, the function of a modeling file that computes the operator."""
+        """Replaces `original`, the function of a modeling file that computes the operator."""
 
         def call_handler(*args: Any, **kwargs: Any) -> Any:
             site = self._caller()
@@ -111,7 +111,7 @@ class _Wrappers:
         return call_handler
 
     def step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """In the place of `original`, the function that computes one token with a cached state."""
+        """Replaces `original`, the function that computes one token with a cached state."""
 
         def call_step(*args: Any, **kwargs: Any) -> Any:
             site = self._caller()
@@ -125,7 +125,7 @@ class _Wrappers:
         return call_step
 
     def _caller(self) -> Site | None:
-        """The mixer that has started, once."""
+        """The mixer that has started.  Returns it only once."""
         site, self._running = self._running, None
         return site
 

@@ -1,4 +1,4 @@
-"""Capture: run the model on a prompt and hand on the operator inputs of the wanted layers, one layer at a time."""
+"""Capture: run the model on a prompt and pass on the operator inputs of the wanted layers, one layer at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 class CaptureSummary:
     segment_length: int  # tokens per forward call of the model
     segments: int
-    prefills: int  # times that the prompt went through the model
+    prefills: int  # how often the model ran on the prompt
     operator_calls: int
 
 
@@ -48,15 +48,15 @@ def capture_layers(
     """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls (`Serving.calls`).
 
     model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
-    segment_length: tokens per forward call; None: the whole prompt if it fits beside the model, else in segments.
-        In one piece, on_layer is called while that layer runs.  In segments, the layers' inputs are collected in main
-        memory and on_layer is called after the prompt: then layer after layer is moved to the model's device.
-    host_budget_bytes: main memory for collected inputs (half of what is available if None).  Layers that need more go
-        in groups, each with a prefill of its own.  Where a layer alone needs more, inputs are collected on the disk.
-    serving: packed sequences go through the model one by one, so that nothing passes from one to the next, and their
-        inputs are put behind each other.  Chunks are segments that are handed on as they come, with the states that
-        they begin with.  Decode steps are computed by the model itself; their inputs are handed on as they come.
-    head: the model's scores of the next token, which decode steps need.
+    segment_length: tokens per forward call; None: the whole prompt if it fits in memory, else segments.
+        With one segment, on_layer is called while that layer runs.  With several, the layers' inputs are collected in
+        main memory, and after the prompt each layer's are moved to the model's device for on_layer.
+    host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If the layers need
+        more, they are captured in groups, each with its own prefill.  If a single layer needs more, the disk is used.
+    serving: the model runs packed sequences one by one, so that nothing passes from one to the next, and their inputs
+        are concatenated.  Chunks are segments that are passed on immediately, with their initial states.  The model
+        itself computes decode steps; their inputs are passed on immediately.
+    head: computes logits of the next token, for decode steps.
 
     Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
@@ -90,7 +90,7 @@ def capture_layers(
 
 
 def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
-    """Hand on every call while its layer runs."""
+    """Pass on every call while its layer runs."""
     upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
 
     def handler(call: OperatorCall) -> Result:
@@ -103,7 +103,7 @@ def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer
 
 
 def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool) -> int:
-    """Put the inputs of all segments, and of all packed sequences, behind each other, and hand them on at the end."""
+    """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the end."""
     host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
     model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -142,7 +142,7 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
 def _on_step(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
 ) -> Callable[[OperatorCall], None] | None:
-    """Hands on decode steps; None if there are none."""
+    """The handler of decode steps; None if there are none."""
     if not prompt.serving.decode:
         return None
     upcoming = {index: iter(prompt.calls(decode=True)) for index in wanted}

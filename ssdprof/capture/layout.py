@@ -1,8 +1,8 @@
-"""Operator inputs in the layout that a production kernel sees.
+"""Copies operator inputs into the layout that production kernels get.
 
 transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
 production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
-(`Door.views`).  Captures are brought into that layout; the model's own strides are recorded beside it.
+(`Door.views`).  Captures are brought into that layout; the model's own strides are recorded too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def token_major(inputs: Any, to: torch.device | None = None) -> Any:
 
 
 class PromptBuffer:
-    """Token-major room on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
+    """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
 
     `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
     state before the prompt).  on_disk: the room is in the temporary folder, mapped into main memory.
@@ -67,7 +67,7 @@ class PromptBuffer:
         }
         positioned = {*views, *self._per_position}
         self._static = {
-            # A copy: the state before the prompt may be the cache's own, and that is written in place.
+            # A copy: the state before the prompt may belong to the cache, which is written in place.
             name: tensor.detach().to(device, copy=True)
             for name, tensor in given.items()
             if name not in positioned
@@ -77,7 +77,7 @@ class PromptBuffer:
         self._scalars = {field.name: getattr(first, field.name) for field in fields(first) if field.name not in given}
 
     def write(self, piece: Any, start: int) -> int:
-        """Copy the positions of `piece` to start, start + 1, ...; returns how many they are."""
+        """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
         given = tensors(piece)
         length = next(iter(given.values())).shape[1]
         for name, target in {**self._views(self._buffer), **self._per_position}.items():
@@ -85,7 +85,7 @@ class PromptBuffer:
         return length
 
     def inputs(self, device: torch.device) -> Any:
-        """The whole prompt's inputs on `device`; views of this buffer if that is where it is."""
+        """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
         moved = {name: tensor.to(device) for name, tensor in {**self._per_position, **self._static}.items()}
         arguments: dict[str, Any] = {**self._scalars, **moved, **self._views(self._buffer.to(device))}
         return self._kind(**arguments)
@@ -100,9 +100,9 @@ class PromptBuffer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a file of the temporary folder, whose name is gone at once, and whose room with the tensor.
+    """A tensor in an unlinked file of the temporary folder, which is freed with the tensor.
 
-    MissingCapabilityError if the room is not there.  Without asking for it, a full disk would kill the process later.
+    Raises MissingCapabilityError if the disk is full: without this check it would kill the process later.
     """
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
@@ -117,7 +117,7 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def packed(inputs: Any, lengths: Sequence[int]) -> Any:
-    """`inputs`, (1, l, ...), as sequences of these lengths behind each other.
+    """`inputs`, (1, l, ...), as packed sequences of these lengths.
 
     BadInputError if the operator's inputs cannot be packed.
     """

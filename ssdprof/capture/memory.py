@@ -1,4 +1,4 @@
-"""How long the prompt's segments may be on this machine, and what to say when none is short enough."""
+"""Chooses the length of the prompt's segments on this machine, and explains when none fits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
 def choose_segment_length(
     model: Any, seqlen: int, layers: Sequence[LayerRef], *, batch: int = 1, free_bytes: int | None = None
 ) -> int:
-    """Tokens per forward call: the whole prompt if that fits beside the loaded model, else 16K, 8K, ... 1K.
+    """Tokens per forward call: the whole prompt if it fits in the memory that the model leaves, else 16K, 8K, ... 1K.
 
-    layers: those to capture.  free_bytes: memory on the model's device; asked of the device if None.
-    Raises MissingCapabilityError that says how many bytes were needed and what would fit.
+    layers: those to capture.  free_bytes: memory on the model's device; None: read from the device.
+    Raises MissingCapabilityError, with the bytes needed and with what would fit.
     """
     free = free_memory(model.device) if free_bytes is None else free_bytes
     need = footprint(model, {layer.index for layer in layers}, depth=max(layer.index for layer in layers))
@@ -61,7 +61,7 @@ def _longest_prompt(seqlen: int, need: Footprint, batch: int, free_bytes: int) -
 
 
 def _most_layers(model: Any, seqlen: int, batch: int, free_bytes: int) -> int | None:
-    """How many operator layers, from the first, would fit: without the weights of the decoder layers after them."""
+    """The number of operator layers, from the first, that would fit without the weights of later decoder layers."""
     indices = [site.layer_index for site in find_sites(model)]
     weights = decoder_layer_bytes(model)
     for count in range(len(indices) - 1, 0, -1):

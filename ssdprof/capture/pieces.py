@@ -1,4 +1,4 @@
-"""Several prompts out of one text."""
+"""Cuts one text into several prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
-    """Pieces of a text's `ids` with these lengths, one after the other; and how they were cut, in words.
+    """Pieces of a text's `ids` with these lengths, and a phrase that says how they were cut.
 
-    They follow each other in the text; where it is too short for that, they overlap and begin at equal shares of it.
-    Every piece begins with the tokens that the tokenizer puts in front of a text.
+    They follow each other in the text.  If it is too short for that, they begin at equal distances and overlap.
+    Every piece begins with the special tokens that the tokenizer puts before a text.
     """
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""
@@ -31,7 +31,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) -> 
         for start, length, whole in zip(starts, inside, lengths, strict=True)
         for token in (*opening[:whole], *body[start : start + length])
     ]
-    how = "that overlap, because the text is too short for all of them" if overlap else "one behind the other"
+    how = "that overlap, because the text is too short for all of them" if overlap else "one after the other"
     return cut, f", {len(lengths)} pieces of it {how}"
 
 

@@ -1,4 +1,4 @@
-"""A prompt through a model, in one piece or in segments that carry the cache, and the tokens that follow it."""
+"""Runs a model on a prompt, in one piece or in segments that carry the cache, and generates the tokens after it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabu
 
 
 class Feed:
-    """Where tokens go into a model.  cached: each call continues the one before it.
+    """Feeds tokens to a model.  cached: each call continues the previous one.
 
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
-    passed: an all-ones mask costs a synchronisation and says nothing.
+    passed: an all-ones mask costs a synchronisation and has no effect.
     """
 
     def __init__(self, model: Any, *, cached: bool) -> None:
-        from ssdprof.capture.cache import cache_name, counting_cache  # brings transformers
+        from ssdprof.capture.cache import cache_name, counting_cache  # imports transformers
 
         self._model, self._cached = model, cached
         accepted = inspect.signature(model.forward).parameters
@@ -55,7 +55,7 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: 
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the last hidden state
     of the last segment, or, of a model with a language-model head, the logits of its last position.
 
-    keeps_cache: also in one piece the cache is filled, as it is where tokens are generated afterwards.
+    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens afterwards.
     """
     with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
         return last
@@ -65,7 +65,7 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: 
 def prefilled(
     model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
 ) -> Iterator[tuple[torch.Tensor, Feed]]:
-    """`prefill`, and where the next tokens go in while the context is open, if it `goes_on`."""
+    """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context if it `goes_on`."""
     segments = split_prompt(ids.shape[1], segment_length)
     several = len(segments) > 1
     with torch.no_grad():
@@ -79,7 +79,7 @@ def prefilled(
 def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
     """Feed `count` tokens, each the most probable one after those before it; returns them, (b, count).
 
-    last: what `feed` gave for the prompt; head: logits of it.  An end-of-text token does not stop it.
+    last: the output of `feed` for the prompt.  head: computes logits from it.  An end-of-text token does not stop it.
     """
     tokens = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""From what the user asked for to token ids: how many tokens, and of which text."""
+"""Builds the token ids of a prompt from the length and the text that the user asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdprof.errors import BadInputError, unreadable
 from ssdprof.operators.drawing import Tokens
 from ssdprof.schema import Prompt
 
-if TYPE_CHECKING:  # a wrong --seq is answered before torch and transformers are loaded
+if TYPE_CHECKING:  # a wrong --seq is refused before torch and transformers are imported
     import torch
 
     from ssdprof.capture.tokenizer import Tokenizer
@@ -41,12 +41,12 @@ def parse_seq(seq: str) -> int:
 
 
 def parse_seqs(seqs: str) -> tuple[int, ...]:
-    """Prompt lengths of a list such as "1k,16k", in that order, each once.  Raises BadInputError."""
+    """Prompt lengths of a list such as "1k,16k", in order and without duplicates.  Raises BadInputError."""
     return tuple(dict.fromkeys(parse_seq(seq) for seq in seqs.split(",")))
 
 
 def parse_packed(word: str) -> Tokens:
-    """Sequences of drawn lengths behind each other: "64x1k-4k".  Raises BadInputError."""
+    """Packed sequences of random lengths: "64x1k-4k".  Raises BadInputError."""
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
     tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
     if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
@@ -67,16 +67,16 @@ def build_prompt(
     batch: int = 1,
     packed: Sequence[int] = (),
 ) -> tuple[torch.Tensor, Prompt]:
-    """Token ids (batch, seqlen) int64 on the CPU, and the record that says what they are.
+    """Token ids (batch, seqlen) int64 on the CPU, and the record that describes them.
 
-    tokenizer_folder: None where there is none; then only kind "random" works, and draws from `vocab_size` ids.
+    tokenizer_folder: None if there is no tokenizer; then only kind "random" works, and draws from `vocab_size` ids.
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random" draws uniformly from
         the tokenizer's vocabulary, special tokens left out, with `seed`.
-    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` together, behind each
-        other in the only row, each from another place.
+    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` in all, packed
+        into one row, each from another place.
     Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here,
-    in front of every row and packed sequence.  One prompt is the first `seqlen` tokens; several are cut one behind the
-    other, and overlap where the text is too short for that.  A text is never repeated.
+    before every row and packed sequence.  One prompt is the first `seqlen` tokens.  Several prompts follow each other
+    in the text, and overlap if it is too short.  A text is never repeated.
 
     Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short a text.
     MissingCapabilityError: a file that may not be read.
@@ -153,9 +153,9 @@ def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int], advice: 
 def _first_ids(
     tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
 ) -> list[int]:
-    """The first ids of the stream's text, as many as `lengths` together, read and encoded no further than needed.
+    """The first ids of the stream's text, `sum(lengths)` of them; only the beginning is read and encoded.
 
-    Fewer where the text is shorter, but enough for pieces of these lengths that differ.
+    Fewer if the text is shorter, but enough for different pieces of these lengths.
     """
     content = ""
     seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1

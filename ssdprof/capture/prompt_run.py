@@ -1,4 +1,4 @@
-"""One run of a prompt through a model with a handler in the place of its operators, and the error if it fails."""
+"""Runs a model on a prompt with its operators replaced by a handler, and turns failures into errors for the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssdprof.schema.serving import split_prompt
 class PromptRun:
     """Token ids and the model that they go through.
 
-    ids: (b, l); packed sequences behind each other, (1, l).  head: logits of hidden states, for decode steps.
+    ids: (b, l); (1, l) for packed sequences.  head: logits of hidden states, for decode steps.
     """
 
     model: Any
@@ -39,7 +39,7 @@ class PromptRun:
 
     @property
     def remark(self) -> str:
-        """What was done otherwise than a server does it, in a sentence; empty if nothing was."""
+        """A sentence on differences from a server; empty if there are none."""
         if not self.serving.packed:
             return ""
         return (
@@ -48,17 +48,17 @@ class PromptRun:
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
-        """Those of one layer's operator: decode steps, or the others."""
+        """The captured calls of one layer's operator: decode steps, or the others."""
         found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
         return tuple(call for call in found if (call is not None and call.kind == "decode") is decode)
 
     def run(
         self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
     ) -> int:
-        """Once through the model with `handler` at the operator's door.  Returns the number of calls, without steps.
+        """Run the model once with `handler` as its operator.  Returns the number of calls, without steps.
 
-        What the handler raises passes through.  What the model's own code raises is BadInputError: a config that
-        transformers accepts may still describe a model that does not run.
+        Exceptions of the handler pass through.  Exceptions of the model's code become BadInputError, because a config
+        that transformers accepts may still describe a model that does not run.
         """
         raised: list[BaseException] = []
 

@@ -1,7 +1,7 @@
-"""How much memory a model takes beside its weights while its operators' inputs are taken: tried on the meta device.
+"""Predicts the memory of a model, without its weights, while its operators' inputs are captured, on the meta device.
 
-Tensors there have shapes and dtypes and no memory.  The model's own code runs on them, as it will on the device, and
-the bytes of the tensors that are alive are counted.
+Tensors there have shapes and dtypes but no memory.  The model's own code runs on them, as it will on the device, and
+the bytes of live tensors are counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1  # models ask whether masks are trivial, and they are
+            return 1  # the answer to models that check whether masks are trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             return self._made(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))  # torch's own knows bf16 only
         given = {_storage(one) for one in _tensors((args, kwargs or {}))}
@@ -71,19 +71,19 @@ def rehearse(
     on_gpu: bool,
     serving: Serving = Serving(),  # noqa: B008
 ) -> int:
-    """Peak bytes beside the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
+    """Peak bytes without the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
 
-    seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: there, kernels compute operators and attention
-    with no more than their outputs.  What replaying takes is left out, and decode steps, which are single tokens.
+    seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: kernels compute operators and attention
+    without memory besides their outputs.  Replaying and decode steps, which are single tokens, are not included.
     """
     segments = split_prompt(max(serving.packed, default=seqlen), segment_length)  # of the longest sequence
     several = len(segments) > 1
     on_the_way = serving.chunk is not None or not (several or serving.packed)
     collected: dict[int, PromptBuffer] = {}
-    taken: dict[Hashable, int] = {}  # by form: bytes on the way to the results
+    taken: dict[Hashable, int] = {}  # by form of the call: bytes of intermediate results
 
     def compute(call: OperatorCall) -> Result:
-        """Once for all calls of one form, because a long one takes seconds even without values."""
+        """Compute each form of call once, because a long one takes seconds even without values."""
         form = tensors.form(call.inputs)
         if form in taken:
             counted.peak = max(counted.peak, counted.now + taken[form])
@@ -97,7 +97,7 @@ def rehearse(
     def handler(call: OperatorCall) -> Result:
         index = call.site.layer_index
         if index in wanted and on_the_way:
-            token_major(call.inputs)  # and gone again, as a captured layer that has been handed on
+            token_major(call.inputs)  # freed again, like a captured layer that was passed on
         elif index in wanted and not on_gpu and index not in collected:
             collected[index] = PromptBuffer(call.inputs, seqlen, tensors.device(call.inputs))
         return _outputs(call) if on_gpu else compute(call)
@@ -118,11 +118,11 @@ def rehearse(
     if on_the_way or not on_gpu:
         return peak
     layer = max(capture_bytes_per_token(site) for site in sites if site.layer_index in wanted)
-    return max(peak, batch * seqlen * layer)  # collected in main memory, and brought back after the prompt
+    return max(peak, batch * seqlen * layer)  # collected in main memory, and copied back after the prompt
 
 
 def _outputs(call: OperatorCall) -> Result:
-    """Those of the operator's kernels, without values."""
+    """The outputs of the operator's kernels, without values."""
     device = tensors.device(call.inputs)
     forms = operators.of(call.inputs).judged.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
@@ -144,7 +144,7 @@ def _attend(
     *_: Any,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (b, heads, q, d) -> (b, q, heads, d): memory of the output alone, as flash attention takes it."""
+    """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash attention."""
     batch, heads, length = query.shape[:3]
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 

@@ -1,8 +1,8 @@
-"""Which layers a user means: `all`, `first:N`, `every:K`, or numbers and ranges such as `3,7` and `0-3,7`.
+"""Selects the layers that a user names: `all`, `first:N`, `every:K`, or numbers and ranges such as `3,7` and `0-3,7`.
 
 Numbers are decoder layer indices, as in the model's own module names: 3 is `model.layers.3.mamba`.  `first:N` and
 `every:K` count the layers that have an operator: in a model with attention at 2, `first:3` is 0, 1 and 3.  A range
-includes both ends and means those of its layers that have an operator: there, `0-3` is 0, 1 and 3, too.
+includes both ends, and selects its layers with an operator: in this model, `0-3` is 0, 1 and 3, too.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def check_layers(spec: str) -> None:
 def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]:
     """The layers of `layers` that `spec` names, each once, in the model's order.
 
-    Raises BadInputError for a spec that cannot be read and for a layer that is not there; the message lists those
-    that are.
+    Raises BadInputError for a spec that cannot be read and for a layer that does not exist; the message lists the
+    existing ones.
     """
     check_layers(spec)
     text = spec.strip().lower()

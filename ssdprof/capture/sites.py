@@ -1,4 +1,4 @@
-"""Where a model calls its operator: found in the model itself, without a list of model families.
+"""Finds the modules that call an operator in a model, without a list of model families.
 
 From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global function of the modeling
 file.  A mixer is a module whose forward names that function in its bytecode.
@@ -37,7 +37,7 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
 
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
-    # The twins for a single token are other functions, and are left alone.
+    # The variants for a single token are other functions, which are not replaced.
     functions = {operators.get(name).door.function: name for name in operators.names()}
     sites: dict[int, Site] = {}
     for name, module in model.named_modules():

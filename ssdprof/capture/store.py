@@ -1,7 +1,7 @@
-"""Captures on disk: one safetensors file per layer and prompt, and `manifest.json` that names and hashes them.
+"""Stores captures: one safetensors file per layer and prompt, and `manifest.json` with their names and hashes.
 
-A file and the manifest appear whole or not at all, the file first.  The manifest says `complete: false` until the
-writer closes without an error, and everything that it names is valid at any time.
+Files and the manifest are written atomically, a file before its entry.  The manifest has `complete: false` until the
+writer closes without an error, and all of its entries are valid at any time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Loader(Protocol):
 
 
 def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
-    """Where captures go without --out: in the assets cache of huggingface_hub, by model, layers, prompt and how it is
-    served."""
+    """The folder of captures without --out: in the assets cache of huggingface_hub, by model, layers, prompt and
+    serving mode."""
     from huggingface_hub import cached_assets_path
 
     served = [(prompt.token_sha256, prompt.batch, prompt.serving.model_dump(mode="json")) for prompt in prompts]
@@ -61,7 +61,7 @@ def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers:
 
 
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
-    """What `CaptureWriter` would refuse of a folder, before a model is loaded.  out: None for the default one."""
+    """Raise in advance if `CaptureWriter` would refuse the folder.  out: None for the default one."""
     from huggingface_hub import constants
 
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
@@ -79,10 +79,10 @@ def _refuse_complete(folder: Path) -> None:
 
 
 class CaptureWriter:
-    """A folder of captures in the making; a context manager.  The manifest is complete if the context ends well.
+    """Writes a folder of captures; a context manager.  The manifest is complete unless the context raises.
 
     Raises BadInputError if another process writes there, or if the folder holds a complete capture and `overwrite` is
-    not set; MissingCapabilityError if the disk is full or refuses.
+    not set; MissingCapabilityError if the disk is full or not writable.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CaptureWriter:
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
-        """Store one call of a layer, then name it in the manifest.  ValueError if it is there already."""
+        """Store one call of a layer, then name it in the manifest.  ValueError if it is in the manifest already."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors(captured.inputs).items()}
         seqlen = next(iter(stored.values())).shape[1]
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
@@ -147,7 +147,7 @@ class CaptureWriter:
         return capture
 
     def _clear(self) -> None:
-        """Make room: an unfinished capture is replaced, a complete one only if asked for."""
+        """Remove an earlier capture: an unfinished one always, a complete one only on request."""
         if not is_capture(self.folder):
             return
         if not self._overwrite:
@@ -207,7 +207,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
         _check_types(operator.inputs, arguments)
         inputs = operator.inputs(**found, **arguments)
         if (bounds := found.get("cu_seqlens")) is not None:
-            sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would leave their tensors
+            sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
     buffer = PromptBuffer(inputs, capture.seqlen, device)
@@ -223,7 +223,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
 
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
-    """ "seqlen_512", "seqlen_512_chunk_003": of which prompt, and which of its calls."""
+    """ "seqlen_512", "seqlen_512_chunk_003": identifies the prompt and the call."""
     return f"seqlen_{seqlen}" if call is None else f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
 
 
@@ -244,12 +244,12 @@ def _sha256(tensor: torch.Tensor) -> str:
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """`files.put`, told as an error of captures."""
+    """`files.put`, with errors for captures."""
     try:
         put(path, write)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MissingCapabilityError(
             f"{path} cannot be written: {reason}.",
-            "Free some space or name a folder on another disk.  The layers that the manifest names are whole.",
+            "Free some space or name a folder on another disk.  The layers that the manifest names are complete.",
         ) from error

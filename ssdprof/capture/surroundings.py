@@ -1,7 +1,7 @@
-"""The convolution before and the gated norm behind a mixer's operator, computed by the bundled kernels.
+"""Computes the convolution before and the gated norm after a mixer's operator by the bundled kernels.
 
-Without the package causal_conv1d, transformers convolves by torch's depthwise convolution, which turns the layout
-around, and its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced where the mixer calls them:
+Without the package causal_conv1d, transformers uses torch's depthwise convolution, which transposes the
+layout, and its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced where the mixer calls them:
 the convolution as a global of the modeling file, as the operator is, the norm as the forward of its module.
 """
 
@@ -29,7 +29,7 @@ _PROBED = (3, 2**-5)  # rows of a probe, and how far a norm may be from the bund
 
 @dataclass(frozen=True)
 class NormForm:
-    """Which gated norm a module computes: see `gated_rms_norm`."""
+    """The form of a module's gated norm: see `gated_rms_norm`."""
 
     group_size: int
     norm_first: bool
@@ -42,7 +42,7 @@ def gated_norms(site: Site) -> list[nn.Module]:
 
 
 def norm_form(module: nn.Module) -> NormForm | None:
-    """The form that gives what `module` gives on a probe, by the bundled kernel; None if none does."""
+    """The form with which the bundled kernel gives the result of `module` on a probe; None if there is none."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps is None:
         return None
@@ -60,9 +60,9 @@ def norm_form(module: nn.Module) -> NormForm | None:
 
 
 class BundledSurroundings:
-    """The bundled kernels in the place of a model's convolutions and gated norms.
+    """Replaces a model's convolutions and gated norms by the bundled kernels.
 
-    left_to_model: what they do not replace, in words.
+    left_to_model: descriptions of the parts that are not replaced.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -88,9 +88,10 @@ class BundledSurroundings:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """The model is as before when the context closes.
+        """Install the kernels.  The model is restored when the context closes.
 
-        While it is open, the model's forward raises UnsupportedError for a convolution that the kernel does not do.
+        While it is open, the model's forward raises UnsupportedError for a convolution that the kernel does not
+        support.
         """
         with ExitStack() as restore:
             for namespace in self._namespaces:
@@ -131,7 +132,7 @@ def _norm(module: nn.Module, form: NormForm) -> Callable[..., torch.Tensor]:
 
 
 def _group_sizes(module: nn.Module, width: int) -> list[int]:
-    """What the module's attributes suggest, and the whole width."""
+    """Possible group sizes: from the module's attributes, and the whole width."""
     groups = getattr(module, "n_groups", 1)
     return list(dict.fromkeys((getattr(module, "group_size", width), width // groups, width)))
 

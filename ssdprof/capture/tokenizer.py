@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, through transformers.  An error names the file and quotes what the library says."""
+"""A checkpoint's tokenizer, through transformers.  An error names the file and quotes the library's message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tokenizer:
 
     @property
     def description(self) -> str:
-        """Which tokenizer it is, by content: the folder's name says nothing outside this machine."""
+        """Identifies the tokenizer by its content, because the folder's name is specific to this machine."""
         size = f"{self._size:,} tokens"
         if not self._file.is_file():
             return f"{type(self._loaded).__name__}, {size}"
@@ -49,7 +49,7 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in `folder`, without remote code and without the network.
 
-    tokenizer.json alone is taken if the class that the checkpoint names is not available: it is unknown, remote
+    Only tokenizer.json is used if the class that the checkpoint names is not available: it is unknown, remote
     code, or in a package that is missing.  Raises BadInputError for files that are damaged.
     """
     from transformers import AutoTokenizer
@@ -64,7 +64,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _check_config(file: Path) -> None:
-    """BadInputError for a tokenizer_config.json that is no JSON object, or whose class is no name."""
+    """BadInputError for a tokenizer_config.json that is not a JSON object, or whose class is not a name."""
     if not file.is_file():
         return
     try:
@@ -98,7 +98,7 @@ _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokeniz
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Whatever the libraries raise on a tokenizer's files becomes BadInputError with their own message."""
+    """Turn all errors of the libraries on a tokenizer's files into BadInputError with their message."""
     try:
         yield
     except BadInputError:

@@ -1,1 +1,1 @@
-"""A model id, a folder or a demo -> local files, a commit, the layers that hold an operator, and the loaded model."""
+"""Checkpoints: from a model id, a folder or a demo to local files, the layers with an operator, and the model."""

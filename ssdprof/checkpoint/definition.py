@@ -1,4 +1,4 @@
-"""What transformers makes of a config: its own config object, and the model without its weights."""
+"""Builds transformers' config object and the model without weights from a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-SEARCH_S = 3.0  # for the field that is to blame; a large model takes a while to build, even without weights
+SEARCH_S = 3.0  # to find the invalid field; building a large model takes a while, even without weights
 
 
 def empty_model(folder: Path, repo_id: str, *, head: bool = False) -> PreTrainedModel:
@@ -76,7 +76,7 @@ def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
 
 
 def _refused_field(config: Mapping[str, Any]) -> str | None:
-    """A field of a config that transformers refuses, without which it does not; None if none is found in time."""
+    """A field without which transformers accepts a refused config; None if none is found in time."""
     from transformers import AutoConfig
 
     deadline = time.monotonic() + SEARCH_S
@@ -91,9 +91,9 @@ def _refused_field(config: Mapping[str, Any]) -> str | None:
 
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
-    """Whatever transformers raises on a user's file becomes BadInputError with transformers' own message.
+    """Turn all errors of transformers on a user's file into BadInputError with its message.
 
-    what: the file, for the message.  Errors of ssdprof, missing packages and full memory are told as such.
+    what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their own messages.
     """
     import torch
 
@@ -105,7 +105,7 @@ def refusals(what: str) -> Iterator[None]:
         raise MissingCapabilityError(
             f"transformers needs a missing package for {what}: {library_message(error)}.", "Install the package."
         ) from error
-    except Exception as error:  # the library's code on the user's data: it raises nearly every class there is
+    except Exception as error:  # the library may raise any class of error on the user's data
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is PyTorch's
             raise MissingCapabilityError(f"Main memory is too small for {what}.", "Take fewer layers.") from error
         raise BadInputError(
@@ -116,7 +116,7 @@ def refusals(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hold back its warnings: on weights that a cut model does not use, on unusual configs.  ssdprof checks both."""
+    """Suppress its warnings on unused weights of a cut model and on unusual configs.  ssdprof checks both."""
     from transformers.utils import logging
 
     before: int = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""config.json -> which layers hold an operator and of which size, or a refusal.  Imports no torch, no transformers."""
+"""Reads the layers with an operator, and their sizes, from config.json.  Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssdprof.errors import BadInputError, library_message
 from ssdprof.schema import LayerRef
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
-# Those that transformers loads.  A method that it does not know it ignores with a warning: codes would be weights.
+# Methods that transformers loads.  It ignores others with a warning, and would load the codes as weights.
 QUANT_METHODS = DECODED_ON_LOAD | {
     *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto"),
 }
@@ -24,7 +24,7 @@ QUANT_METHODS = DECODED_ON_LOAD | {
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a config.json says.
+    """The contents of a config.json.
 
     config: the language model's own config in transformers' format: flat, and converted from the original format.
     kinds: the kind of every decoder layer.
@@ -46,21 +46,21 @@ class Description:
 
     @property
     def max_positions(self) -> int | None:
-        """The context that the config claims, in tokens; None where it claims none."""
+        """The context length in the config, in tokens; None if there is none."""
         positions = self.config.get("max_position_embeddings")
         return positions if isinstance(positions, int) and positions > 0 else None
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids that the model knows; None where the config does not say."""
+        """Number of token ids; None if the config does not state it."""
         size = self.config.get("vocab_size")
         return size if isinstance(size, int) else None
 
     def depth(self, deepest_layer: int | None) -> int:
         """Decoder layers to load so that layer `deepest_layer` can run; all for None.
 
-        More than deepest_layer + 1 where the model definition insists on an attention layer.
-        BadInputError when the model has no such layer.
+        More than deepest_layer + 1 if the model definition needs an attention layer.
+        BadInputError if the model has no such layer.
         """
         if deepest_layer is None:
             return self.layer_count
@@ -76,7 +76,7 @@ class Description:
 def read_config(path: Path, where: str) -> dict[str, Any]:
     """The object in a JSON file.  `Infinity` is accepted: Python's json reads it and checkpoints hold it.
 
-    BadInputError when it is no JSON object.
+    BadInputError if it is not a JSON object.
     """
     try:
         config = json.loads(path.read_bytes())
@@ -90,7 +90,7 @@ def read_config(path: Path, where: str) -> dict[str, Any]:
 
 
 def describe(config: Mapping[str, Any], where: str = "config.json") -> Description:
-    """What `config` says; `where` names it in messages.
+    """The description in `config`.  where: its name in messages.
 
     BadInputError: a model type without SSD or gated-delta-rule layers, remote code only, no such layer in this
     config, unknown quantisation, sizes that no model has or that contradict each other.
@@ -135,7 +135,7 @@ def describe(config: Mapping[str, Any], where: str = "config.json") -> Descripti
 
 
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:
-    """How the weights are quantised, or None; BadInputError for a method that ssdprof does not load."""
+    """The quantisation of the weights, or None; BadInputError for a method that ssdprof does not load."""
     nested = config.get("text_config")
     found = config.get("quantization_config") or (
         nested.get("quantization_config") if isinstance(nested, dict) else None
@@ -176,7 +176,7 @@ def _model_type(config: Mapping[str, Any], where: str) -> ModelType:
 
 
 def _text_config(config: Mapping[str, Any], kind: ModelType, where: str) -> Mapping[str, Any]:
-    """The language model's own config, with what the outer one says of all parts."""
+    """The language model's own config, with the outer config's values for all parts."""
     if kind.text_type is None:
         return config
     nested = config.get("text_config")

@@ -1,7 +1,7 @@
-"""What is known of published checkpoints, and which family names users type for them.
+"""A table of published checkpoints, and the family names that users type for them.
 
-A figure stands here only with where it is from.  A config that is read decides over this table: the table serves
-`ssdprof models`, family names, and the advice which sibling fits a GPU.
+Every number of parameters has its source.  A checkpoint's config takes precedence over this table, which is for
+`ssdprof models`, family names, and hints on siblings that fit a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE_SIZE = "size of the weights on the hub, 2 bytes each"
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheckpoint:
-    """One repo.  None: not known here."""
+    """One repo.  None: unknown."""
 
     repo: str
     parameters: int  # of the whole model
@@ -25,7 +25,7 @@ class KnownCheckpoint:
     operator_layers: int | None = None
     layers: int | None = None
     dims: LayerDims | None = None
-    trained_context: int | None = None  # tokens, where it is known to differ from the config's max_position_embeddings
+    trained_context: int | None = None  # tokens, if it differs from the config's max_position_embeddings
 
     @property
     def weight_bytes(self) -> int:
@@ -37,7 +37,7 @@ class KnownCheckpoint:
 class FamilyRow:
     """One family: checkpoints of one `model_type`, smallest first.
 
-    typed: family names, which are no repos, that users type.  flagship: the repo taken for them.
+    typed: family names that users type and that are not repos.  flagship: the repo used for them.
     """
 
     title: str
@@ -212,12 +212,12 @@ FAMILIES: tuple[FamilyRow, ...] = (
 
 
 def family_named(typed: str) -> FamilyRow | None:
-    """The family whose name the user typed; None when `typed` is no family name."""
+    """The family with the name `typed`; None if there is none."""
     return next((row for row in FAMILIES if typed.casefold() in map(str.casefold, row.typed)), None)
 
 
 def known(repo_id: str) -> KnownCheckpoint | None:
-    """What the table has of a repo."""
+    """The table's entry for a repo."""
     return next((c for row in FAMILIES for c in row.checkpoints if c.repo.casefold() == repo_id.casefold()), None)
 
 

@@ -1,4 +1,4 @@
-"""Bring a located checkpoint's files here, check them, and lay out the folders that it is loaded from."""
+"""Downloads and checks a located checkpoint's files, and makes the folders from which it is loaded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LocalCheckpoint:
 class LocalTokenizer:
     """A checkpoint's tokenizer on this machine.
 
-    folder: for AutoTokenizer.  It is temporary and goes when this object does.
+    folder: for AutoTokenizer.  It is temporary and is removed with this object.
     name: hub id or folder name.
     """
 
@@ -57,9 +57,9 @@ class LocalTokenizer:
 
 
 def fetch_tokenizer(located: Located) -> LocalTokenizer | None:
-    """Download the tokenizer, which is small: a prompt that cannot be built should not cost the download of weights.
+    """Download the tokenizer, which is small, so that an invalid prompt is found before the weights are downloaded.
 
-    None where there is none.  Raises what `fetch` raises.
+    None if there is none.  Raises what `fetch` raises.
     """
     source = located.tokenizer_source
     if source is None:
@@ -69,7 +69,7 @@ def fetch_tokenizer(located: Located) -> LocalTokenizer | None:
         with _temporary_folder_errors(located.ref.repo_id):
             folder = _temporary_folder(undo)
             link_all(folder, paths.items())
-            if source is located.source:  # AutoTokenizer asks the config when the tokenizer's own names no class
+            if source is located.source:  # AutoTokenizer's source of the class if the tokenizer's own config names none
                 write_json(folder / CONFIG, cut_config(located.description, located.description.layer_count))
         undo.pop_all()
     local = LocalTokenizer(folder, source.label)
@@ -84,13 +84,13 @@ def fetch(
     head: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> LocalCheckpoint:
-    """Download what the model needs to run layers 0 to `deepest_layer` (all layers for None) and check it.
+    """Download and check the files that layers 0 to `deepest_layer` need (all layers for None).
 
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: a config that transformers cannot use, found before anything large is downloaded; codes that the
-    config does not explain.
+    BadInputError: transformers cannot use the config, which is raised before any large download; or the weights are
+    codes, and the config names no quantisation.
     ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
@@ -100,7 +100,7 @@ def fetch(
         with _temporary_folder_errors(repo_id):
             folder = _temporary_folder(undo)
             write_json(folder / CONFIG, cut_config(description, depth, located.dtype))
-        empty_model(folder, repo_id)  # a config that cannot be used should not cost a download
+        empty_model(folder, repo_id)  # refuse an unusable config before the download
         files, size = check_space(located, deepest_layer, head=head)
         if files and progress is not None:
             progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
@@ -121,7 +121,7 @@ def fetch(
 def meta_model(
     located: Located, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
 ) -> PreTrainedModel:
-    """The model that `fetch` and `load_model` would give, on the meta device: shapes and dtypes.  Downloads nothing.
+    """The model of `fetch` and `load_model` on the meta device: shapes and dtypes.  Downloads nothing.
 
     dtype: of the weights, named as in torch; None: the checkpoint's own.
 
@@ -152,13 +152,13 @@ def _refuse_codes(located: Located, deepest_layer: int | None, head: bool) -> No
 
 
 def _dtype_by_size(located: Located) -> str:
-    """In which a pickle is loaded, which has no header: its size says whether its weights take 4 bytes or 2."""
+    """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or 2."""
     parameters = meta_model(located, dtype="float32").parameters()
     return "float32" if located.weight_bytes() > 3 * sum(one.numel() for one in parameters) else "bfloat16"
 
 
 def check_space(located: Located, deepest_layer: int | None = None, *, head: bool = False) -> tuple[int, int]:
-    """How many files `fetch` would download, and their bytes.
+    """The number of files that `fetch` would download, and their bytes.
 
     MissingCapabilityError unless the hub's cache has room for them.
     """
@@ -172,7 +172,7 @@ def check_space(located: Located, deepest_layer: int | None = None, *, head: boo
 
 
 def _temporary_folder(undo: ExitStack) -> Path:
-    """A new one, which `undo` removes."""
+    """A new temporary folder, which `undo` removes."""
     folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
     undo.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder

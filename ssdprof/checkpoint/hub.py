@@ -23,14 +23,14 @@ class HubRepo:
 
         It is resolved by fetching `first`, a small file that any repo of this kind has.
 
-        ModelUnavailableError: not found, gated, unknown revision, or out of reach and not cached.
+        ModelUnavailableError: not found, gated, unknown revision, or unreachable and not cached.
         BadInputError: no repo id, or a repo without `first`.
         """
         self.label = repo_id
         self._api = api()
         with hub_errors(repo_id, revision):
             path = self._fetch_first(first, revision)
-        # It lies in snapshots/<commit>/, by the server's answer or, when that is out of reach, by the cache's own refs.
+        # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the refs in the cache.
         self.snapshot = path.parent
         self.revision: str | None = path.parent.name
 
@@ -57,7 +57,7 @@ class HubRepo:
                 raise absent from dropped
 
     def _check_reachable(self, first: str, revision: str | None) -> None:
-        """Ask for `first` once: for a file that it has not, the client tries an absent network for 24 s."""
+        """Ask for `first` once: without a network, the client tries for 24 s to get a file that is not cached."""
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self.label, first, revision=revision, endpoint=self._api.endpoint)
@@ -73,7 +73,7 @@ class HubRepo:
 
     @cached_property
     def _listing(self) -> tuple[Mapping[str, int], bool]:
-        """Sizes, and whether they are those of all files: when the hub is out of reach, of the cached ones only."""
+        """Sizes of files, and whether these are all files: if the hub is unreachable, only cached files are known."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         with hub_errors(self.label, self.revision):

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def api() -> HfApi:
-    """The client.  It reads HF_ENDPOINT on import; here it counts even when it was set after that.
+    """The client.  It reads HF_ENDPOINT on import; this function also applies a later change.
 
     BadInputError for an HF_ENDPOINT that is no address.
     """
@@ -59,7 +59,7 @@ def _masked(record: logging.LogRecord) -> bool:
 
 
 def transport_error() -> type[Exception]:
-    """The base of the HTTP library's errors: httpx's or httpx2's, whichever this huggingface_hub is built on."""
+    """The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     base: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -67,16 +67,16 @@ def transport_error() -> type[Exception]:
 
 
 def resumed(ask: Callable[[], T]) -> T:
-    """What `ask` returns; asked again when its connection drops, as proxies do between two requests.
+    """The result of `ask`, which is repeated if the connection drops, as proxies cause between two requests.
 
-    The client tries again only while the body of a file is on its way.  What was downloaded before stays.
+    The client itself retries only while it receives the body of a file.  Downloaded data is kept.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
     for _ in range(ATTEMPTS - 1):
         try:
             return ask()
-        except HfHubHTTPError:  # an answer
+        except HfHubHTTPError:  # the server has answered
             raise
         except transport_error() as error:
             if type(error).__name__ in NOBODY_THERE:

@@ -1,4 +1,4 @@
-"""What the hub's client raises -> what the user is told."""
+"""Turns errors of the hub's client into messages for the user."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailab
 
 @contextmanager
 def hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Turn the client's errors into ours; `file` is the one that is asked for, if one is.
+    """Turn the client's errors into ssdprof's.  file: the requested file, if any.
 
-    A gated repo's error is a subclass of a missing one's, so it comes first.
+    The error of a gated repo is a subclass of that of a missing one, so it is handled first.
     """
     from huggingface_hub import errors, get_token
 
@@ -96,11 +96,11 @@ class RepoNotFoundError(ModelUnavailableError):
 
 
 class NotCachedError(ModelUnavailableError):
-    """The hub cannot be asked, and the cache has not got it."""
+    """The hub is unreachable, and the file is not in the cache."""
 
 
 def out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
-    """The error for a file that is not cached while the hub cannot be asked; names the models that are cached."""
+    """The error for a file that is not cached while the hub is unreachable; it names the cached models."""
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -131,7 +131,7 @@ def cached_models() -> list[str]:
 
 
 def revisions_hint(repo_id: str) -> str:
-    """Which branches and tags there are; says nothing of them when the hub does not answer."""
+    """A hint that lists branches and tags, or where to find them if the hub does not answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:

@@ -1,4 +1,4 @@
-"""Checks on weights before anybody reads them: whole safetensors files, an index that stays inside its folder."""
+"""Checks weights before they are read: complete safetensors files, and an index that stays inside its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stored_tensor(dtype: str, shape: Collection[int]) -> StoredTensor:
 
 
 def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
-    """What the safetensors file at `path` holds.
+    """The header of the safetensors file at `path`: name -> tensor.
 
     ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
     """

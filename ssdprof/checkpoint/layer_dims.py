@@ -1,4 +1,4 @@
-"""How large the operator of a layer is, from the config of each model type.
+"""The sizes of a layer's operator, from the config of each model type.
 
 Keys and defaults are those of the model definitions in transformers >= 5.18.
 """
@@ -33,7 +33,7 @@ def _ssd(
     ngroups: tuple[str, int],
     chunk: int,
 ) -> SSDLayerDims:
-    """`nheads`, `dstate`, `ngroups` are (key, default); `headdim` and `chunk` are read already."""
+    """`nheads`, `dstate`, `ngroups` are (key, default); `headdim` and `chunk` are values."""
     heads, groups = sizes.get(*nheads), sizes.get(*ngroups)
     if heads % groups:
         raise sizes.refuse(f"has {nheads[0]} = {heads}, which {ngroups[0]} = {groups} does not divide")
@@ -91,7 +91,7 @@ def mamba2_dims(sizes: Sizes) -> LayerDims:
 
 
 def nemotron_dims(sizes: Sizes) -> LayerDims:
-    # The older key wins where a config has both: so does the model definition.
+    # If a config has both keys, the older one wins, as in the model definition.
     chunk_key = "mamba_chunk_size" if "mamba_chunk_size" in sizes.config else "chunk_size"
     return _ssd(
         sizes,

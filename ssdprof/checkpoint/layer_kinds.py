@@ -1,4 +1,4 @@
-"""Which kind each decoder layer is, from the config of each model type.
+"""The kind of each decoder layer, from the config of each model type.
 
 Kinds are transformers' words: "linear_attention" (SSD or gated delta rule), "full_attention", "hybrid" (both), "mlp"
 and "moe" (layers of their own).  Defaults are those of the model definitions in transformers >= 5.18.
@@ -20,7 +20,7 @@ def _layer_count(sizes: Sizes, default: int) -> int:
 
 
 def _listed_kinds(sizes: Sizes, *keys: str) -> list[str] | None:
-    """The list of layer kinds under the first of `keys` that the config has, in today's words."""
+    """The list of layer kinds under the first of `keys` that the config has, in the current names."""
     for key in keys:
         listed = sizes.config.get(key)
         if listed is None:
@@ -73,7 +73,7 @@ def nemotron_kinds(sizes: Sizes) -> list[str]:
     return [_PATTERN_KINDS[letter] for letter in pattern]
 
 
-# The pattern of Zamba2-2.7B, which the model definition takes when a config names none.
+# The pattern of Zamba2-2.7B, the default of the model definition.
 ZAMBA2_DEFAULT_KINDS = ["hybrid" if i in (6, 12, 18, 24, 30, 36, 42, 47, 51) else "linear_attention" for i in range(54)]
 
 
@@ -100,5 +100,5 @@ def interval_kinds(default_count: int) -> Callable[[Sizes], list[str]]:
 def olmo_kinds(sizes: Sizes) -> list[str]:
     kinds = interval_kinds(32)(sizes)
     if sizes.config.get("layer_types") is None and "full_attention" not in kinds:
-        kinds[-1] = "full_attention"  # so does the model definition, which needs one
+        kinds[-1] = "full_attention"  # the model definition needs one, and does the same
     return kinds

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DType = torch.dtype | Literal["auto"]
-REWRITTEN = "rewritten"  # weights for the disk that are not used as they are stored
-_OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # stay as stored: checkpoints keep them in fp32 beside 16-bit weights
+REWRITTEN = "rewritten"  # streamed weights that transformers converts
+_OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
 
 
 def load_model(
@@ -38,7 +38,7 @@ def load_model(
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, of `placing.infer`; None: `device`.  Weights on the disk are read from
+    device_map: the place of every module, from `placing.infer`; None: `device`.  Weights on the disk are read from
         `local` as long as the model runs.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold, a pickle that
@@ -54,7 +54,7 @@ def load_model(
         del empty
         if device_map is not None:
             return _load(local, dtype, device_map).eval()
-        # With a map, weights go to the GPU one by one instead of through a whole copy in host memory.
+        # With a map, weights are moved to the GPU one by one, without a complete copy in host memory.
         return _load(local, dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
 
 
@@ -94,7 +94,7 @@ def _load(
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
             )
     except MissingCapabilityError as error:
         if local.ref.quantization is not None:
@@ -138,7 +138,7 @@ def _does_not_fit(
 
 
 def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
-    """Tensors by stored name, mapped from the file rather than read."""
+    """Tensors by stored name, memory-mapped from the file."""
     if local.tensors is not None:
         from safetensors.torch import load_file
 
@@ -166,7 +166,7 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
-    """transformers fills missing weights with random ones and goes on."""
+    """Raise for missing weights, which transformers would replace by random ones."""
     if missing:
         raise ModelUnavailableError(
             f"{local.ref.repo_id} lacks {len(missing)} weights, such as {min(missing)}.",

@@ -32,7 +32,7 @@ class LocalFolder:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Every file's name -> bytes; a broken symlink is no file."""
+        """The size in bytes of every file, by name; broken symlinks are left out."""
         try:
             return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What the user typed -> a checkpoint with its config read and its layers counted.  Downloads small files only."""
+"""Finds the checkpoint that the user named, and reads its config and layers.  Downloads small files only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssdprof.errors import BadInputError, ModelUnavailableError
 from ssdprof.schema import CheckpointRef, LayerRef
 
 DEMO_FOLDERS = {name: Path(__file__).parent / name for name in DEMOS}
-MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it beside a config.json that may say nothing
+MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Located:
     """A checkpoint that is available.
 
     config: the raw config.json.  tokenizer: hub id or folder that the user named.
-    notes: sentences the user should read before the run (which repo a family name took).
+    notes: sentences for the user before the run, such as which repo a family name stands for.
     """
 
     ref: CheckpointRef
@@ -45,16 +45,16 @@ class Located:
                 f"{self.ref.repo_id} has no SSD or gated-delta-rule layer {layer.name}.",
                 f"Layers with the operator: {', '.join(str(there.index) for there in self.ref.layers)}.",
             )
-        return self.description.dims  # one size for all layers, in every model type that there is
+        return self.description.dims  # every supported model type has one size for all layers
 
     @cached_property
     def weights(self) -> Weights:
-        """Where the weights lie.  Reads the index, if there is one."""
+        """The files of the weights.  Reads the index, if there is one."""
         return find_weights(self.source, is_original=self.description.original)
 
     @cached_property
     def tokenizer_source(self) -> Source | None:
-        """Where the tokenizer comes from; None when nobody named one and the checkpoint has none.
+        """The source of the tokenizer; None if the user named none and the checkpoint has none.
 
         ModelUnavailableError or BadInputError when the named one is not available.
         """
@@ -64,7 +64,7 @@ class Located:
                 return self.source
             if not self.description.original:
                 if not self.source.complete:
-                    self.source.path(TOKENIZER_FILES[0])  # raises: it may be there, but is not in the cache
+                    self.source.path(TOKENIZER_FILES[0])  # raises: the hub may have it, but the cache does not
                 return None
             named = original.DEFAULT_TOKENIZER
         if not named.strip():
@@ -79,9 +79,9 @@ class Located:
     def files(self, deepest_layer: int | None = None, *, head: bool = False) -> tuple[FileInfo, ...]:
         """Every file that running layers 0 to `deepest_layer` needs (all layers for None), tokenizer included.
 
-        head: and the language-model head.
+        head: include the language-model head.
 
-        The tokenizer's files of another repo come with that repo's name in front.
+        Files of a tokenizer from another repo are prefixed with that repo's name.
         """
         names = [CONFIG]
         if self.weights.shards is not None:
@@ -97,9 +97,9 @@ class Located:
 
     @cached_property
     def dtype(self) -> str | None:
-        """In which the weights are loaded, named as in torch: what the config says, or else what most of them have.
+        """The dtype in which the weights are loaded, named as in torch: that of the config, or else of most weights.
 
-        None where neither says it: a pickle has no header.
+        None if neither is known: a pickle has no header.
         """
         for key in ("dtype", "torch_dtype"):
             if (named := self.description.config.get(key)) is not None:
@@ -107,7 +107,7 @@ class Located:
         return None if self.weights.pickled else usual_dtype(self.weights.tensors(self.description.depth(0)).values())
 
     def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None) -> int:
-        """Bytes of the weights of layers 0 to `deepest_layer`, and of what is in no layer, once loaded.
+        """Bytes, once loaded, of the weights of layers 0 to `deepest_layer` and of those outside of layers.
 
         head: also of the language-model head, where it has weights of its own.
         dtype: in which they are loaded; None: their own.
@@ -126,7 +126,7 @@ def locate(model: str, *, revision: str | None = None, tokenizer: str | None = N
     revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
     tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
 
-    ModelUnavailableError when it is not available; BadInputError when it is no checkpoint that ssdprof can measure.
+    ModelUnavailableError when it is not available; BadInputError if ssdprof cannot measure it.
     """
     if not model.strip():
         raise BadInputError("The model's name is empty.", "Name a hub repo (org/name), a folder, demo or demo-gdn.")
@@ -221,5 +221,5 @@ def _family_note(typed: str, taken: str, family: FamilyRow) -> str:
 def _file_info(source: Source, name: str) -> FileInfo:
     size = source.sizes.get(name)
     if size is None:
-        size = source.path(name).stat().st_size  # not listed: asking for it says why
+        size = source.path(name).stat().st_size  # not listed: a request for it raises the reason
     return FileInfo(name, size, source.cached(name))

@@ -1,4 +1,4 @@
-"""The model types that ssdprof reads, and those it refuses with a sentence of their own."""
+"""The supported model types, and the reasons for which others are refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ _TYPES = (
 
 MODEL_TYPES: Mapping[str, ModelType] = {kind.name: kind for kind in _TYPES}
 
-# Model types whose recurrent layers are another operator: a sentence each, because users do try them.
+# Model types whose recurrent layers are another operator, each with the reason, because users try them.
 OTHER_SCANS: Mapping[str, str] = {
     "mamba": "its layers are Mamba-1 (selective scan), not Mamba-2",
     "falcon_mamba": "its layers are Mamba-1 (selective scan), not Mamba-2",

@@ -1,4 +1,4 @@
-"""What users type for a model: hub ids, pasted addresses, revisions behind an @, and names that are nearly right."""
+"""Parses names of models: hub ids, addresses, revisions after an @, and names with a typo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdprof.checkpoint.families import FAMILIES, known
 from ssdprof.errors import BadInputError
 
 DEMOS = ("demo", "demo-gdn")
-_ALIKE = 0.83  # difflib's ratio, from which a name may be a typo of another
+_ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another
 _AT_MOST = 4  # suggestions
 
 
@@ -26,7 +26,7 @@ class RepoName:
 
 
 def is_folder(name: str) -> bool:
-    """Whether the user means a local folder: one that is there, or a name that only a path has."""
+    """Whether the user means a local folder: an existing one, or a name that only a path can have."""
     separators = (os.sep, os.altsep or os.sep)
     return os.path.exists(expanded(name)) or name.startswith((".", "~", *separators)) or name.endswith(separators)
 
@@ -36,9 +36,9 @@ def expanded(name: str) -> Path:
 
 
 def parse_repo(typed: str, revision: str | None) -> RepoName:
-    """ "org/name", "org/name@v1" or "https://huggingface.co/org/name/tree/v1"; `revision` is that of --revision.
+    """ "org/name", "org/name@v1" or "https://huggingface.co/org/name/tree/v1"; `revision` is the value of --revision.
 
-    A repo of the table in another case is taken by its right name.  BadInputError for an address that names no repo,
+    A known repo in another case is corrected.  Raises BadInputError for an address without a repo,
     and for two different revisions.
     """
     repo_id, named = _from_address(typed) if "://" in typed else _split(typed)
@@ -51,17 +51,17 @@ def parse_repo(typed: str, revision: str | None) -> RepoName:
 
 
 def close_names(typed: str) -> list[str]:
-    """Names that ssdprof knows and that `typed` may be a typo of, the likeliest first."""
+    """Known names of which `typed` may be a typo, the likeliest first."""
     names = {*DEMOS, *(name for row in FAMILIES for name in (*row.typed, *(one.repo for one in row.checkpoints)))}
     scored = sorted((-_likeness(typed.casefold(), name.casefold()), name) for name in names)
     return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
 
 
 def _likeness(typed: str, name: str) -> float:
-    """From 0 to 1: of the whole names, of what stands behind the organisation, or of one word and one of `name`."""
+    """Similarity from 0 to 1: of the whole names, of the parts after the organisation, or of two words."""
     last, typed_last = name.rpartition("/")[2], typed.rpartition("/")[2]
     pairs = [(typed, name), (typed_last, last)]
-    if not any(c.isdigit() for c in typed):  # else the end of a name matters: granite-9 is no typo of granite-4.0
+    if not any(c.isdigit() for c in typed):  # else the end of a name decides: granite-9 is not a typo of granite-4.0
         pairs.append((typed_last, last[: len(typed_last)]))
     if typed.isalnum():
         pairs += [(typed, word) for word in last.split("-") if len(word) > 4]

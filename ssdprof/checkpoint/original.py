@@ -9,9 +9,9 @@ from ssdprof.checkpoint.sizes import LAYER_LIMIT, Sizes, shown
 from ssdprof.errors import BadInputError
 
 PICKLE = "pytorch_model.bin"
-DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"  # the one these models were trained with; their repos hold none
+DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"  # these models were trained with it; their repos have no tokenizer
 
-# What `ssm_cfg` may change without changing the layer's structure, with the package's defaults.
+# Keys of `ssm_cfg` that do not change the structure of a layer, with the package's defaults.
 _SSM_SIZES = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1, "chunk_size": 256}
 
 
@@ -39,11 +39,11 @@ def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     sizes, inner = Sizes(config, where), Sizes(ssm, f"ssm_cfg in {where}")
     if sizes.get("d_intermediate", 0, least=0):
-        raise sizes.refuse("has MLP layers (d_intermediate), which transformers' mamba2 model has not")
+        raise sizes.refuse("has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
     if not config.get("rms_norm", True):
         raise sizes.refuse("has rms_norm = false; transformers' mamba2 model normalises by RMS")
     if unknown := sorted(set(ssm) - set(_SSM_SIZES) - {"layer"}):
-        raise sizes.refuse(f"has {', '.join(map(shown, unknown))} in ssm_cfg, which transformers' mamba2 has not")
+        raise sizes.refuse(f"has {', '.join(map(shown, unknown))} in ssm_cfg, which transformers' mamba2 lacks")
 
     hidden, vocab, multiple = sizes.get("d_model"), sizes.get("vocab_size"), sizes.get("pad_vocab_size_multiple", 8)
     ssm_sizes = {key: inner.get(key, default) for key, default in _SSM_SIZES.items()}
@@ -69,7 +69,7 @@ def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def convert_key(key: str, *, head: bool = False) -> str:
-    """A weight's name in transformers' Mamba2Model, which has no "backbone." in front and another embedding.
+    """A weight's name in transformers' Mamba2Model, without the prefix "backbone." and with another embedding.
 
     head: in Mamba2ForCausalLM, which has both.
     """

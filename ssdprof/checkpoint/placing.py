@@ -1,4 +1,4 @@
-"""Which part of a model lies where: accelerate's device map, over GPUs, then main memory or the disk.
+"""Assigns the parts of a model to places, as accelerate's device map: GPUs, then main memory or the disk.
 
 accelerate keeps decoder layers whole, and brings the weights of a module that lies elsewhere to the computing device
 just before it runs.
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Place = int | str  # the index of a GPU, "cpu" or "disk"
-STREAMED = ("cpu", "disk")  # beside a GPU: weights are there, and the GPU computes
+STREAMED = ("cpu", "disk")  # weights are stored there, and a GPU computes
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """places: where each module lies, by its path; what is below a path lies there too.
+    """places: the place of each module and its submodules, by path.
 
-    main: where the model begins, and computes what is not on a GPU.
+    main: the device of the first layers, which also computes the modules that are not on a GPU.
     """
 
     places: Mapping[str, Place]
@@ -44,7 +44,7 @@ class DeviceMap:
 
 
 def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
-    """A map of `model`, on the meta device, that fills the places of `room` in their order.
+    """A map of `model`, on the meta device, that fills the places of `room` in order.
 
     room: bytes for weights.  The first is where the model begins; what finds no room goes to the disk if "disk" is a
     key, whose number is not read.
@@ -81,7 +81,7 @@ def weights_by_place(model: PreTrainedModel, mapped: DeviceMap) -> dict[Place, t
 
 
 def largest_streamed(model: PreTrainedModel, mapped: DeviceMap) -> tuple[int, int]:
-    """Bytes of the largest decoder layer that is streamed, and of the largest module of those: what is there at once.
+    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in memory at once.
 
     accelerate brings a module's own weights, not those of the modules in it.
     """

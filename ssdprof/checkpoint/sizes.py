@@ -1,4 +1,4 @@
-"""Reads sizes out of a config.json and refuses those that no model has, before anything is allocated from them."""
+"""Reads sizes from a config.json, and refuses impossible ones before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sizes:
     def get(self, key: str, default: int | None = None, *, limit: int = LIMIT, least: int = 1) -> int:
         """The integer at `key`; `default` (the model definition's own) where the config leaves it out.
 
-        BadInputError when it is no integer, or outside [least, limit].
+        Raises BadInputError if it is not an integer, or outside of [least, limit].
         """
         value = self.config.get(key)
         if value is None:
@@ -35,11 +35,11 @@ class Sizes:
         return value
 
     def get_auto(self, key: str, computed: int) -> int:
-        """As `get`, for a key that may say "auto" or nothing and then means `computed`."""
+        """As `get`; `computed` if the value is "auto" or missing."""
         return computed if self.config.get(key) in (None, "auto") else self.get(key)
 
     def check_common(self) -> None:
-        """Check every well-known size that the config gives, used here or not: the model is built from all of them."""
+        """Check every known size in the config, also unused ones, because the model is built from all of them."""
         for key in _AT_LEAST_ONE:
             if self.config.get(key) is not None:
                 self.get(key)
@@ -78,6 +78,6 @@ _MAY_BE_ZERO = (
 
 
 def shown(value: object) -> str:
-    """`value` for a message: a hostile config may hold a novel."""
+    """`value` as text for a message, shortened, because a config may hold any text."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: the interface that the hub and a local folder share."""
+"""The source of a checkpoint's files: the interface of the hub and of a local folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-# Any one of these is a vocabulary; the others only describe one.
+# Each of these files is a vocabulary; other files only describe one.
 VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
 
 
 class FileInfo(NamedTuple):
-    """One file that a run needs.  cached: nothing has to be downloaded for it."""
+    """One file that a run needs.  cached: it need not be downloaded."""
 
     name: str
     size_bytes: int
@@ -56,16 +56,16 @@ class Source(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether `sizes` has every file; not so for a hub out of reach, of which only cached files are known."""
+        """Whether `sizes` has every file.  False if the hub is unreachable: then only cached files are known."""
 
     def cached(self, name: str) -> bool:
         """Whether `name` is on this machine."""
 
     def path(self, name: str) -> Path:
-        """Where `name` lies on this machine; downloads it first if need be."""
+        """The path of `name` on this machine; downloads the file if necessary."""
 
     def header(self, name: str) -> Mapping[str, StoredTensor]:
-        """What the safetensors file `name` holds, without downloading it."""
+        """The header of the safetensors file `name`, without downloading the file."""
 
 
 def tokenizer_files(source: Source) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which repos a user may have meant: only named, never taken."""
+"""Suggests repos that a user may have meant.  They are only named, never used."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MOST_ASKED = 12  # configs read per search: one small request each
 def similar_repos(repo_id: str) -> list[str]:
     """Repos of the same namespace whose names match and whose config has SSD or GDN layers, most downloaded first.
 
-    The hub's search wants the whole text in the name, so a name that matches nothing is tried again without its last
-    part.  Empty when the hub does not answer: the caller is reporting another error already.
+    The hub's search matches the whole text, so a name without a match is tried again without its last
+    part.  Empty if the hub does not answer, because the caller already reports another error.
     """
     namespace, _, name = repo_id.rpartition("/")
     while name:

@@ -1,4 +1,4 @@
-"""A folder that shows a checkpoint cut to its first layers: a config of its own, the rest symlinked.
+"""Makes a folder with a checkpoint cut to its first layers: a config of its own, and symlinks to the other files.
 
 Stock `AutoModel.from_pretrained` loads it.  Its config names no remote code and no vision tower.
 """
@@ -20,7 +20,7 @@ from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
 _WAYS: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil.copyfile)
-# Remote code; a part that is not loaded; classes of a classifier, of which transformers makes tables of any length.
+# Remote code; a part that is not loaded; labels of a classifier, from which transformers makes tables of any length.
 _DROPPED = ("auto_map", "vision_config", "num_labels", "id2label", "label2id")
 
 
@@ -44,9 +44,9 @@ def cut_config(description: Description, depth: int, dtype: str | None = None) -
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0  # their weights are not fetched
     if config.get("time_step_limit", ()) is None:
-        del config["time_step_limit"]  # null is refused by some model definitions; left out it means no limit
+        del config["time_step_limit"]  # some model definitions refuse null; a missing key means no limit
     if description.quantization in DECODED_ON_LOAD:
-        # Decode to 16 bit on load: the operator's inputs then do not hang on which fp8 matmul this GPU has.
+        # Decode to 16 bit on load: the operator's inputs then do not depend on the fp8 matmul of this GPU.
         config["quantization_config"] = {**config["quantization_config"], "dequantize": True}
     return config
 

@@ -1,4 +1,4 @@
-"""Which weights the first layers need, in which files they lie, and how many bytes they are."""
+"""The weights that the first layers need, their files, and their size in bytes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SINGLE = "model.safetensors"
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HEAD = "lm_head."
-# Parts that nothing runs: image and audio towers, multi-token prediction.
+# Parts that are never run: image and audio towers, multi-token prediction.
 _UNUSED = re.compile(r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
 
 
 def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
-    """Whether the base model cut to its first `depth` layers has the weight `key`.  head: as does the head on it."""
+    """Whether the base model with its first `depth` layers has the weight `key`.  head: include the head."""
     if key.startswith(_HEAD):
         return head
     if _UNUSED.match(key):
@@ -55,7 +55,7 @@ class Weights:
         return self.single == original.PICKLE
 
     def files(self, depth: int, *, head: bool = False) -> tuple[str, ...]:
-        """The files that hold the first `depth` layers and what is in no layer, in order.  head: see `is_needed`."""
+        """The files of the first `depth` layers and of weights outside of layers, in order.  head: see `is_needed`."""
         if self.shards is None:
             assert self.single is not None
             return (self.single,)
@@ -86,7 +86,7 @@ class Weights:
         return loaded_bytes(self.tensors(depth, head=head).values(), dtype)
 
     def _headers(self, file: str) -> Mapping[str, StoredTensor]:
-        # What the hub said of a file proves nothing of the copy that is downloaded later: that one is read again.
+        # A header read on the hub does not check the copy that is downloaded later, whose header is read again.
         key = (file, self.source.cached(file))
         if key not in self._header_cache:
             self._header_cache[key] = self.source.header(file)
@@ -100,7 +100,7 @@ class Weights:
 def find_weights(source: Source, *, is_original: bool) -> Weights:
     """The checkpoint's weights; safetensors wherever there are any.
 
-    BadInputError when there are none that ssdprof reads; ModelUnavailableError when they are out of reach.
+    BadInputError if ssdprof can read none; ModelUnavailableError if they are unreachable.
     """
     if SINGLE in source.sizes:
         return Weights(source, None, SINGLE)

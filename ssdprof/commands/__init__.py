@@ -1,1 +1,1 @@
-"""One file per verb: parse, call one function, print."""
+"""One file per command: parses options, calls one function, prints."""

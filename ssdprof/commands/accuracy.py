@@ -1,4 +1,4 @@
-"""`ssdprof accuracy`: how exact the implementations were, from a run that is kept."""
+"""`ssdprof accuracy`: the accuracy of the implementations in a stored run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def accuracy(
 ) -> None:
     """Show the accuracy of each implementation in a run.
 
-    Exit code 0 says that everything asked of the run, at the precisions shown, was compared and passed.  Exit code 1
-    says that a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
+    Exit code 0 says that all requested cases at the precisions shown were compared and passed.  Exit code 1 says that
+    a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
     """
     from ssdprof import runs
     from ssdprof.pipeline.request import parse_states
@@ -67,7 +67,7 @@ def accuracy(
 
 
 def _chosen(report: RunReport, impl: str | None, baseline: str | None) -> RunReport:
-    """The report with the named implementations alone.  BadInputError for what the run did not compare."""
+    """The report with the named implementations alone.  Raises BadInputError for names that the run did not compare."""
     from ssdprof.errors import BadInputError, nearest
     from ssdprof.pipeline.request import parse_implementations
     from ssdprof.schema.outcome import of_implementations

@@ -1,4 +1,4 @@
-"""`ssdprof answers`: what implementations do to a model's answers."""
+"""`ssdprof answers`: how implementations change a model's answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions:
-    """Whose answers are compared, with what, and what must hold."""
+    """The implementations to compare, the reference, and the limits."""
 
     dtypes: options.Dtypes = "all"
     states: Annotated[
@@ -117,7 +117,7 @@ def answers(
     wanted = comparison.request()
     subject = find(request, whole=True)
     refuse_large(subject)
-    from ssdprof.pipeline.answers import answers as compare  # torch comes with it: after all that can be wrong without
+    from ssdprof.pipeline.answers import answers as compare  # imports torch, so after all checks that do not need it
     from ssdprof.pipeline.answers import check, loaded_as
 
     subject = loaded_as(subject, wanted)

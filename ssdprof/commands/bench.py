@@ -1,4 +1,4 @@
-"""`ssdprof bench`: the kernels alone, on drawn inputs of a model's shape, against those of other libraries."""
+"""`ssdprof bench`: the kernels alone, on random inputs of a model's shape, compared with other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ssdprof.commands.gate_options import GateOptions
 from ssdprof.commands.grouped import grouped
 
 if TYPE_CHECKING:
+    from ssdprof.bench.run import BenchRequest
     from ssdprof.bench.schema import BenchReport
+    from ssdprof.environment.ranks import Ranks
     from ssdprof.operators.drawing import Cell, InputDType, Tokens
     from ssdprof.progress import Watcher
     from ssdprof.schema import PrecisionRecord
@@ -24,7 +26,7 @@ FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnOptions:
-    """The operator, and the inputs that are drawn for it."""
+    """The operator, and its random inputs."""
 
     operator: options.Operator
     shape: options.Shape = None
@@ -52,7 +54,7 @@ class DrawnOptions:
     ] = ""
 
     def grid(self) -> tuple[tuple[Cell, ...], tuple[Tokens, ...]]:
-        """The cells as they are without --draw, which needs torch, and what --max-tokens leaves out.
+        """The cells without --draw, which needs torch, and the cells that --max-tokens leaves out.
 
         Raises BadInputError.
         """
@@ -69,7 +71,7 @@ class DrawnOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ContenderOptions:
-    """Which implementations take part, and what they are compared with."""
+    """The implementations, and what they are compared with."""
 
     dtypes: options.Dtypes = "exact"
     states: options.UsualStates = None
@@ -121,14 +123,14 @@ class ContenderOptions:
         return tuple(dict.fromkeys([*(name for name in names if not checkout or name != "published"), *checkout]))
 
     def names(self) -> tuple[str, ...]:
-        """All that take part; other libraries are the first.  Raises BadInputError."""
+        """All implementations, other libraries first.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_implementations
 
         further = parse_implementations("--also", self.also) if self.also else ()
         return (*self.libraries, *parse_implementations("--impl", self.impl), *further)
 
     def precisions(self) -> Callable[[InputDType], tuple[PrecisionRecord, ...]]:
-        """Those of our implementations, for inputs of a dtype.  Raises BadInputError."""
+        """The precisions of our implementations for inputs of a dtype.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_states
         from ssdprof.schema import precisions_for
 
@@ -138,7 +140,7 @@ class ContenderOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTimingOptions(options.TimingOptions):
-    """The same, and how much is checked and how long the bench takes."""
+    """Timing options, how much is checked, and the time limits."""
 
     check: Annotated[
         Literal["full", "short"],
@@ -175,7 +177,7 @@ def bench(
     """
     from ssdprof import files, operators
     from ssdprof.bench.grid import parse_chunk_sizes
-    from ssdprof.errors import BadInputError, MissingCapabilityError
+    from ssdprof.errors import BadInputError
 
     cells, too_large = drawn.grid()
     sizes = parse_chunk_sizes(contenders.chunk_size)
@@ -186,13 +188,12 @@ def bench(
     if out is not None:
         files.check_target(out, replace=force)
 
-    # these import torch: after all words that can be checked without
+    # these import torch, so after all checks that do not need it
     import torch
 
     from ssdprof.bench import gate, render
     from ssdprof.bench.contenders import ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
-    from ssdprof.bench.run import bench as measure
     from ssdprof.bench.schema import dump
     from ssdprof.environment.present import require_gpu
     from ssdprof.operators.named import Roster
@@ -233,10 +234,29 @@ def bench(
         gates=limits,
         command=terminal.command_line(),
     )
-    told = ranks is None or ranks.first
-    watcher: Watcher = progress_bars.TerminalWatcher() if told else Unwatched()
+    reports = ranks is None or ranks.first  # the first rank reports for all
+    watcher: Watcher = progress_bars.TerminalWatcher() if reports else Unwatched()
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {drawn.max_tokens} tokens.")
+    report = _measured(request, watcher, ranks, out)
+    if not reports:
+        return
+    if as_json:
+        print(dump(report))
+    elif markdown:
+        print(render.as_markdown(report), end="")
+    else:
+        terminal.out().print(render.terminal(report))
+    if broken := gate.wrong(report) + gate.failed(report):
+        terminal.gate_failed(broken)
+
+
+def _measured(request: BenchRequest, watcher: Watcher, ranks: Ranks | None, out: Path | None) -> BenchReport:
+    """The report, written to `out` after every cell.  If the bench ends early, the error names the cells in `out`."""
+    from ssdprof import files
+    from ssdprof.bench.run import bench as measure
+    from ssdprof.bench.schema import dump
+    from ssdprof.errors import MissingCapabilityError
 
     cells_kept = 0
 
@@ -248,21 +268,11 @@ def bench(
 
     try:
         with terminal.only_data_on_stdout():
-            report = measure(request, watcher, keep, ranks)
+            return measure(request, watcher, keep, ranks)
     except (KeyboardInterrupt, MissingCapabilityError) as end:
         if not cells_kept:
             raise
-        kept = f"Kept in {out}, marked as partial: {cells_kept} of {len(cells)} cells."
+        kept = f"Kept in {out}, marked as partial: {cells_kept} of {len(request.cells)} cells."
         if isinstance(end, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None
         raise MissingCapabilityError(end.message, f"{end.hint}  {kept}") from None
-    if not told:
-        return  # the first rank tells
-    if as_json:
-        print(dump(report))
-    elif markdown:
-        print(render.as_markdown(report), end="")
-    else:
-        terminal.out().print(render.terminal(report))
-    if broken := gate.wrong(report) + gate.failed(report):
-        terminal.gate_failed(broken)

@@ -47,7 +47,7 @@ def capture(
         limits.check_capture()
         check_start(planned, subject, request)
         return
-    from ssdprof.pipeline.capture import capture as store_captures  # torch comes with it
+    from ssdprof.pipeline.capture import capture as store_captures  # imports torch
 
     folder, manifest = store_captures(
         request, out, overwrite=force, watcher=progress_bars.TerminalWatcher(), subject=subject

@@ -1,4 +1,4 @@
-"""`ssdprof compare`: what changed from one run, bench or record of prefill times to the next."""
+"""`ssdprof compare`: the changes between two runs, benches or prefill results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ssdprof export`: a kept run, bench or record of prefill times as a file for people or for machines."""
+"""`ssdprof export`: writes a stored run, bench or prefill result in another format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def export(
     annotations.  benchmark-action and benchmark-action-bigger are the formats customSmallerIsBetter and
     customBiggerIsBetter of github-action-benchmark.
 
-    The report is written in any case.  Exit code 1 says that not everything that was asked for was compared and passed.
+    The report is written in any case.  Exit code 1 says that not all requested cases were compared and passed.
     """
     from ssdprof import files
     from ssdprof.commands import github_job, kept

@@ -1,7 +1,7 @@
-"""The formats of `ssdprof export`: a name, and the function that makes the text of what is kept.
+"""The formats of `ssdprof export`: each name has a function that returns the text.
 
 A new format is a line in `FORMATS` and a word in `Format`.  Functions import what they need when they are called.
-github is none of them, because it writes to files of its own: see `github_job`.
+github is not among them, because it writes to several files: see `github_job`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _bigger(kept: Kept, _output: Path | None) -> str:
     return benchmark_action.bigger(kept.exported())
 
 
-# called with what is kept, and with the file that the text goes to: None for stdout
+# called with the stored result and the output file; None for stdout
 FORMATS: dict[Format, Callable[[Kept, Path | None], str]] = {
     "markdown": lambda kept, output: kept.markdown(output),
     "html": lambda kept, _output: kept.html(),

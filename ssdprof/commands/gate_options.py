@@ -28,7 +28,7 @@ class GateOptions:
     config: options.Config = None
 
     def chosen(self) -> Gates:
-        """These and, where one is not given, that of the settings file.  Raises BadInputError."""
+        """The gates of the command line, completed by those of the settings file.  Raises BadInputError."""
         from ssdprof.settings import gates
 
         return gates.chosen(

@@ -1,4 +1,4 @@
-"""A run or a bench to the job of GitHub Actions that this process is a step of."""
+"""Reports a run or a bench to the GitHub Actions job in which this process is a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUT = "GITHUB_OUTPUT"
 
 
 def check() -> None:
-    """BadInputError outside of a job."""
+    """Raises BadInputError outside of a job."""
     from ssdprof.errors import BadInputError
 
     if not (os.environ.get(SUMMARY) and os.environ.get(OUTPUT)):

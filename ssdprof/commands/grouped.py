@@ -1,4 +1,4 @@
-"""Options that belong together, as one parameter of a command."""
+"""Groups options of a command into one parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses of options, where Typer has each option as a parameter of its own.
+    """Let a command take dataclasses of options, although Typer needs one parameter per option.
 
     A parameter that is annotated with a dataclass becomes one option for each field, at its place and in their order,
     and the command is called with an instance.  Fields are declared as parameters of a command are: annotated with
@@ -37,14 +37,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**given, **built)
 
-    # Typer reads these two, and not those of `command`
+    # Typer reads these two attributes
     expanded.__signature__ = Signature(options)  # type: ignore[attr-defined]
     expanded.__annotations__ = {option.name: option.annotation for option in options}
     return expanded
 
 
 def _options(group: type) -> Iterator[Parameter]:
-    """The fields of a dataclass, those of its bases first, as parameters."""
+    """The fields of a dataclass as parameters, those of its base classes first."""
     types = get_type_hints(group, include_extras=True)
     for field in fields(group):
         default = Parameter.empty if field.default is MISSING else field.default

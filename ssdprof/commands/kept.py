@@ -1,4 +1,4 @@
-"""What `ssdprof export` reads: a run that is kept, or the result of a bench or of prefill."""
+"""The results that `ssdprof export` reads: of a run, a bench or prefill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeptRun:
         return from_run(self.report)
 
     def markdown(self, output: Path | None) -> str:
-        """output: the file that the text goes to; pictures go beside it.  None for stdout."""
+        """output: the output file, next to which pictures are written; None for stdout."""
         from ssdprof.pipeline import stall_files
         from ssdprof.report import markdown
 

@@ -18,7 +18,7 @@ MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which layers of which model are taken, and the prompt that it runs on."""
+    """The model, its layers, and the prompt."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
     seq: Annotated[
@@ -78,7 +78,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedModelOptions(ModelOptions):
-    """The same, and where the model's weights lie."""
+    """Model options, and where the weights are."""
 
     placement: Annotated[
         Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
@@ -94,7 +94,7 @@ class PlacedModelOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelOptions(PlacedModelOptions):
-    """The same, and how a server would run the prompt."""
+    """Model options, and how a server would run the prompt."""
 
     batch: Annotated[
         int,

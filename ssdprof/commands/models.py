@@ -1,4 +1,4 @@
-"""`ssdprof models`: which model families are supported, and what is known of each."""
+"""`ssdprof models`: the supported model families and their checkpoints."""
 
 from __future__ import annotations
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def path(text: str) -> Path:
-    """A parser of options: an empty string, as of an unset variable, is not the current folder."""
+    """An option parser that refuses an empty string, such as an unset variable, which Path would read as "."."""
     if not text.strip():
         raise typer.BadParameter("the path is empty")
     return Path(text)
 
 
 def existing_file(text: str) -> Path:
-    """A parser of options, for a file that will be read later."""
+    """An option parser for a file that is read later."""
     file = path(text)
     try:
         with file.open("rb"):
@@ -121,7 +121,7 @@ Config = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """One precision, for commands that take no more."""
+    """One precision, for commands that use only one."""
 
     dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact"
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32"
@@ -147,14 +147,14 @@ class TimingOptions:
         return self.clock == "warm"
 
     def smallest(self) -> float:
-        """The difference of two times that counts, relative.  Raises BadInputError."""
+        """The smallest relative difference of two times that counts.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_percent
 
         return parse_percent("--smallest-difference", self.smallest_difference)
 
 
 def file_to_write(output: Path | None, *, force: bool) -> Path | None:
-    """The file of -o, which can be written; None for stdout, which "-" is too.  Raises BadInputError."""
+    """The file of -o, checked for writing; None for stdout or "-".  Raises BadInputError."""
     from ssdprof import files
 
     if output is None or str(output) == "-":
@@ -164,16 +164,16 @@ def file_to_write(output: Path | None, *, force: bool) -> Path | None:
 
 
 def use_tuned(no_tuned: bool) -> Path | None:
-    """Let kernels take what was tuned on this GPU, and say so, unless the user does not want it.  The file, if any."""
+    """Use configurations tuned on this GPU, and say so, unless the user disabled them.  Returns their file, if any."""
     from ssdprof.tuning.use import use_saved
 
     return None if no_tuned else use_saved(progress_bars.TerminalWatcher().say)
 
 
 def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
-    """The processes that torchrun started, with this one's GPU taken; None if there are no others.
+    """Join the other processes of torchrun, and select this process's GPU.  None if there are no others.
 
-    of_one_process: options that several cannot share, and whether they were given.  Raises BadInputError for one.
+    of_one_process: options for single processes, and whether they were given.  Raises BadInputError for a given one.
     """
     from ssdprof.environment.ranks import join
 
@@ -182,7 +182,7 @@ def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
 
 
 def refuse_ranks(*what: str) -> None:
-    """BadInputError if torchrun started several processes, which cannot share `what`: options, or the command."""
+    """BadInputError if torchrun started several processes.  what: the options or command that they cannot share."""
     from ssdprof.environment.ranks import started
     from ssdprof.errors import BadInputError
 

@@ -1,4 +1,4 @@
-"""`ssdprof prefill`: how much sooner the first token is there, with each implementation in the operators' place."""
+"""`ssdprof prefill`: the time to the first token with each implementation of the operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(options.PrecisionOptions):
-    """Which implementations are timed, and for how long."""
+    """The implementations to time, and the time limits."""
 
     impl: options.Implementations = "unfused,fused"
     against: Annotated[str, typer.Option(metavar="P[,P...]", help="Additional names for --impl.")] = ""
@@ -37,7 +37,7 @@ class PrefillOptions(options.PrecisionOptions):
     ] = None
 
     def names(self) -> tuple[str, ...]:
-        """All that are timed.  Raises BadInputError."""
+        """All implementations to time.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_implementations
 
         return parse_implementations("--impl", f"{self.impl},{self.against}" if self.against else self.impl)
@@ -85,7 +85,7 @@ def prefill(
         if file is not None:
             files.check_target(file, replace=force)
 
-    # these import torch: after all words that can be checked without
+    # these import torch, so after all checks that do not need it
     from ssdprof.environment.present import require_gpu
     from ssdprof.operators import named
     from ssdprof.pipeline.lineup import line_up

@@ -1,4 +1,4 @@
-"""What a job says while it runs: progress bars on a terminal, lines in a log."""
+"""Shows the progress of a job: bars on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from ssdprof.progress import Advance
 
-_ETA_FROM = 3600.0  # seconds of progress that an ETA is estimated from: a layer may take minutes
+_ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
 
 
 class TerminalWatcher:
-    """Draws steps as progress bars on a terminal's stderr; where stderr is no terminal, prints a line now and then."""
+    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to time."""
 
     def __init__(self) -> None:
         self._console = terminal.err()
@@ -42,7 +42,7 @@ class TerminalWatcher:
             self._depth -= 1
 
     def _lines(self, text: str, total: int | None, unit: str) -> Advance:
-        """Steps inside others are left out: a log is read afterwards."""
+        """Prints only outermost steps, because a log is read afterwards."""
         done = 0
 
         def advance(amount: int) -> None:
@@ -70,8 +70,8 @@ class TerminalWatcher:
 
     @contextmanager
     def _shown(self) -> Iterator[Progress]:
-        """The bars on screen, the outermost step's first.  They are drawn when a step says something, and not by a
-        thread of their own: what is being timed must not share its interpreter."""
+        """The bars on screen, the outermost step's first.  They are drawn when a step reports progress, not by a
+        separate thread, which would share the interpreter with the timed work."""
         if self._bars is not None:
             yield self._bars
             return

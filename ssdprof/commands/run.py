@@ -30,7 +30,7 @@ class SubjectOptions(ServedModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Which implementations are compared, at which precisions, and on how many of the heads."""
+    """The implementations to compare, their precisions, and the share of heads."""
 
     tensor_parallel: Annotated[
         int,
@@ -71,7 +71,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions:
-    """What is kept, and what other commands add to it."""
+    """The stored results, and the results of other commands to add."""
 
     out: options.RunFolder = None
     save_captures: Annotated[
@@ -94,7 +94,7 @@ class ResultOptions:
         return Keep(out=self.out, save_captures=self.save_captures, command=terminal.command_line())
 
     def check(self, request: CaptureRequest, replay: ReplayRequest) -> None:
-        """BadInputError if what is added does not go with what is replayed."""
+        """Raises BadInputError if the added results cannot be combined with the replay."""
         from ssdprof.errors import BadInputError
         from ssdprof.pipeline.request import ServingRequest
         from ssdprof.pipeline.subject import captures_of
@@ -135,7 +135,7 @@ def run(
 ) -> None:
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
-    Exit code 0 says that everything asked for was compared and passed.  Exit code 1 says that a case was inaccurate,
+    Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a case was inaccurate,
     not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
     interrupted.
     """
@@ -156,12 +156,12 @@ def run(
         }
     )
     found = find_to_replay(request, save_captures=result.save_captures, whole=result.answers)
-    from ssdprof.pipeline.run import check  # torch comes with it: after all that can be wrong without
+    from ssdprof.pipeline.run import check  # imports torch, so after all checks that do not need it
     from ssdprof.pipeline.run import run as run_model
     from ssdprof.progress import Unwatched
 
-    told = ranks is None or ranks.first  # the first rank tells
-    if dry_run and told:
+    reports = ranks is None or ranks.first  # the first rank reports for all
+    if dry_run and reports:
         from ssdprof.commands.shown_plan import show_plan
         from ssdprof.pipeline.dry_run import check_start, plan
 
@@ -173,10 +173,10 @@ def run(
         return
     wanted = replace(wanted, gates=gates.judged_here(wanted.gates))
     tuned = options.use_tuned(no_tuned)
-    watcher = progress_bars.TerminalWatcher() if told else Unwatched()
+    watcher = progress_bars.TerminalWatcher() if reports else Unwatched()
     with terminal.only_data_on_stdout():
         folder, report = run_model(request, wanted, result.keep(), watcher, found=found, ranks=ranks)
-    if not told:
+    if not reports:
         return
     if result.prefill:
         report = _prefill(request, wanted.smallest_difference, folder, report)
@@ -191,7 +191,7 @@ def run(
 
 
 def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, report: RunReport) -> RunReport:
-    """Time it, and keep it in the run's report.  A machine that cannot says so, and the run is what it was."""
+    """Add prefill times to the run's report.  If this machine cannot time them, prints why and leaves the run."""
     from ssdprof.errors import SsdprofError
     from ssdprof.pipeline.prefill import prefill_of_run
 
@@ -204,7 +204,7 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
 
 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:
-    """Profile, show and keep.  A machine that cannot profile says so, and the run is what it was."""
+    """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run."""
     from ssdprof.errors import SsdprofError
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stalls import profile_run

@@ -1,4 +1,4 @@
-"""`ssdprof runs`: the runs that are kept."""
+"""`ssdprof runs`: the stored runs."""
 
 from __future__ import annotations
 

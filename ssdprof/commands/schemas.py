@@ -1,4 +1,4 @@
-"""The schema of every command's --json.  `python -m ssdprof.commands.schemas` publishes them anew."""
+"""The schema of every command's --json.  `python -m ssdprof.commands.schemas` writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ssdprof.schema import published
 
 @dataclass(frozen=True)
 class Published:
-    """printed_by: the commands whose --json keeps to it.  kind: the type that they print."""
+    """printed_by: the commands whose --json has this schema.  kind: the type that they print."""
 
     title: str
     printed_by: tuple[str, ...]
@@ -22,7 +22,7 @@ class Published:
 
 
 def documents() -> dict[str, Published]:
-    """File name -> schema.  A version in a name is that of the document, which holds it too."""
+    """File name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.families import FamilyRow
     from ssdprof.environment.checks import Check
@@ -54,7 +54,7 @@ def documents() -> dict[str, Published]:
 
 
 def publish() -> None:
-    """Write every file anew."""
+    """Write every file."""
     for name, document in documents().items():
         (published.FOLDER / name).write_text(published.as_text(document.schema), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The answer of --dry-run, on stdout."""
+"""Prints the plan of --dry-run on stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ssdprof stalls`: where the warps of each implementation wait, and for what."""
+"""`ssdprof stalls`: where the warps of each implementation wait, and the reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdprof.commands.grouped import grouped
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Which layer is profiled, and with which implementations."""
+    """The layer to profile, and the implementations."""
 
     where: Annotated[
         str | None,
@@ -94,7 +94,7 @@ def stalls(
             "Leave out the run or model, --layer, --seq and --out.",
         )
 
-    # these import torch: after all words that can be checked without
+    # these import torch, so after all checks that do not need it
     from ssdprof.operators import named
     from ssdprof.pipeline import stall_files
     from ssdprof.pipeline.stall_request import StallRequest

@@ -1,4 +1,4 @@
-"""What a person sees: data on stdout, everything else on stderr."""
+"""Terminal output: data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ssdprof.schema import RunReport
 
 WIDTH_OF_A_PIPE = 120
-READER_IS_GONE = 141  # as shells count a writer that SIGPIPE ended: no verdict, and no mistake
+READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
 
 
 class _Output(Console):
@@ -31,18 +31,18 @@ class _Output(Console):
 
 
 def reader_is_gone() -> NoReturn:
-    """End quietly when what reads stdout has had enough, as `head` does."""
+    """End without a message when the reader of stdout has closed it, as `head` does."""
     drop_output()
     raise SystemExit(READER_IS_GONE)
 
 
 def drop_output() -> None:
-    """Send what is left for stdout nowhere: the interpreter's last flush would fail, and change the exit code."""
+    """Discard the remaining output: the interpreter's last flush would fail and change the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def check_working_directory() -> None:
-    """BadInputError if another process has removed it: libraries end the process without a word then."""
+    """BadInputError if another process has removed it, because libraries would end the process without a message."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -50,10 +50,10 @@ def check_working_directory() -> None:
 
 
 def prepare() -> None:
-    """Make stdout and stderr fit for any text.
+    """Make stdout and stderr accept any text.
 
     Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads back.
-    MissingCapabilityError if stdout is closed: nothing should run for hours and then have nowhere to print to.
+    MissingCapabilityError if stdout is closed, so that a long job does not end without output.
     """
     closed = sys.stdout is None
     if sys.stderr is None:
@@ -67,7 +67,7 @@ def prepare() -> None:
 
 
 def _json_escape(error: UnicodeError) -> tuple[str, int]:
-    """A codec's error handler: each UTF-16 unit of what cannot be encoded as \\uXXXX."""
+    """An error handler for codecs: writes each UTF-16 unit that cannot be encoded as \\uXXXX."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)), error.end
@@ -80,20 +80,20 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """stderr, for progress, warnings and errors.  Text is printed as it is: a path may look like markup."""
+    """stderr, for progress, warnings and errors.  Text is printed without markup, because a path may look like it."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager
 def only_data_on_stdout() -> Iterator[None]:
-    """Around a job: what kernels of the user or of other libraries print, in Python or in C, goes to stderr."""
+    """While the context is open, output of users' kernels and of libraries, from Python or C, goes to stderr."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "wb") as stdout, redirect_stdout(sys.stderr):
         os.dup2(2, 1)
         try:
             yield
         finally:
-            ctypes.CDLL(None).fflush(None)  # the C library's buffers; Python's are its own
+            ctypes.CDLL(None).fflush(None)  # the buffers of the C library, which are separate from Python's
             os.dup2(stdout.fileno(), 1)
 
 
@@ -108,9 +108,9 @@ def command_line() -> tuple[str, ...]:
 
 
 def exit_by(report: RunReport) -> None:
-    """End with exit code 1 unless everything that the run was asked for was compared and passed.
+    """End with exit code 1 unless all requested cases of the run were compared and passed.
 
-    Gates that do not hold are named on stderr, whatever stdout is for.
+    Gates that do not hold are named on stderr.
     """
     from ssdprof.schema.outcome import outcome
 
@@ -120,7 +120,7 @@ def exit_by(report: RunReport) -> None:
 
 
 def gate_failed(lines: Iterable[str]) -> NoReturn:
-    """Say why, a line each on stderr, and end with exit code 1."""
+    """Print one line for each reason on stderr, and end with exit code 1."""
     from ssdprof.errors import ExitCode
 
     console = err()

@@ -23,7 +23,7 @@ DEFAULT_SEQ, DEFAULT_BATCH, DEFAULT_DTYPE = "1k,8k,64k", "1", "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What the kernels are tuned for: captured inputs, or drawn ones."""
+    """The inputs for tuning: captured or random ones."""
 
     operator: options.Operator = "ssd"
     where: Annotated[
@@ -143,7 +143,7 @@ def _clear() -> None:
 
 
 def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneReport:
-    """Search; what is found is kept after each search, so that an interrupted tuning leaves what it has."""
+    """Search, and store the finds after each search, so that an interruption loses nothing."""
     from ssdprof import files
     from ssdprof.tuning import store
     from ssdprof.tuning.run import tune as search
@@ -161,7 +161,8 @@ def _tune(request: TuneRequest, device: torch.device, out: Path | None) -> TuneR
     found = sum(outcome.find is not None for outcome in report.outcomes)
     if report.environment.gpu is not None and found:
         watcher.say(
-            f"{found} of {len(report.outcomes)} searches found something: {store.file_of(report.environment.gpu)}"
+            f"{found} of {len(report.outcomes)} searches found a faster configuration: "
+            f"{store.file_of(report.environment.gpu)}"
         )
     return report
 

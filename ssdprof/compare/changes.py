@@ -21,7 +21,7 @@ def change(above: Measured, below: Measured, smallest_difference: float) -> Chan
 
 
 def mean(changes: Sequence[Change], smallest_difference: float) -> Change:
-    """The geometric mean, whose interval takes every ratio at its own bound."""
+    """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
     ratio = fmean(math.log(one.ratio) for one in changes)
     width = fmean(_half_width(one.interval) for one in changes)
     return _judged(ratio, width, smallest_difference)

@@ -16,7 +16,7 @@ SCHEMA_FILE = published.FOLDER / f"comparison-v{COMPARISON_VERSION}.json"
 def compare(
     base: Subject, new: Subject, *, smallest_difference: float, fail_if: Sequence[conditions.Asked] = ()
 ) -> Comparison:
-    """smallest_difference: of two times that counts, relative.
+    """smallest_difference: the smallest relative difference of two times that counts.
 
     Raises BadInputError if the two are of different kinds.
     """
@@ -40,5 +40,5 @@ def compare(
 
 
 def dump(comparison: Comparison) -> str:
-    """One JSON document that keeps to `SCHEMA_FILE`."""
+    """One JSON document of the schema `SCHEMA_FILE`."""
     return comparison.model_dump_json(indent=1)

@@ -1,4 +1,4 @@
-"""What --fail-if may say: METRIC[@TOLERANCE]:LIMIT.
+"""The conditions of --fail-if: METRIC[@TOLERANCE]:LIMIT.
 
 | condition | a case violates it if |
 | --- | --- |
@@ -38,7 +38,7 @@ _DEFAULT_TOLERANCE = "1e-3"
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A figure of a row.  limit: "grows %" is relative, "grows" and "falls" are differences."""
+    """A value of a row.  limit: "grows %" is relative, "grows" and "falls" are differences."""
 
     of: Callable[[Row, float], float | None]
     limit: Literal["grows %", "grows", "falls"]
@@ -71,7 +71,7 @@ METRICS: dict[str, Value | Time] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A condition that was read.  limit: 0.03 of "3%"; of a match that may fall by 0.1 points, 0.1."""
+    """A parsed condition.  limit: 0.03 for "3%", 0.1 for a match that may fall by 0.1 points."""
 
     text: str
     metric: str
@@ -110,14 +110,14 @@ def parse(text: str) -> Asked:
 
 
 def judge(asked: Asked, pairs: Sequence[Pair], unfinished: str) -> Condition:
-    """The rows that violate it.  unfinished: why NEW is not whole, which violates it as well.
+    """The condition with the rows that violate it.  unfinished: why NEW is incomplete, which violates it as well.
 
-    A condition that can judge no case is an offence too: what was not compared did not pass.
+    A condition that applies to no case is violated too.
     """
     verdicts = {pair.row.name: _verdict(asked, pair) for pair in pairs if pair.base and pair.new}
     offenders = [Broken(gate=asked.text, row=name, found=found) for name, found in verdicts.items() if found]
     if unfinished:
-        offenders.append(Broken(gate=asked.text, row="", found=f"NEW is not whole: {unfinished}"))
+        offenders.append(Broken(gate=asked.text, row="", found=f"NEW is incomplete: {unfinished}"))
     elif all(found is None for found in verdicts.values()):
         offenders.append(Broken(gate=asked.text, row="", found=f"no case could be judged: {_why_none(asked, pairs)}"))
     return Condition(text=asked.text, offenders=tuple(offenders))
@@ -158,7 +158,7 @@ def _slower(asked: Asked, change: Change, *, by_speedup: bool) -> str:
 
 
 def _status(row: Row) -> str:
-    return "no such figure" if row.status == "passed" else row.status
+    return "no such value" if row.status == "passed" else row.status
 
 
 def _why_none(asked: Asked, pairs: Sequence[Pair]) -> str:
@@ -168,9 +168,7 @@ def _why_none(asked: Asked, pairs: Sequence[Pair]) -> str:
     if isinstance(METRICS[asked.metric], Time):
         reasons = dict.fromkeys(reason for pair in both for reason in pair.incomparable)
         return "; ".join(reasons) or "BASE has no times"
-    return (
-        "; ".join(dict.fromkeys(pair.other_inputs for pair in both if pair.other_inputs)) or "BASE has no such figure"
-    )
+    return "; ".join(dict.fromkeys(pair.other_inputs for pair in both if pair.other_inputs)) or "BASE has no such value"
 
 
 def _example(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which case of NEW belongs to which case of BASE, and what may be compared."""
+"""Pairs the cases of NEW and BASE, and decides which values can be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdprof.schema.rows import Measured, Row
 
 
 def differences(base: Environment, new: Environment) -> tuple[Difference, ...]:
-    """What keeps absolute times from being compared.  Without a GPU there are none to compare."""
+    """The differences that prevent a comparison of absolute times.  Empty without a GPU, which gives no times."""
     if base.gpu is None or new.gpu is None:
         return ()
     before, now = (
@@ -61,7 +61,7 @@ def _pair(
 
 
 def _prefills(base: Row, new: Row, machine: Sequence[Difference], smallest: float) -> Pair:
-    """Times depend on the whole model; inputs do not count, because no errors are compared."""
+    """Pairs of prefills.  Times depend on the whole model but not on the inputs, and no errors are compared."""
     assert base.prefill is not None
     assert new.prefill is not None
     if base.shape != new.shape:
@@ -104,7 +104,7 @@ def totals(found: Sequence[Pair], kind: str, smallest: float) -> Iterator[Total]
 
 
 def _over_baseline(base: Row, new: Row, smallest: float) -> Change | None:
-    """None unless both are over the same baseline."""
+    """None unless both speedups are over the same baseline."""
     if base.baseline != new.baseline:
         return None
     return _ratio(new.over_baseline, base.over_baseline, smallest)

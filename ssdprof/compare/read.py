@@ -1,4 +1,4 @@
-"""A run, a bench or a record of prefill times as something to compare."""
+"""Reads a run, a bench or a prefill result for a comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssdprof.schema.stalls import StallReport
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """inputs: what the cases of a prompt ran on, by `Row.prompt`; empty for a bench, which has a fixed seed, and for
+    """inputs: the inputs of the cases of a prompt, by `Row.prompt`; empty for a bench, which has a fixed seed, and for
     prefill times, which depend on shapes."""
 
     side: Side
@@ -78,7 +78,7 @@ def _prefill(file: Path) -> Subject:
 
 def _run(where: str, report: RunReport, stalls: StallReport | None) -> Subject:
     model, found = _model(report.checkpoint), outcome(report)
-    missing = f"{found.missing} of the cases that were asked for are missing" if found.missing else ""
+    missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
     side = Side(
         name=where,
         kind="run",

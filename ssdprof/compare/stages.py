@@ -1,4 +1,4 @@
-"""Stalls by stage, where both have them."""
+"""Compares stalls by stage if both runs have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine behind a number: what it is, how fast its clocks ran, and what it lacks."""
+"""The machine of a measurement: its hardware and versions, its clocks, and what it lacks."""
 
 from ssdprof.environment.checks import Check, doctor
 from ssdprof.environment.clocks import ClockWatch

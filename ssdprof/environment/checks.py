@@ -1,4 +1,4 @@
-"""`ssdprof doctor`: what this machine has, what it lacks, and what to do about it."""
+"""`ssdprof doctor`: checks what this machine has and lacks, with a hint for each problem."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
 
 
 class Check(Record):
-    """ok: works.  warn: works with a restriction.  missing: what needs it does not work here."""
+    """ok: works.  warn: works with a restriction.  missing: features that need it do not work here."""
 
     name: str
     status: Literal["ok", "warn", "missing"]
@@ -50,7 +50,7 @@ def doctor() -> tuple[Check, ...]:
 
 
 def _packages() -> Iterator[Check]:
-    """What ssdprof's own metadata asks for."""
+    """The packages that ssdprof's metadata requires."""
     try:
         wanted = requires("ssdprof") or ()
     except PackageNotFoundError:
@@ -110,7 +110,7 @@ def _gpu() -> Iterator[Check]:
 
 
 def _company(gpu_name: str) -> Iterator[Check]:
-    """Whether the GPU is shared: as a slice of a larger one, or with other processes."""
+    """Whether the GPU is a slice of a larger one, or is shared with other processes."""
     if "MIG" in gpu_name:
         hint = "Times hold for slices of this size.  For all of the GPU, run as root: nvidia-smi -mig 0"
         yield Check(name="gpu slice", status="warn", detail=f"{gpu_name} is a part of a GPU (MIG)", hint=hint)
@@ -160,7 +160,7 @@ def _ncu() -> Check:
 
 
 def find_ncu() -> str | None:
-    """On PATH, else where NVIDIA's installers put it, the latest."""
+    """The ncu on PATH, else the latest where NVIDIA's installers put it."""
     on_path = shutil.which("ncu")
     if on_path is not None:
         return on_path

@@ -1,4 +1,4 @@
-"""Python processes that this one starts."""
+"""Starts Python child processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 def python(module: str) -> tuple[str, ...]:
     """The command that runs a module of the same installation.
 
-    -P: what lies in the current directory hides no module that is imported there.
+    -P: files in the current directory do not hide modules.
     """
     return (sys.executable, "-P", "-m", module)
 
 
 def search_path() -> dict[str, str]:
-    """The variable with which such a process finds modules where this one finds them."""
+    """The environment variable that gives the child process the search path of this process."""
     return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

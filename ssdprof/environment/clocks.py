@@ -1,4 +1,4 @@
-"""What NVML says of the GPU while it is measured."""
+"""Reads the GPU's clocks, temperature and throttle reasons from NVML during a measurement."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pynvml
 
 from ssdprof.schema import Clocks
 
-# The reasons that make a GPU slower than it could be now.  Idling and a clock that its owner has set are not among
-# them: the first says nothing about the timed region, and the second is a choice that the clocks themselves show.
+# The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner are not among
+# them: an idle GPU is not in the timed region, and the clocks themselves show the limit.
 _THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -25,13 +25,13 @@ _THROTTLE_REASONS = {
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """NVML's mask of clock event reasons in words, without those that slow nothing down."""
+    """NVML's mask of clock event reasons in words, without those that do not slow the GPU down."""
     return tuple(words for bit, words in _THROTTLE_REASONS.items() if bits & bit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One look at the GPU."""
+    """One reading of the GPU's state."""
 
     sm_mhz: int
     memory_mhz: int
@@ -47,7 +47,7 @@ class ClockWatch:
             watch.poll()
         watch.clocks
 
-    Poll where the GPU is still warm.  Without NVML or a GPU, `clocks` is None.
+    Poll while the GPU is still warm.  Without NVML or a GPU, `clocks` is None.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class ClockWatch:
 
     @property
     def clocks(self) -> Clocks | None:
-        """The first reading and the last, and every reason to throttle that any of them had."""
+        """The first and the last reading, and all throttle reasons of any reading."""
         if not self._readings:
             return None
         first, last = self._readings[0], self._readings[-1]
@@ -87,7 +87,7 @@ class ClockWatch:
 
 
 def read() -> Reading | None:
-    """torch's current GPU, now; None without a GPU, without NVML, or where the driver does not tell."""
+    """torch's current GPU, now; None without a GPU, without NVML, or if the driver does not report it."""
     uuid = current_uuid()
     if uuid is None:
         return None
@@ -118,7 +118,7 @@ def _reasons(nvml: Any, handle: Any) -> int:
 
 
 def driver_version() -> str | None:
-    """The version of the NVIDIA driver; None where NVML cannot say."""
+    """The version of the NVIDIA driver; None if NVML cannot report it."""
     with nvml_open() as nvml:
         try:
             return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
@@ -127,7 +127,7 @@ def driver_version() -> str | None:
 
 
 def current_uuid() -> str | None:
-    """By its UUID, NVML finds the device that torch means, whatever CUDA_VISIBLE_DEVICES hides or reorders."""
+    """The UUID of torch's current GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES hides or reorders."""
     import torch
 
     if not torch.cuda.is_available():
@@ -137,7 +137,7 @@ def current_uuid() -> str | None:
 
 @contextmanager
 def nvml_open() -> Iterator[Any]:
-    """NVML, open; None where its library cannot be loaded or its driver does not run."""
+    """Initialised NVML; None if its library cannot be loaded or the driver does not run."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

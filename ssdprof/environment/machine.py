@@ -1,4 +1,4 @@
-"""What ran: GPU, processor, versions, and the kernels' sources."""
+"""Records the machine: GPU, processor, versions, and the hash of the kernels' sources."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def installed_version(package: str) -> str | None:
 
 
 def kernels_hash(operator: str) -> str:
-    """SHA-256 of the sources that an operator's machine code, and the meaning of its configurations, come from.
+    """SHA-256 of the sources that determine an operator's machine code and the meaning of its configurations.
 
     These are all Python files under `kernels/<operator>/`, in sub-folders too, and the files directly in `kernels/`,
     which all operators share.  Raises ValueError if `kernels/` has no folder of that name.
@@ -80,7 +80,7 @@ def kernels_hash(operator: str) -> str:
 
 
 def _cpu_model() -> str:
-    """The processor's name in words where Linux knows it, else its architecture."""
+    """The processor's name from Linux, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():

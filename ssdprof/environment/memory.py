@@ -1,4 +1,4 @@
-"""Memory that is still free, on a GPU and on the host."""
+"""Free memory of a GPU and of the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ssdprof.errors import MissingCapabilityError
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# A limit, what counts against it, and the part of that which is a copy of files: the kernel drops it when memory is
-# needed.  A checkpoint that was just downloaded or read is such a copy.
+# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees it when memory is
+# needed.  A checkpoint that was just downloaded or read is in the page cache.
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 _V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 
@@ -40,7 +40,7 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
     except RuntimeError as error:
         raise MissingCapabilityError(
             f"CUDA cannot start the GPU: {str(error).splitlines()[0].rstrip('.')}.",
-            "Another process may have it alone, or fill its memory.  To see the processes, run: nvidia-smi",
+            "Another process may have exclusive use of it, or fill its memory.  To see the processes, run: nvidia-smi",
         ) from error
 
 
@@ -50,12 +50,12 @@ def host_memory() -> int:
 
 
 def _available() -> int:
-    """Linux's estimate, or less where a control group limits it."""
+    """Linux's estimate, or less if a control group limits it."""
     return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups()))
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What each limit of this process's control groups leaves, in version 2 and in version 1."""
+    """The memory that each limit of this process's control groups leaves, for versions 2 and 1."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # a kernel without control groups
@@ -65,7 +65,7 @@ def _left_in_groups() -> Iterator[int]:
             continue
         top = _GROUPS / controllers
         limit, used, cached = _V1 if controllers else _V2
-        own = top / path.lstrip("/")  # not there in a container that sees its own group as the top
+        own = top / path.lstrip("/")  # missing in a container that sees its own group as the root
         for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
             try:
                 allowed, taken = (int((group / name).read_text()) for name in (limit, used))
@@ -76,5 +76,5 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The contents of a file that has a name and a number in each line."""
+    """The numbers of a file with a name and a number in each line."""
     return {name: int(number) for name, number, *_ in map(str.split, file.read_text().splitlines())}

@@ -1,4 +1,4 @@
-"""The GPU that a command needs."""
+"""Checks for the GPU that a command needs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ssdprof.kernels._triton import INTERPRETED
 
 
 def require_gpu(what: str, hint: str) -> torch.device:
-    """The current GPU.  MissingCapabilityError without one, where Triton is told to interpret, or cannot compile.
+    """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, or if Triton cannot compile.
 
-    what: needs it, as a sentence begins: "A bench needs".
+    what: the start of the sentence, such as "A bench needs".
     """
     if not torch.cuda.is_available() or INTERPRETED:
         why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"

@@ -1,4 +1,4 @@
-"""Processes that torchrun started on this machine, one a GPU, and how they tell the first one what they found."""
+"""Processes that torchrun started on this machine, one per GPU, and the messages that they send to the first one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 T = TypeVar("T")
 POLL_S = 0.2
 FIRST = 0  # the rank that writes the report
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that it sets beside WORLD_SIZE
-SLOWEST_S = 10.0  # by which one rank may be ahead of another before work is divided
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, with WORLD_SIZE
+SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others.  store: torchrun's own; it outlives each of them."""
+    """This process and the others.  store: torchrun's, which outlives every process."""
 
-    divided: ClassVar[bool] = False  # of this process; before work is divided, all ranks run into the same errors
+    divided: ClassVar[bool] = False  # of this process; before work is divided, all ranks have the same errors
 
     rank: int
     count: int
@@ -36,17 +36,17 @@ class Ranks:
         return self.rank == FIRST
 
     def share(self, items: Sequence[T], rank: int | None = None) -> tuple[T, ...]:
-        """The items of a rank, this one by default: every `count`th of `items`."""
+        """The items of a rank, by default of this one: every `count`th of `items`."""
         Ranks.divided = True
         return tuple(items[self.rank if rank is None else rank :: self.count])
 
     def send(self, text: str) -> None:
-        """Send to the first rank.  What was sent stays available if this process ends."""
+        """Send to the first rank.  The message stays available if this process ends."""
         self.store.set(f"{self.rank}/{len(self._sent)}", text)
         self._sent.append(text)
 
     def received(self) -> Iterator[tuple[int, str]]:
-        """What others have sent since the last call, with their ranks."""
+        """The messages of other ranks since the last call, with their ranks."""
         for rank in range(self.count):
             if rank == self.rank:
                 continue
@@ -55,7 +55,7 @@ class Ranks:
                 yield rank, self.store.get(key).decode()
 
     def sent(self) -> Iterator[str]:
-        """All that was sent from the beginning, by this rank too."""
+        """All messages since the beginning, including those of this rank."""
         for rank in range(self.count):
             number = 0
             while self.store.check([key := f"{rank}/{number}"]):
@@ -63,32 +63,32 @@ class Ranks:
                 number += 1
 
     def end(self) -> None:
-        """This rank has done its share, and has sent all of it."""
+        """Tell the others that this rank has finished its share and sent all results."""
         self.store.set(f"{self.rank}/end", "")
 
     @property
     def ended(self) -> bool:
-        """Whether those that this rank waits for have, and all that they sent was received."""
+        """Whether the ranks that this one waits for have ended, and all their messages were received."""
         return all(self._has_ended(rank) and not self.store.check([self._next(rank)]) for rank in self._awaited)
 
     def lost(self) -> tuple[int, ...]:
-        """Those that this rank waits for whose process is gone before their end."""
+        """The ranks that this one waits for and that died before they ended."""
         return tuple(rank for rank in self._awaited if not self._alive(rank) and not self._has_ended(rank))
 
     def waiting(self) -> Iterator[None]:
-        """Yields now and then until those that this rank waits for have ended and everything was received.
+        """Yields from time to time until the awaited ranks have ended and all messages were received.
 
-        MissingCapabilityError with the name of one whose process is gone.
+        Raises MissingCapabilityError, with the name of the rank, if one died.
         """
         while not self.ended:
             yield
             if lost := self.lost():
-                yield  # what it sent before
+                yield  # messages that it sent before it died
                 raise self.gone(lost)
             time.sleep(POLL_S)
 
     def gone(self, lost: Sequence[int]) -> MissingCapabilityError:
-        """The error for ranks whose process is gone."""
+        """The error for ranks that died."""
         names = " and ".join(f"rank {rank}" for rank in lost).capitalize()
         return MissingCapabilityError(
             f"{names} of {self.count} died before its share was done.",
@@ -108,7 +108,7 @@ class Ranks:
         return ended
 
     def _alive(self, rank: int) -> bool:
-        """Whether its process runs; one that has not yet joined counts as running."""
+        """Whether the rank's process runs; one that has not yet joined counts as running."""
         if not self.store.check([f"{rank}/process"]):
             return True
         return _runs(int(self.store.get(f"{rank}/process")))
@@ -126,10 +126,10 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the first rank reports the error that this rank has run into.
+    """Whether the first rank reports the error of this rank.
 
-    Before work is divided, all ranks run into the same error, and torchrun ends this process after the first one has
-    ended.  If torchrun does not, the error is only in this rank.
+    Before work is divided, all ranks have the same error, and torchrun ends this process after the first one has
+    ended.  If torchrun does not, only this rank has the error.
     """
     if not follows(environment):
         return False
@@ -141,14 +141,14 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is another rank than the first, and has so far done the same as the first."""
+    """Whether this rank is not the first, and has so far done the same as the first."""
     return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
-    """Meet the other processes that torchrun started, and take this one's GPU; None if there are no others.
+    """Join the other processes of torchrun, and select this process's GPU.  None if there are no others.
 
-    BadInputError for processes on several machines, and where torchrun did not start this one; MissingCapabilityError
+    BadInputError for processes on several machines, and if torchrun did not start this one; MissingCapabilityError
     for more processes than GPUs.
     """
     count = started(environment)
@@ -191,6 +191,6 @@ def _runs(process: int) -> bool:
         return True
     try:
         status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:  # its parent has just asked for its exit code
+    except OSError:  # its parent has just read its exit code
         return False
     return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""What Triton and torch need of a machine with a GPU, found out before the first kernel is compiled.
+"""Checks, before the first kernel is compiled, what Triton and torch need on a machine with a GPU.
 
 Triton compiles a small C module for each kernel's launch: it calls a C compiler with Python's headers and links the
 driver's library.  A slim container has none of them.
@@ -28,7 +28,7 @@ _C_LIBRARY = {"apt-get": "libc6-dev", "dnf": "glibc-devel", "apk": "musl-dev"}
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that is needed.  found: what there is; empty if it is missing.  command: installs it."""
+    """One requirement.  found: the installed one; empty if it is missing.  command: installs it."""
 
     name: str
     found: str
@@ -37,13 +37,13 @@ class Need:
 
     @property
     def hint(self) -> str:
-        """What to do about it.  Only commands of the shell take no rights."""
+        """How to meet it.  Package managers need root; `export` and `unset` do not."""
         as_root = os.geteuid() != 0 and not self.command.startswith(("export ", "unset "))
         return f"Run{' as root' if as_root else ''}: {self.command}"
 
 
 def needs() -> Iterator[Need]:
-    """What compiling a kernel takes, whether it is there or not."""
+    """All requirements for compiling a kernel, met or not."""
     compiler = _compiler()
     yield compiler
     if compiler.found:
@@ -54,7 +54,7 @@ def needs() -> Iterator[Need]:
 
 
 def require_toolchain() -> None:
-    """MissingCapabilityError for the first thing that Triton would fail without, or a GPU that CUDA cannot start."""
+    """Raises MissingCapabilityError for the first unmet requirement, or for a GPU that CUDA cannot start."""
     import torch
 
     from ssdprof.environment.memory import gpu_memory
@@ -67,7 +67,7 @@ def require_toolchain() -> None:
 
 
 def unusable_gpu() -> str:
-    """Why torch uses no GPU although the driver has one, with what to do; empty if it uses one or there is none."""
+    """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there is none."""
     import torch
 
     if torch.cuda.is_available() or (driver := _driver()) is None or not driver.gpus:
@@ -89,7 +89,7 @@ def unusable_gpu() -> str:
 
 
 def others_on_gpu(uuid: str) -> int | None:
-    """Processes beside this one that compute on the GPU; None if the driver does not say."""
+    """Number of other processes that compute on the GPU; None if the driver does not report it."""
     import torch
 
     with nvml_open() as nvml:
@@ -99,7 +99,7 @@ def others_on_gpu(uuid: str) -> int | None:
             running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
         except nvml.NVMLError:
             return None
-    # In a container, numbers of processes are those of the host: one of them is this process.
+    # In a container, process ids are those of the host: one of them is this process.
     mine = 1 if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     return max(0, len(running) - mine)
 
@@ -113,16 +113,16 @@ def _other_torch() -> str:
 
 
 def _compiler() -> Need:
-    """As Triton looks for it."""
+    """The C compiler, searched as Triton does."""
     wanted = os.environ.get("CC")
     if wanted is not None:
-        return Need("C compiler", shutil.which(wanted) or "", f"CC={wanted} is no program", "unset CC")
+        return Need("C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC")
     found = shutil.which("gcc") or shutil.which("clang") or ""
     return Need("C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc")
 
 
 def _c_library(compiler: str) -> Need:
-    """Its headers, which a compiler only recommends: a slim image may have the one without the other."""
+    """The headers of the C library, which may be missing in a slim image with a compiler."""
     package = _C_LIBRARY[_manager()]
     try:
         subprocess.run(
@@ -146,7 +146,7 @@ def _headers() -> Need:
 
 
 def _driver_library() -> Need:
-    """As Triton looks for it: by TRITON_LIBCUDA_PATH; else by the linker's cache, then by LD_LIBRARY_PATH."""
+    """The driver's library, as Triton finds it: TRITON_LIBCUDA_PATH, else the linker's cache, then LD_LIBRARY_PATH."""
     named, linked = os.environ.get("TRITON_LIBCUDA_PATH"), _linked_folders()
     on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     if named:
@@ -162,7 +162,7 @@ def _driver_library() -> Need:
 
 
 def _with_driver_library(folders: Sequence[str]) -> str:
-    """The first folder that holds it; empty if none does."""
+    """The first folder that contains the driver's library; empty if none does."""
     return next((folder for folder in folders if folder and os.path.exists(f"{folder}/{DRIVER_LIBRARY}")), "")
 
 
@@ -176,7 +176,7 @@ def _loaded_from() -> str:
 
 
 def _linked_folders() -> list[str] | None:
-    """By the linker's cache; None without a linker, which Triton does not expect."""
+    """Folders from the linker's cache; None without ldconfig, which Triton does not expect."""
     try:
         answer = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
@@ -207,7 +207,7 @@ def _installer() -> str:
 
 @dataclass(frozen=True)
 class _Driver:
-    """cuda: the latest version that it runs.  gpus: their UUIDs."""
+    """cuda: the latest version that it supports.  gpus: their UUIDs."""
 
     cuda: tuple[int, int]
     gpus: tuple[str, ...]
@@ -224,7 +224,7 @@ class _Driver:
 
 
 def _driver() -> _Driver | None:
-    """None without a driver, or one that does not answer."""
+    """None without a driver, or if it does not answer."""
     with nvml_open() as nvml:
         if nvml is None:
             return None

@@ -1,4 +1,4 @@
-"""How fast weights come from where they lie to where they are computed with, measured."""
+"""Measures the speed at which weights are read from the disk or copied to a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COPY_BYTES = 256 << 20
 
 
 def read_bytes_per_s(file: Path) -> float | None:
-    """From the disk: the beginning of `file` is dropped from the system's cache, where it can be, and read.
+    """Speed of the disk: reads the beginning of `file`, after dropping it from the system's cache if possible.
 
     None for an empty file.
     """
@@ -28,7 +28,7 @@ def read_bytes_per_s(file: Path) -> float | None:
 
 
 def copy_bytes_per_s(device: torch.device, most: int) -> float:
-    """From main memory, which is not pinned, to a GPU.  The first copy is a warm-up.
+    """Speed of a copy from main memory, not pinned, to a GPU.  The first copy is a warm-up.
 
     most: bytes for which the GPU has room.
     """

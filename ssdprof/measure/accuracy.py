@@ -1,6 +1,6 @@
-"""The comparator: is an output as good as its precision allows?  One for the product and for the tests of kernels.
+"""The comparator: decides whether an output is within the error budget of its precision.  Kernel tests use it too.
 
-Three tensors meet: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
+It compares three tensors: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
 (`Judgement.rounded`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
 
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
@@ -30,9 +30,9 @@ TensorName = Literal["out", "final_states"]
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
 K = TypeVar("K")  # of candidates
 ORACLE = "fp64 oracle"
-SLOPPY = 0.01  # RMS error up to which another library's output, outside the budget, may be timed
+SLOPPY = 0.01  # another library's output outside the budget is timed up to this RMS error
 _COARSE = (torch.bfloat16, torch.float16)
-_WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and what is computed from it
+_WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
 
 
 # a GPU may flush numbers below the least normal fp32 number to zero
@@ -41,8 +41,8 @@ FLUSHED = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Generic[K]):
-    """An output to be judged.  baseline: the key of the candidate that it is also compared with.
-    name: shown where it is somebody's baseline; empty: its key.
+    """An output to verify.  baseline: the key of the candidate that it is also compared with.
+    name: shown where it is the baseline of another candidate; empty: its key.
     """
 
     output: Output
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def sloppy(self) -> bool:
-        """Whether the output is outside the budget, and close enough to be that of the same operator."""
+        """Whether the output is outside the budget, but close enough to be a result of the same operator."""
         return self.status == "inaccurate" and max(one.vs_oracle.rms_ratio for one in self.tensors) <= SLOPPY
 
 
@@ -72,7 +72,7 @@ def compare(
     """Judge every candidate in one pass over the oracle of the operator that takes these inputs.
 
     on_progress: called with the number of positions done since the last call; there are b * l.
-    Raises ValueError if a candidate's tensors have not the shape or dtype of the operator's output; BadInputError for
+    Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output; BadInputError for
     an operator without a judgement.
     """
     for candidate in candidates.values():
@@ -186,7 +186,7 @@ class _TensorSums(Generic[K]):
         return f"{self.name}: {where}; the exact answer is finite everywhere"
 
     def _over_budget(self, key: K, eps: torch.Tensor) -> str:
-        """Which head breaks the rule by the largest factor, if any does."""
+        """A sentence on the head that exceeds its budget by the largest factor; empty if none does."""
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._low[self._candidates[key].precision]
         norms: dict[str, Callable[[HeadNorms], torch.Tensor]] = {
@@ -206,9 +206,9 @@ class _TensorSums(Generic[K]):
         return ""
 
     def _coarser_than_claimed(self, key: K) -> str:
-        """States that are said to be fp32 and hold 16-bit numbers only.
+        """A sentence on states that are declared as fp32 and hold only 16-bit numbers; empty if they do not.
 
-        With 16-bit inputs the rounding of the operands hides a rounded state from every norm; its bits do not hide it.
+        With 16-bit inputs the rounding of the operands hides a rounded state from every norm, but not from this check.
         """
         ours, claimed = self._tensors[key], self._candidates[key].precision.state_dtype
         for dtype in _COARSE:

@@ -1,4 +1,4 @@
-"""What a faster operator does to the whole, by Amdahl's law."""
+"""The speedup of the whole by a faster operator, by Amdahl's law."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far one model's next-token distributions are from another's, position by position."""
+"""The difference between two models' next-token distributions, position by position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdprof.measure.bootstrap import mean_interval
 from ssdprof.schema import Interval
 from ssdprof.schema.answers import AnswerBand, Flip
 
-BANDS = (0, 1024, 16384)  # where bands of positions begin: errors of a state grow with length
+BANDS = (0, 1024, 16384)  # starts of the bands of positions: errors of a state grow with length
 _WORKING_BYTES = 2**30  # of a block of positions
 _FP64_COPIES = 6  # of a block's logits, held at the same time
 
@@ -23,7 +23,7 @@ _FP64_COPIES = 6  # of a block's logits, held at the same time
 class Comparison:
     """For each position (n,) on the CPU.  kl, margin and the losses in fp64 and nats, tokens in int64.
 
-    kl: KL(reference || candidate).  reference_token, token: the most likely ones; of equals, the first.
+    kl: KL(reference || candidate).  reference_token, token: the most likely ones; the first if several are equal.
     margin: log-probability, by the reference, of its own token less that of the candidate's.
     reference_loss, loss: minus the log-probability of the prompt's next token; NaN at the last position.
     """
@@ -45,7 +45,7 @@ def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: to
     """A block of positions.  reference, candidate: logits (n, vocabulary).
 
     targets: ids (m) of the next tokens, m = n, or n - 1 for the last block of a prompt.
-    Computed in fp64, so that a divergence far below a logit's rounding is still a number.
+    Computed in fp64, so that divergences far below the rounding of a logit are not lost.
     """
     high, low = (logits.double().log_softmax(-1) for logits in (reference, candidate))
     kl = torch.nn.functional.kl_div(low, high, log_target=True, reduction="none").sum(-1)
@@ -69,13 +69,13 @@ def joined(blocks: Sequence[Comparison]) -> Comparison:
 
 
 def first_nonfinite(comparison: Comparison) -> int | None:
-    """The first position whose divergence is no finite number; None if there is none."""
+    """The first position whose divergence is not finite; None if there is none."""
     bad = ~comparison.kl.isfinite()
     return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else None
 
 
 def bands(comparison: Comparison) -> tuple[AnswerBand, ...]:
-    """Bands of all positions, then of each part that the prompt reaches, if it reaches more than the first."""
+    """The band of all positions, then, for a long prompt, one for each part of it."""
     count = len(comparison.kl)
     parts = [(start, min(stop, count)) for start, stop in _edges(count)]
     return tuple(_band(comparison, start, stop) for start, stop in ((0, count), *(parts if len(parts) > 1 else ())))

@@ -1,4 +1,4 @@
-"""A call made for the first time: its output, or what kept it from having one."""
+"""Makes a call for the first time, and records its output or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssdprof.schema import Fault, Launch, Memory
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """output: None unless the status is "passed", which here says only that it ran.  plan: None if there was none."""
+    """output: None unless the status is "passed", which here means only that it ran.  plan: None if planning failed."""
 
     status: Literal["passed"] | Fault
     reason: str = ""
@@ -28,20 +28,20 @@ class Attempt:
 
     @property
     def variant(self) -> str:
-        """Which kernel it was to be; empty if it was not planned."""
+        """The planned kernel; empty if planning failed."""
         return self.plan.variant if self.plan else ""
 
     @property
     def why_this_plan(self) -> str:
-        """Why it ran as it did; empty if it was not planned."""
+        """The reason of the plan; empty if planning failed."""
         return self.plan.reason if self.plan else ""
 
 
 def attempt(call: Call, run: Run | None = None) -> Attempt:
-    """Plan and run the call.  Whatever an implementation raises becomes a status and a reason.
+    """Plan and run the call.  An error of the implementation becomes a status and a reason.
 
-    run: in the place of `call.run`, to the same output.
-    Raises MissingCapabilityError if a fault in it has taken the GPU from this process, and KeyboardInterrupt if it is
+    run: replaces `call.run`; it must return the same output.
+    Raises MissingCapabilityError if a fault in it made the GPU unusable, and KeyboardInterrupt if it is
     interrupted.
     """
     plan = None
@@ -56,6 +56,6 @@ def attempt(call: Call, run: Run | None = None) -> Attempt:
     except Exception as error:
         status, reason = status_of(error, call.device, call.implementation)
         return Attempt(status=status, reason=reason, plan=plan)
-    # without a Triton kernel that could be asked, the plan says how it ran
+    # without a Triton kernel to inspect, the plan describes the launch
     planned = Launch(kernel=call.implementation, config=dict(plan.config))
     return Attempt(status="passed", plan=plan, output=output, memory=memory, launches=tuple(launches) or (planned,))

@@ -1,7 +1,7 @@
-"""The samples of calls, one at a time: `Bench` says what they are, `CudaBench` takes them on a GPU.
+"""Takes single samples of calls: `Bench` is the interface, `CudaBench` the implementation for a GPU.
 
-call:   from an idle GPU to the end of the work, through Python: what a caller waits for, launch overhead included.
-device: the same work replayed from a CUDA graph: what the GPU alone needs.
+call:   from an idle GPU to the end of the work, through Python, launch overhead included.
+device: the same work replayed from a CUDA graph: the time on the GPU alone.
 
 Both start with a cold L2.  A third, `warm`, is the mean of several calls back to back, as many papers time.
 """
@@ -21,7 +21,7 @@ from ssdprof.measure.faults import first_line, refuse_if_interrupted
 from ssdprof.operators.operator import Output
 
 WARM_CALLS = 10  # back to back, of one sample
-_PAGE = 2 << 20  # bytes, the unit in which CUDA hands out memory
+_PAGE = 2 << 20  # bytes, CUDA's unit of allocation
 _MOST_PADDING = 32  # pages
 
 
@@ -31,7 +31,7 @@ class CaptureError(Exception):
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured call; `output` is where every replay writes."""
+    """A captured call; every replay writes to `output`."""
 
     graph: Any
     output: Output
@@ -42,7 +42,7 @@ class Bench(Protocol):
     def device(self) -> torch.device: ...
 
     def relocate(self, generator: np.random.Generator) -> None:
-        """Place what is recorded or called from now on elsewhere in memory.  No earlier recording may be alive."""
+        """Place later recordings and calls elsewhere in memory.  No earlier recording may be alive."""
 
     def record(self, run: Run) -> Recording:
         """Capture a call.  Raises CaptureError."""
@@ -54,16 +54,16 @@ class Bench(Protocol):
         """One replay, cold."""
 
     def warm_us(self, run: Run) -> float:
-        """One of WARM_CALLS calls back to back, on average, after one more."""
+        """Mean of WARM_CALLS calls back to back, after one warm-up call."""
 
 
 class CudaBench:
-    """The stopwatch of one GPU, for its current stream."""
+    """Times calls on the current stream of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        # four times the L2: every line is replaced, and the GPU stays busy while the host enqueues what is timed
+        # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the timed work
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
         self._sink = torch.zeros((), device=device)
         self._start, self._stop = cuda_event(), cuda_event()
@@ -71,12 +71,12 @@ class CudaBench:
         self._padding: torch.Tensor | None = None
 
     def relocate(self, generator: np.random.Generator) -> None:
-        """Recordings get a pool of their own, and a block of random size is kept, which moves most new memory."""
+        """Create a new memory pool, and hold a block of random size, so that most new memory has other addresses."""
         self._padding = None
         self._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be handed out again
+        torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be reused
         size = int(generator.integers(1, _MOST_PADDING + 1)) * _PAGE
-        with suppress(torch.OutOfMemoryError):  # where that little is missing, recording says so
+        with suppress(torch.OutOfMemoryError):  # if this little memory is missing, recording raises
             self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def record(self, run: Run) -> Recording:
@@ -98,12 +98,12 @@ class CudaBench:
         except Exception as error:  # CUDA's, or the kernel's own, of any kind
             refuse_if_interrupted(error)
             torch.cuda.synchronize(self.device)
-            self._pool = torch.cuda.graph_pool_handle()  # the old one still waits for the end of the capture
+            self._pool = torch.cuda.graph_pool_handle()  # the old pool still waits for the end of the capture
             raise CaptureError(first_line(error)) from error
         return Recording(graph, output)
 
     def call_us(self, run: Run) -> float:
-        """The GPU is idle when the call begins: nothing hides the time to launch."""
+        """The GPU is idle when the call begins, so the launch time is not hidden."""
         self._evict_l2()
         torch.cuda.synchronize(self.device)
         self._start.record()
@@ -112,7 +112,7 @@ class CudaBench:
         return self._elapsed_us()
 
     def device_us(self, recording: Recording) -> float:
-        """The eviction still runs while the graph is enqueued: the time to launch is hidden behind it."""
+        """The eviction still runs while the graph is enqueued, so it hides the launch time."""
         self._evict_l2()
         self._start.record()
         recording.graph.replay()
@@ -120,7 +120,7 @@ class CudaBench:
         return self._elapsed_us()
 
     def warm_us(self, run: Run) -> float:
-        """Nothing is evicted and nothing waits: the host launches ahead of the GPU, if it can."""
+        """No eviction and no waits: the host launches ahead of the GPU, if it can."""
         run()
         torch.cuda.synchronize(self.device)
         self._start.record()
@@ -130,7 +130,7 @@ class CudaBench:
         return self._elapsed_us() / WARM_CALLS
 
     def _evict_l2(self) -> None:
-        """By reading: written lines would have to be stored during the timed region."""
+        """Evict by reading: written lines would be stored during the timed region."""
         torch.amax(self._evictor, dim=0, out=self._sink)
 
     def _elapsed_us(self) -> float:

@@ -1,4 +1,4 @@
-"""An interval of the mean of a series whose neighbours resemble each other."""
+"""A confidence interval of the mean of an autocorrelated series."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SEED = 0
 def mean_interval(values: NDArray[np.float64]) -> Interval:
     """95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
 
-    Blocks are sqrt(n) long: what a model makes of a token depends on the text around it, and single values resampled
-    alone would make the interval too narrow.  Source: Politis and Romano 1992, "A circular block-resampling procedure
+    Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling single values would
+    make the interval too narrow.  Source: Politis and Romano 1992, "A circular block-resampling procedure
     for stationary data".
     """
     count = len(values)

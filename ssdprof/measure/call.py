@@ -20,7 +20,7 @@ Run = Callable[[], Output]
 
 
 class UnfitError(Exception):
-    """A call that must not be made here; the message says why, `status` what becomes of its case."""
+    """A call that must not be made here.  The message is the reason; `status` is the status of its case."""
 
     def __init__(self, status: schema.Fault, reason: str) -> None:
         super().__init__(reason)
@@ -29,14 +29,14 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A run of an operator on its inputs, equal to itself alone.
+    """A run of an operator on its inputs.  Compared by identity.
 
-    implementation, label: shown, and no keys; the label says the precision too.
-    precision: the one that the run claims.
-    widens: final states come in another dtype than the operator's, as other libraries give them; they are judged in
+    implementation, label: for display; the label includes the precision.
+    precision: the declared one.
+    widens: final states have another dtype than the operator's, as in other libraries; they are compared in
         fp32.
-    rehearse: comes before the first call.  Raises UnfitError for a call that must not be made in this process.
-    damage: what was written to the inputs or next to them, in words; empty if nothing was.
+    rehearse: called before the first call.  Raises UnfitError for a call that must not be made in this process.
+    damage: a phrase on writes to the inputs or next to them; empty if there were none.
     """
 
     implementation: str
@@ -54,7 +54,7 @@ class Call:
         return tensors.device(self.inputs)
 
     def judged_output(self, output: Output) -> Output:
-        """The output as it is compared with the oracle."""
+        """The output in the form that is compared with the oracle."""
         out, final_states = output
         return (out, final_states.to(torch.float32)) if self.widens else output
 

@@ -1,4 +1,4 @@
-"""Calls of a named implementation: bundled, of another library, or the user's own."""
+"""Makes calls of a named implementation: bundled, of another library, or the user's own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ssdprof.operators.named import Named
 
 
 class Caller:
-    """Makes the calls of one implementation, which is there, on the same inputs.
+    """Makes the calls of one available implementation on the same inputs.
 
-    An own kernel gets a copy of the inputs between guards, so that it spoils no other call, and is rehearsed first.
+    A user's kernel gets a copy of the inputs between guards, which protects other calls, and is rehearsed first.
     """
 
     def __init__(self, named: Named, inputs: Any, rehearsals: Rehearsals) -> None:

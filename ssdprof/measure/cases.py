@@ -1,4 +1,4 @@
-"""Which cases a layer is replayed in, and which of their outputs are held at the same time."""
+"""The cases of a layer's replay, in groups with a common baseline and in batches that fit in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Case:
         return f"{self.implementation} {self.precision}"
 
 
-Group = tuple[Case, ...]  # the baseline first, then what is compared with it
+Group = tuple[Case, ...]  # the baseline first, then the cases compared with it
 
 
 def groups_of(
@@ -33,11 +33,11 @@ def groups_of(
     baseline: str,
     fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
 ) -> tuple[Group, ...]:
-    """One group for each state dtype, because a comparison holds only between equal states.
+    """One group for each state dtype, because only cases with equal state dtypes are compared.
 
-    Its baseline is `baseline` with exact intermediates, asked for or not.
-    fixed: implementations with precisions of their own.  A baseline of that kind that lacks the states of a group is
-        there with the first of its own precisions, and such groups are one.
+    Its baseline is `baseline` with exact intermediates, requested or not.
+    fixed: implementations with precisions of their own.  If the baseline is one of them and lacks the states of a
+        group, it runs at the first of its own precisions, and such groups are merged.
     """
     wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
     wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
@@ -55,12 +55,12 @@ def groups_of(
 
 
 def batches_of(groups: Iterable[tuple[T, ...]], capacity: int) -> list[list[T]]:
-    """Cases whose outputs are held together: at most `capacity` (at least 2), each with its group's baseline.
+    """Cases whose outputs are in memory together: at most `capacity` (at least 2), each with its group's baseline.
 
     groups: each begins with its baseline.
 
-    A pass over the oracle serves a batch, so groups share one where they fit.  A group that does not fit is split, and
-    its baseline is in every part.
+    The cases of a batch share a pass over the oracle, so groups that fit together share a batch.  A group that does not
+    fit is split, and its baseline is in every part.
     """
     capacity = max(2, capacity)
     batches: list[list[T]] = []

@@ -1,8 +1,8 @@
-"""How one tensor differs from another, summed up block by block on the device.
+"""The difference between two tensors, accumulated block by block on the device.
 
 Every sum is in fp64 and every comparison too: a difference of two fp32, fp16 or bf16 numbers is then exact unless their
-exponents are more than 29 binary digits apart, so that no tolerance is decided by the comparator's own rounding.
-Nothing is read by the host before `result`.
+exponents are more than 29 binary digits apart, so the comparator's own rounding does not affect a result.
+The host reads nothing before `result`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Where a block lies in its tensor: positions start..stop of a row of `out`, or one sequence of `final_states`.
+    """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence of `final_states`.
 
     Blocks are compared with the head first, as (h, elements of the head).
     """
@@ -30,7 +30,7 @@ class Region:
     positions: tuple[int, int] | None  # (start, stop); None for states
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block out of a tensor of `shape`, head first, fp64."""
+        """The block of a tensor of `shape`, head first, in fp64."""
         block = tensor[self.row]
         if self.positions is not None:
             block = block[slice(*self.positions)].transpose(0, 1)
@@ -62,12 +62,12 @@ class HeadNorms:
         self.square_sum += block.square().sum(1)
 
     def rms(self, elements: float) -> torch.Tensor:
-        """Per head, which has so many elements."""
+        """RMS of each head, for this number of elements per head."""
         return (self.square_sum / elements).sqrt()
 
 
 class SliceSums:
-    """Running sums of squares of an error and of what it is an error of, in slices of the positions.
+    """Running sums of squares of an error and of the reference, in slices of the positions.
 
     For a tensor without positions, nothing is kept.
     """
@@ -88,7 +88,7 @@ class SliceSums:
         in_slice = torch.arange(slices, device=self._device)[:, None] == index
         for sums, block in zip(self._squares, (error, other), strict=True):
             squares = block.square().view(len(block), stop - start, -1).sum((0, 2))
-            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ adds in another order each time
+            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ has no fixed order of additions
 
     def ratios(self) -> tuple[float, ...]:
         """The RMS ratio in each slice.  Waits for the device."""
@@ -99,7 +99,7 @@ class SliceSums:
 
 
 class RunningDeviation:
-    """A `schema.Deviation` in the making."""
+    """Accumulates a `schema.Deviation`."""
 
     def __init__(self, against: str, shape: tuple[int, ...], heads: int, device: torch.device) -> None:
         self.against = against
@@ -117,7 +117,7 @@ class RunningDeviation:
         """Compare a block; both (h, elements), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <= atol + rtol |other|.
-        A NaN therefore never matches, and an infinity only its own.
+        So a NaN never matches, and an infinity matches only the same infinity.
         """
         if ours.numel() == 0:
             return
@@ -170,7 +170,7 @@ class RunningDeviation:
         )
 
     def position_of_max(self, head: int) -> tuple[int, ...]:
-        """Where `head` has its largest difference."""
+        """The position of the largest difference in `head`."""
         return unravel(int(self._worst_index[head]), self.shape)
 
 

@@ -1,8 +1,8 @@
-"""Verify, then time: the one way from calls to numbers, for replay, bench and tuning.
+"""Verifies calls, then times them, for replay, bench and tuning.
 
     attempt (attempt.py) -> verify -> time_verified, or device_times for a first look
 
-Calls are the keys everywhere.  Only calls that passed are timed, and their outputs are checked again afterwards.
+Calls are the keys of all results.  Only calls that passed are timed, and their outputs are checked again afterwards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Objection = Callable[[Comparison], str]
 
 
 def objection(comparison: Comparison) -> str:
-    """Why an output may not be timed; empty if it passed."""
+    """The reason why an output may not be timed; empty if it passed."""
     return "" if comparison.status == "passed" else comparison.reason or comparison.status
 
 
@@ -50,11 +50,11 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What came out of timing a call.
+    """The result of timing a call.
 
-    sampled: None if it was not timed, and then `untimed` says why: the output is as good as it was.
-    spoilt: what was wrong after the first call; there is no time then.
-    wavered: some output had other bits than at first, and still passed.
+    sampled: None if it was not timed; then `untimed` is the reason, and the output stays valid.
+    spoilt: an error after the first call; then there is no time.
+    wavered: a later output had different bits, and also passed.
     """
 
     sampled: Sampled | None = None
@@ -70,7 +70,7 @@ def verify(
     baselines: Mapping[Call, Call] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[Call, Verified]:
-    """Compare every output with the oracle on `inputs`, in one pass, and those with a baseline also with its output.
+    """Compare every output with the oracle on `inputs`, and with the output of its baseline if it has one, in one pass.
 
     inputs: those of the calls, which may differ in their chunk size.
     """
@@ -103,11 +103,10 @@ def time_verified(
     *,
     objections: Mapping[Call, Objection] | None = None,
 ) -> dict[Call, Timed]:
-    """Time the calls against each other; all of them passed.
+    """Time calls that passed, in turns.
 
-    objections: why an output of a call may not be timed, asked of outputs whose bits have changed; `objection` decides
-        where there is none.
-    Raises MissingCapabilityError if a fault in a call has taken the GPU from this process.
+    objections: for some calls, functions that check an output whose bits have changed; the others use `objection`.
+    Raises MissingCapabilityError if a fault in a call made the GPU unusable.
     """
     named = _named(verified)
     wavered: set[Call] = set()
@@ -146,7 +145,7 @@ def device_times(
 ) -> dict[K, Samples]:
     """Device times in turns, in microseconds; for each key the geometric mean over its calls.
 
-    Keys with a call that cannot be recorded are left out, and `on_untimed` hears of them.
+    Keys with a call that cannot be recorded are left out, and passed to `on_untimed`.
     """
     numbered = {str(number): key for number, key in enumerate(calls)}
     untimed: set[str] = set()
@@ -172,7 +171,7 @@ def device_times(
 
 
 def _recorded(call: Call, bench: Bench) -> Recording:
-    """The call as a recording that keeps no output: its memory serves the next recording."""
+    """The call as a recording without its output, whose memory the next recording reuses."""
 
     def run() -> Output:
         out, final_states = call.run()
@@ -186,7 +185,7 @@ def _mean_us(bench: Bench, recordings: Sequence[Recording]) -> float:
 
 
 def _named(verified: Sequence[Verified]) -> dict[str, Verified]:
-    """By label, which messages show; where two calls have one label, by its number too."""
+    """Calls by label, for messages; calls with equal labels also get a number."""
     named: dict[str, Verified] = {}
     for one in verified:
         label, number = one.call.label, 2

@@ -1,4 +1,4 @@
-"""What an error in a kernel is: the status of its case, a GPU that is lost for this process, or an interrupt."""
+"""Classifies errors in kernels: the status of the case, an unusable GPU, or an interrupt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fault, str]:
     """The status of a case whose implementation raised an error, and the reason.
 
-    culprit: what the implementation is called.  Raises what `refuse_if_interrupted` and `refuse_if_lost` raise.
+    culprit: the name of the implementation.  Raises what `refuse_if_interrupted` and `refuse_if_lost` raise.
     """
     if isinstance(error, UnfitError):
         return error.status, str(error)
@@ -34,7 +34,7 @@ def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fau
 
 
 def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
-    """What `work` returns or raises; MissingCapabilityError with the culprit's name if the GPU is lost by it."""
+    """Call `work`.  Raises MissingCapabilityError with the culprit's name if `work` makes the GPU unusable."""
     try:
         return work()
     except Exception as error:
@@ -43,8 +43,9 @@ def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
 
 
 def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
-    """MissingCapabilityError if the GPU is lost for this process: after a fault in one kernel CUDA fails whatever is
-    asked of it next, and others would be blamed."""
+    """Raises MissingCapabilityError if the GPU is unusable for this process.
+
+    After a fault in one kernel, all later CUDA calls fail, and other implementations would be blamed."""
     if not _answers(device):
         raise MissingCapabilityError(
             f"{culprit} left the GPU unusable for this process: {first_line(error)}",
@@ -53,9 +54,9 @@ def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None
 
 
 def refuse_if_interrupted(error: Exception) -> None:
-    """KeyboardInterrupt if the error was made of one.
+    """Raises KeyboardInterrupt if the error was caused by one.
 
-    Where a signal arrives while C code, or Python's own start of a class, calls back, CPython raises a SystemError or
+    If a signal arrives during a callback from C code or from a class body, CPython raises a SystemError or
     RuntimeError from the KeyboardInterrupt.
     """
     cause: BaseException | None = error
@@ -83,7 +84,7 @@ def type_and_message(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of the message that is not empty, or where an error without a message was raised.
 
-    Errors of compilers and of CUDA go on for pages.
+    Errors of compilers and of CUDA may fill pages.
     """
     lines = (line for line in str(error).splitlines() if line.strip())
     return next(lines, None) or f"no message, raised {_where(error)}"

@@ -1,4 +1,4 @@
-"""One number for all bits of a tensor, computed on its device, so that outputs are compared without being kept."""
+"""A hash of a tensor's bits, computed on its device, so that outputs can be compared without being kept."""
 
 from __future__ import annotations
 

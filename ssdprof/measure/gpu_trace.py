@@ -1,4 +1,4 @@
-"""The GPU's work of one call, by the part of the program that launched it.
+"""The GPU work of one call, by the part of the program that launched it.
 
 The program marks its parts with `marked`; torch's profiler notes when each mark began and ended on the host, when each
 kernel was launched, and how long it ran.  A kernel belongs to the innermost mark that was open at its launch.
@@ -41,7 +41,7 @@ def marked(part: str) -> AbstractContextManager[Any]:
 
 
 def traced(run: Callable[[], object], device: torch.device) -> Trace:
-    """What torch's profiler saw of `run`."""
+    """The events of torch's profiler for `run`."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize(device)
@@ -53,7 +53,7 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
 
 
 def work(trace: Trace) -> list[Work]:
-    """Everything that ran on the GPU, in the trace's order."""
+    """All work on the GPU, in the trace's order."""
     parts = {thread: _Timeline(marks) for thread, marks in _marks(trace).items()}
     launched = {
         event["args"]["correlation"]: event
@@ -81,7 +81,7 @@ def _marks(trace: Trace) -> dict[Any, list[tuple[float, float, str]]]:
 
 
 class _Timeline:
-    """Which mark is the innermost, at any time.  Marks of a thread are nested."""
+    """The innermost mark at any time.  Marks of a thread are nested."""
 
     def __init__(self, marks: Iterable[tuple[float, float, str]]) -> None:
         self._times: list[float] = []

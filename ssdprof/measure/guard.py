@@ -1,6 +1,6 @@
-"""Memory between guards, which show afterwards what a kernel wrote out of bounds.
+"""Memory between guards, which detect writes out of bounds.
 
-The guards hold bytes of 0xFF, a NaN in every floating dtype, so that what a kernel reads there shows in its output.
+The guards hold bytes of 0xFF, a NaN in every floating dtype, so that reads out of bounds give NaN in the output.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ssdprof.measure.fingerprint import fingerprint
 from ssdprof.operators import tensors
 
 GUARD = 1 << 20  # bytes on each side
-_ALIGNED = 512  # bytes; where a tensor begins within such a block, its copy does too
+_ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "zeros", "zeros_like",
                 "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """A stretch of memory between two guards.  names: of the tensors in it."""
+    """A block of memory between two guards.  names: of the tensors in it."""
 
     memory: torch.Tensor
     start: int
@@ -40,7 +40,7 @@ class _Block:
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
     def overrun(self) -> str:
-        """ "before", "behind" or "around", by which guard is not as it was; empty if both are."""
+        """ "before", "behind" or "around", by which guard has changed; empty if none has."""
         before, behind = (
             not bool((side == 0xFF).all()) for side in (self.memory[: self.start], self.memory[self.stop :])
         )
@@ -48,7 +48,7 @@ class _Block:
 
 
 class GuardedInputs:
-    """A copy of an operator's inputs, as they lie in memory, between guards.
+    """A copy of an operator's inputs between guards, with the same strides and alignment.
 
     inputs: the copy.  Tensors that share memory share it in the copy.
     """
@@ -62,7 +62,7 @@ class GuardedInputs:
         self._bytes = [_bytes(block) for block in self._blocks]
 
     def damage(self) -> str:
-        """What was written to the inputs or next to them, in words; empty if nothing was."""
+        """A phrase on writes to the inputs or next to them; empty if there were none."""
         now = tensors.tensors(self.inputs)
         changed = [name for name, before in self._elements.items() if fingerprint(now[name]) != before]
         if changed:
@@ -77,9 +77,9 @@ class GuardedInputs:
 
 @contextmanager
 def guarded_allocations() -> Iterator[Callable[[], str]]:
-    """While the context is open, tensors that torch makes lie between guards.
+    """While the context is open, torch allocates tensors between guards.
 
-    The value says, in the context, what was written next to one of them; empty if nothing was.
+    The value is a function that describes writes next to them, to be called in the context; "" if there were none.
     """
     mode = _GuardedAllocations()
     with mode:
@@ -111,8 +111,8 @@ class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def unwritten(tensor: torch.Tensor) -> int:
-    """Elements whose bytes are all those of the guards: of a tensor made under `guarded_allocations`, nobody wrote
-    them.  A NaN that a GPU or torch computes has other bits."""
+    """The number of elements whose bytes all equal those of the guards.  In a tensor made under
+    `guarded_allocations`, they were never written.  A NaN that a GPU or torch computes has other bits."""
     elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
     return int((elements == 0xFF).all(-1).sum())
 

@@ -1,4 +1,4 @@
-"""Which Triton kernels a call launched, and what the compiler made of them."""
+"""The Triton kernels that a call launched, and their compiled resources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdprof.schema import Launch
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Fills the list, when the block ends, with the kernels launched in it: each once, in order of the first launch.
+    """When the block ends, the list has the kernels launched in it, each once, in order of the first launch.
 
     Stays empty in Triton's interpreter, and for libraries that launch no Triton kernel.
     """
@@ -34,7 +34,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 @contextmanager
 def counted_launches() -> Iterator[list[Any]]:
-    """An entry for every launch of a Triton kernel in the block."""
+    """The list has one entry for every launch of a Triton kernel in the block."""
     seen: list[Any] = []
     with _at_launch(seen.append):
         yield seen

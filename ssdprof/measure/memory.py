@@ -1,4 +1,4 @@
-"""What a call allocates, what the process has allocated at most, and how many outputs can be held at once."""
+"""The memory that a call allocates, the peak of the process, and the number of outputs that fit in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _peaks_before_reset: dict[int, int] = {}  # device index -> bytes
 
 
 def run_and_measure(run: Callable[[], Output], device: torch.device) -> tuple[Output, Memory | None]:
-    """The call's output and, on a GPU, the peak of what the call allocated through torch.
+    """The call's output and, on a GPU, the peak of its allocations through torch.
 
-    Meant for an implementation's first call, which also allocates what later calls find.  Waits for the GPU, so that
-    an error of a kernel is raised here.
+    Meant for an implementation's first call, which also allocates memory that later calls reuse.  Waits for the GPU, so
+    that an error of a kernel is raised here.
     """
     if device.type != "cuda":
         return run(), None
@@ -42,7 +42,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated through torch on a GPU since `forget_peak`, or since the process began.
+    """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began.
 
     torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
     """
@@ -50,9 +50,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def outputs_that_fit(inputs: Any) -> int:
-    """Outputs that may be held together: those that fill half of the free memory.
+    """The number of outputs that fit in half of the free memory.
 
-    The other half is left to an implementation's workspace and to a block of the oracle.
+    The other half is for an implementation's workspace and for a block of the oracle.
     """
     output_bytes = sum(form.nbytes for form in operators.of(inputs).judged.forms(inputs))
     return free_memory(tensors.device(inputs)) // 2 // output_bytes

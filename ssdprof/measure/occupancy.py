@@ -19,7 +19,7 @@ _WARP = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an SM has."""
+    """The resources of an SM."""
 
     warps: int
     blocks: int
@@ -49,7 +49,7 @@ class Occupancy(Record):
 
 
 def occupancy(launch: Launch, limits: Limits) -> Occupancy | None:
-    """By registers, shared memory and warps of the launch; None if the launch does not tell them."""
+    """By registers, shared memory and warps of the launch; None if the launch does not record them."""
     warps = launch.config.get("num_warps")
     if not isinstance(warps, int) or launch.registers is None or launch.shared_bytes is None:
         return None

@@ -1,4 +1,4 @@
-"""The fp64 oracle as an implementation: what it computes, rounded once."""
+"""The fp64 oracle as an implementation, rounded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first call of a user's own kernel, in a process of its own: what breaks there breaks nothing here.
+"""Makes the first call of a user's kernel in a separate process, so that a crash does not end this one.
 
 A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA context.  All tensors of
 the call lie between guards.
@@ -36,28 +36,28 @@ from ssdprof.operators import own, tensors
 from ssdprof.operators.named import Named
 
 FIRST_CALL_S = 180.0
-_START_S = 120.0  # to import torch and to load the inputs, also on a busy machine
+_START_S = 120.0  # for importing torch and loading the inputs, also on a busy machine
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
 _STOPPED = 124  # exit code of a process that took too long
 _CALL, _VERDICT, _WORDS = "call.pt", "verdict.json", "words.txt"
 
 
 class Verdict(schema.Record):
-    """What came of a first call.  status: "passed" says only that it may be made here."""
+    """The result of a first call.  status: "passed" means only that the call may be made here."""
 
     status: Literal["passed"] | schema.Fault
     reason: str = ""
 
 
 class Rehearsals:
-    """Own kernels' first calls, one for each precision and each form of the inputs.  limit_s: seconds for one."""
+    """First calls of users' kernels, one for each precision and each form of the inputs.  limit_s: seconds for one."""
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
         self._limit_s = limit_s
         self._verdicts: dict[Hashable, Verdict] = {}
 
     def require(self, named: Named, inputs: Any, precision: schema.PrecisionRecord) -> None:
-        """UnfitError if the kernel fails at its first call on inputs of this form, or did so before."""
+        """UnfitError if the kernel fails at its first call on inputs of this form, now or earlier."""
         key = (named.source, precision, tensors.form(inputs))
         if key not in self._verdicts:
             self._verdicts[key] = _rehearsed(named, inputs, precision, self._limit_s)
@@ -88,9 +88,9 @@ def _rehearsed(named: Named, inputs: Any, precision: schema.PrecisionRecord, lim
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
-    """The exit code of a command, `_STOPPED` if it takes too long.  What it prints goes into a file.
+    """The exit code of a command, `_STOPPED` if it takes too long.  Its output goes into a file.
 
-    Whatever happens, no process of its group is left.
+    In any case, no process of its group is left.
     """
     environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     with (
@@ -109,12 +109,12 @@ def _run(command: list[str], words: Path, timeout_s: float) -> int:
         except subprocess.TimeoutExpired:
             return _STOPPED
         finally:
-            with suppress(ProcessLookupError):  # nobody of the group is left
+            with suppress(ProcessLookupError):  # no process of the group is left
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def _death(code: int, limit_s: float, last_words: str) -> str:
-    """Why a process with this exit code left no verdict."""
+    """The reason why a process with this exit code left no verdict."""
     if code == _STOPPED:
         return f"its first call was stopped after {limit_s:g} s"
     if code < 0:
@@ -144,7 +144,7 @@ def main() -> None:
 
 @torch.no_grad()
 def judged(implementation: Implementation, inputs: Any, precision: schema.PrecisionRecord) -> Verdict:
-    """What the first call does, and what it leaves of the memory around it."""
+    """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = call_of(implementation, guarded.inputs, precision, damage=guarded.damage)
     with guarded_allocations() as damage:
@@ -162,7 +162,7 @@ def judged(implementation: Implementation, inputs: Any, precision: schema.Precis
 def _attempt(call: Call) -> Attempt:
     try:
         return attempt(call)
-    except MissingCapabilityError as error:  # the GPU is lost for this process, which ends here
+    except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
         cause = error.__cause__ or error
         return Attempt(status="failed", reason=type_and_message(cause))
 

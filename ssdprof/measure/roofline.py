@@ -1,4 +1,4 @@
-"""How fast a call could be: its least bytes and FLOPs, and what this GPU can do of either."""
+"""The minimum time of a call, from its least bytes and FLOPs and the measured ceilings of this GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WARMUP, _REPEATS = 5, 20
 
 
 def roofline(inputs: Any, ceilings: Ceilings, device_median_us: float) -> Roofline:
-    """Where a device time stands against the floor of these ceilings."""
+    """A device time compared with the floor of these ceilings."""
     cost = operators.of(inputs).costed
     bytes_moved, flops = cost.bytes_moved(inputs), cost.flops(cost.dims(inputs))
     memory_us = bytes_moved / ceilings.copy_gb_per_s / 1e3
@@ -36,7 +36,7 @@ def roofline(inputs: Any, ceilings: Ceilings, device_median_us: float) -> Roofli
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Median of a device-to-device copy, bytes read + written, and of a bf16 matrix product of random numbers.
 
-    Zeros would flatter: they use less power and so let the clock rise.
+    Zeros would be faster: they use less power, so the clock rises.
     """
     return Ceilings(copy_gb_per_s=_copy_gb_per_s(device), matmul_tflops=_matmul_tflops(device))
 

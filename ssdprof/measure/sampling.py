@@ -1,4 +1,4 @@
-"""Taking turns, in several recordings, until ratios are known well enough or the time is up.  No GPU."""
+"""Samples in turns, in several recordings, until ratios are known well enough or the time is over.  No GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ssdprof.measure.statistics import MAX_RECORDINGS, Samples, settled, steady
 
-Name = tuple[str, str]  # what is timed, "call", "device" or "warm", and of which run
+Name = tuple[str, str]  # the clock, "call", "device" or "warm", and the key of the run
 Sampler = Callable[[], float]  # runs once, returns microseconds
 Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
 SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
@@ -22,15 +22,15 @@ SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
 class SamplingPlan:
     """How long to sample.
 
-    smallest_difference: the relative difference that counts.  Sampling ends when every ratio of two call times or of
-        two device times is known well enough for a verdict.
+    smallest_difference: the smallest relative difference that counts.  Sampling ends when every ratio of two call times
+        or of two device times is known well enough for a verdict.
     warmup_rounds: of each recording, for calls and for replays.
-    min_rounds, max_rounds: of each recording; a noisy one doubles them, and those after it take as many.  Calls and
-        replays have numbers of their own.
-    seconds: of wall clock, for all samplers together.  No recording begins that is expected to end later.  At least
-        min_recordings of min_rounds are taken in any case.
-    warm: also sample calls back to back, with a warm cache: a clock of its own, beside the others.
-    seed: of the order of turns, and of where recordings lie.
+    min_rounds, max_rounds: of each recording; a noisy recording doubles its rounds, and later recordings start with
+        that number.  Calls and replays have numbers of their own.
+    seconds: of wall clock, for all samplers together.  A recording begins only if it is expected to end in time.  At
+        least min_recordings of min_rounds are taken in any case.
+    warm: also sample calls back to back, with a warm cache: in addition to the other clocks.
+    seed: of the order of turns and of the memory addresses of recordings.
     """
 
     smallest_difference: float = 0.01
@@ -60,13 +60,13 @@ def sample_in_turns(
 ) -> dict[Name, Samples]:
     """Sample in several recordings, each made by a call of `set_up`.
 
-    set_up(generator): every sampler anew, in a place of its own; the generator is for random choices.  The samplers of
-        the recording before are gone by then.  A name that it leaves out is given up.
+    set_up(generator): new samplers at new addresses; the generator is for random choices.  The samplers of the
+        previous recording are freed before.  A name that it leaves out is dropped.
 
     A recording takes rounds of all samplers of one kind ("call"), then of the next ("device").  Every round calls every
     sampler of its kind once, so element j of recording i is from the same round in all results of a kind.  The order
-    within a round is random, and every other round reverses the order of the one before, so that each sampler comes
-    before and after each other one equally often.
+    within a round is random, and every second round reverses it, so that each sampler comes before and after each other
+    one equally often.
     """
     generator = np.random.default_rng(plan.seed)
     began = now()
@@ -88,12 +88,12 @@ def sample_in_turns(
             )
             rounds[kind] = len(next(iter(found.values())))
             recorded |= found
-        del samplers  # and with them the recording
+        del samplers  # frees the recording
         before = taken if taken is not None else {name: [] for name in recorded}
         taken = {name: [*before[name], times] for name, times in recorded.items()}
         if count < plan.min_recordings:
             continue
-        another_ends = 2 * now() - recording_began  # if it takes as long as this one
+        another_ends = 2 * now() - recording_began  # assuming the duration of this one
         if another_ends > began + plan.seconds or _settled(taken, plan.smallest_difference):
             break
     return dict(taken or {})

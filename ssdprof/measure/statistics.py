@@ -1,8 +1,8 @@
 """Medians, ratios and their intervals.  Plain arrays; no GPU.
 
-Samples come in recordings.  Within a recording, graph, workspace and output stay where they are; the next recording
-places them anew.  Rounds of one recording therefore share an error that more rounds do not reduce, and every interval
-here is Student's t over recordings.
+Samples come in recordings.  Within a recording, graph, workspace and output keep their addresses; the next recording
+allocates them again.  Rounds of one recording therefore share an error that more rounds do not reduce, and every
+interval here is Student's t over recordings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def median_interval(samples: Samples) -> Interval:
 
 
 def spread(samples: Samples) -> Spread:
-    """Least, 95th percentile and greatest of the rounds of all recordings, pooled."""
+    """Minimum, 95th percentile and maximum of the rounds of all recordings, pooled."""
     pooled = np.concatenate(list(samples))
     return Spread(
         samples=len(pooled),
@@ -55,14 +55,14 @@ def ratio(baseline: Samples, other: Samples) -> float:
 def ratio_interval(baseline: Samples, other: Samples) -> Interval:
     """95 % interval of `ratio`.
 
-    Both were sampled in the same rounds.  A recording counts with its own ratio, so that a drift of the machine from
-    one recording to the next, which both saw, does not widen the interval.
+    Both were sampled in the same rounds.  The ratio is computed for each recording, so that a drift of the machine
+    between recordings, which affects both, does not widen the interval.
     """
     return _interval(_medians(baseline) / _medians(other))
 
 
 def settled(samples: Iterable[Samples], smallest_difference: float) -> bool:
-    """Whether more recordings would hardly change a verdict on any two: see `_decided`."""
+    """Whether more recordings would hardly change the verdict on any pair: see `_decided`."""
     medians = [_medians(values) for values in samples]
     ratios = [one / other for one, other in combinations(medians, 2)]
     return all(_decided(math.log(_mean(values)), _half_width(values), smallest_difference) for values in ratios)
@@ -76,8 +76,8 @@ def _decided(log_ratio: float, half_width: float, smallest_difference: float) ->
         times the smallest.
     Otherwise, since the ratio is near the smallest difference: known to within half of it.
 
-    To look again and again until an interval is beyond, by chance also for equal times, would make false verdicts.
-    That margin keeps them rare.
+    Repeated checks until an interval is beyond by chance would give false verdicts for equal times.  The margin of one
+    half makes them rare.
     """
     off = abs(log_ratio)
     below = off + half_width <= 2 * smallest_difference
@@ -86,10 +86,10 @@ def _decided(log_ratio: float, half_width: float, smallest_difference: float) ->
 
 
 def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) -> bool:
-    """Whether one recording has rounds enough: every ratio's median has a standard error below the smallest difference.
+    """Whether a recording has enough rounds: the error of every ratio's median is below the smallest difference.
 
-    rounds: microseconds of each implementation, element j of all from the same round, so that a change of the clock
-        that all saw is no noise.  A single implementation is compared with its own median.
+    rounds: microseconds of each implementation, element j of all from the same round, so a change of the clock
+        that affects all of them is not noise.  A single implementation is compared with its own median.
     """
     logs = [np.log(own) for own in rounds]
     ratios = [one - other for one, other in combinations(logs, 2)] or [own - np.median(own) for own in logs]
@@ -99,7 +99,7 @@ def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) ->
 def median_error(values: NDArray[np.float64]) -> float:
     """Standard error of the median of normally distributed values.
 
-    From the median absolute deviation, which a few interrupted samples do not move.
+    From the median absolute deviation, which is robust to a few interrupted samples.
     """
     sigma = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return 1.2533 * sigma / math.sqrt(len(values))

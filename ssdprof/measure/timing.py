@@ -1,6 +1,6 @@
 """Call time and device time of several implementations, measured in turns by any `Bench`: see `measure.bench`.
 
-The warm clock is only read where it is asked for.
+The warm clock is used only on request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sampled:
         )
 
     def speedup(self, baseline: Sampled, name: str, smallest_difference: float) -> Speedup:
-        """Over `baseline`, which was sampled in the same rounds and is called `name`."""
+        """The speedup over `baseline`, which was sampled in the same rounds.  name: that of the baseline."""
         call_interval = ratio_interval(baseline.call, self.call)
         device_interval = ratio_interval(baseline.device, self.device)
         return Speedup(
@@ -81,7 +81,7 @@ def _warm_timing(samples: Samples) -> WarmTiming:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """Why an implementation that had passed has no time: its output was wrong later, or a later call raised."""
+    """The reason why an implementation that passed has no time: a later output was wrong, or a later call raised."""
 
     status: Literal["inaccurate", "failed"]
     reason: str
@@ -89,15 +89,15 @@ class Spoilt:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What came out of timing some implementations together, by their keys."""
+    """The results of timing several implementations together, by key."""
 
     sampled: dict[str, Sampled]
-    untimed: dict[str, str]  # why there is no time; the output is as good as it was
+    untimed: dict[str, str]  # why there is no time; the output stays valid
     spoilt: dict[str, Spoilt]
 
 
 class _CallError(Exception):
-    """A call raised after the first one."""
+    """A call after the first one raised."""
 
     def __init__(self, key: str, error: Exception) -> None:
         super().__init__(key)
@@ -109,8 +109,8 @@ def time_in_turns(
 ) -> Session:
     """Time every run against the others.
 
-    check(key, output): "" if the output is still right.  It is asked after the timed loop, about a replay and a call.
-    Raises MissingCapabilityError, with the key, if a fault in a run has taken the GPU from this process.
+    check(key, output): "" if the output is still right.  Called after the timed loop for a replay and a call.
+    Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
@@ -136,7 +136,7 @@ def time_in_turns(
         return samplers
 
     def sampled_without_errors() -> dict[Name, Samples]:
-        """From the beginning without those that raise: all that have times took the same turns."""
+        """Samples.  If a run raises, sampling restarts without it, so that all results come from the same turns."""
         while True:
             try:
                 return sample_in_turns(set_up, plan)
@@ -144,7 +144,7 @@ def time_in_turns(
                 spoilt[error.key] = error.spoilt
 
     gc.collect()
-    with no_garbage_collection():  # one in the middle of a call is not the call's
+    with no_garbage_collection():  # a collection during a call is not part of the call
         samples = sampled_without_errors()
 
     sampled: dict[str, Sampled] = {}
@@ -153,7 +153,7 @@ def time_in_turns(
             continue
         look = partial(_reason_now, partial(check, key), runs[key], bench, recordings[key])
         try:
-            reason = _called(bench, key, look)  # whatever a call leaves the GPU to do is done when it was looked at
+            reason = _called(bench, key, look)  # all GPU work of the call has ended after the check
         except _CallError as error:
             spoilt[key] = error.spoilt
             continue
@@ -167,7 +167,7 @@ def time_in_turns(
 
 
 def _called(bench: Bench, key: str, work: Callable[[], T]) -> T:
-    """What `work` returns.  Raises _CallError, and MissingCapabilityError with the key if the GPU is lost."""
+    """The result of `work`.  Raises _CallError, or MissingCapabilityError with the key if the GPU is unusable."""
     try:
         return blaming(bench.device, key, work)
     except (MissingCapabilityError, torch.OutOfMemoryError):
@@ -178,6 +178,6 @@ def _called(bench: Bench, key: str, work: Callable[[], T]) -> T:
 
 
 def _reason_now(check: Callable[[Output], str], run: Run, bench: Bench, recording: Recording) -> str:
-    """What `check` says of a replay and of a call."""
-    bench.device_us(recording)  # recordings share memory: only the latest replay's output is whole
+    """The result of `check` for a replay and for a call."""
+    bench.device_us(recording)  # recordings share memory: only the latest replay's output is intact
     return check(recording.output) or check(run())

@@ -1,4 +1,4 @@
-"""What the stages ask of an operator.  A line in `_MODULES` registers one that ships with ssdprof.
+"""The registry of operators.  A line in `_MODULES` registers one that ships with ssdprof.
 
 Importing this package imports no torch: `outline`, `outlines` and `shapes` serve the command line, `get` loads the
 whole record.
@@ -42,7 +42,7 @@ def is_bundled(name: str) -> bool:
 
 
 def get(name: str) -> Operator[Any]:
-    """The whole record, which imports torch.  BadInputError names those that there are."""
+    """The whole record, which imports torch.  BadInputError for an unknown name."""
     if name in _MODULES:
         operator: Operator[Any] = import_module(f"{_MODULES[name]}.operator").OPERATOR
         return operator
@@ -50,7 +50,7 @@ def get(name: str) -> Operator[Any]:
 
 
 def of(inputs: object) -> Operator[Any]:
-    """The operator that takes inputs of this type.  TypeError if there is none."""
+    """The operator of inputs of this type.  TypeError if there is none."""
     for name in names():
         operator = get(name)
         if isinstance(inputs, operator.inputs):
@@ -59,7 +59,7 @@ def of(inputs: object) -> Operator[Any]:
 
 
 def shapes(name: str) -> Shapes:
-    """The operator's shapes, without torch.  BadInputError names the operators that there are."""
+    """The operator's shapes, without torch.  BadInputError for an unknown name."""
     if name in _MODULES:
         module = import_module(f"{_MODULES[name]}.shapes")
         return Shapes(shapes=module.SHAPES, parse=module.parse, grammar=module.GRAMMAR)
@@ -67,7 +67,7 @@ def shapes(name: str) -> Shapes:
 
 
 def outline(name: str) -> Outline:
-    """The part of the record that needs no torch.  BadInputError names the operators that there are."""
+    """The part of the record that needs no torch.  BadInputError for an unknown name."""
     if name in _MODULES:
         found: Outline = import_module(_MODULES[name]).OUTLINE
         return found
@@ -75,7 +75,7 @@ def outline(name: str) -> Outline:
 
 
 def outlines() -> tuple[Outline, ...]:
-    """Those of every operator."""
+    """The outlines of all operators."""
     return tuple(outline(name) for name in names())
 
 

@@ -1,4 +1,4 @@
-"""What `ssdprof bench` asks of an operator: shapes of models, inputs drawn for them, and other libraries' kernels."""
+"""The interface of `ssdprof bench` to an operator: shapes of models, random inputs, and other libraries' kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 from ssdprof.operators.shapes import Shape, Shapes
 from ssdprof.schema import PrecisionRecord
 
-if TYPE_CHECKING:  # words of the command line are checked before torch is imported
+if TYPE_CHECKING:  # the command line checks shapes before torch is imported
     import torch
 
     from ssdprof.kernels.registry import Implementation
 
-MOST_STEPS = 32  # tokens of a sequence up to which implementations that go token by token take part
+MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views"]
@@ -24,9 +24,9 @@ Layout = Literal["contiguous", "views"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Sequences of one length side by side, or `packed` ones of drawn lengths up to `seqlen` behind each other.
+    """A batch of sequences of one length, or `packed` sequences of random lengths up to `seqlen`.
 
-    shortest: of packed sequences.
+    shortest: least length of packed sequences.
     """
 
     sequences: int
@@ -39,22 +39,22 @@ class Tokens:
 
     @property
     def steps(self) -> bool:
-        """Whether sequences are so short that a model computes them token by token, as in decoding."""
+        """Whether sequences are short enough to be computed token by token, as in decoding."""
         return not self.packed and self.seqlen <= MOST_STEPS
 
     @property
     def states(self) -> bool:
-        """Whether sequences begin with a state, as packed ones and those of decoding do."""
+        """Whether sequences begin with a state, as in packed calls and in decoding."""
         return self.packed or self.steps
 
     @property
     def at_most(self) -> int:
-        """Tokens in all; packed ones may be fewer."""
+        """The number of tokens; packed sequences may have fewer."""
         return self.sequences * self.seqlen
 
     @property
     def at_least(self) -> int:
-        """Tokens in all, if every packed sequence is of the shortest length."""
+        """The number of tokens if every packed sequence has the shortest length."""
         return self.sequences * (self.seqlen if self.shortest is None else self.shortest)
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One thing to measure.
+    """One cell of a bench.
 
     layout: contiguous tensors, or views of a wide projection, as a model passes them.
-    drawn: in which of `Drawing.ways` the inputs differ from the usual ones.
+    drawn: the `Drawing.ways` in which the inputs differ from the default.
     """
 
     shape: Shape
@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Another library.  precisions: those that it has for inputs of a dtype, at the library's own defaults."""
+    """Another library.  precisions: its precisions for inputs of a dtype, at the library's defaults."""
 
     implementation: Implementation
     version: str
@@ -92,11 +92,11 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSource:
-    """Where a peer comes from.
+    """How to load another library.
 
-    load: of a checkout, None where it is installed.  Raises ImportError.
-    from_checkout: whether it is in no package; `where` then says what to check out.
-    hint: what to do when it cannot be imported.
+    load: (checkout, or None for an installed library) -> the peer.  Raises ImportError.
+    from_checkout: whether it exists only as a checkout; `where` then names the repository.
+    hint: for a failed import.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
@@ -109,13 +109,13 @@ class PeerSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing(Shapes, Generic[I]):
-    """draw: inputs distributed as those of a trained layer, the same at every call.
+    """draw: inputs distributed as in a trained layer, the same at every call.
 
-    ways: in which inputs can be drawn otherwise: a word for the user, and what it changes.
-    chunk_sizes: of implementations that take theirs from the inputs; empty if the operator has none.
+    ways: other ways to draw inputs: a word of --draw, and what it changes.
+    chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     with_chunk_size: the same inputs with another chunk size.
-    chunks_itself: names of implementations that chunk as they like.
-    alternatives: forms of ours that take part only when they are named, such as a kernel that is not chosen.
+    chunks_itself: names of implementations that choose their own chunk size.
+    alternatives: other forms of our implementations, which run only when they are named.
     peers: other libraries by name.
     """
 
@@ -129,7 +129,7 @@ class Drawing(Shapes, Generic[I]):
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
-    """Where sequences begin and end; lengths of packed ones are uniform between the shortest and the longest."""
+    """Boundaries of the sequences; lengths of packed ones are uniform between the shortest and the longest."""
     import torch
 
     lengths = [tokens.seqlen] * tokens.sequences

@@ -1,4 +1,4 @@
-"""The dtypes and precisions of stored records, as torch and the kernels have them."""
+"""Converts dtypes and precisions between stored records, torch and the kernels."""
 
 from typing import Literal
 
@@ -19,7 +19,7 @@ _STORED: dict[str, torch.dtype] = {name: dtype for names in (_NAMES, _INDICES) f
 
 
 def dtype_name(dtype: torch.dtype) -> schema.DType:
-    """torch.bfloat16 -> "bf16".  KeyError for a dtype that no record holds."""
+    """torch.bfloat16 -> "bf16".  KeyError for a dtype that records do not have."""
     return _NAMES[dtype]
 
 
@@ -29,14 +29,14 @@ def dtype_named(name: schema.DType) -> torch.dtype:
 
 
 def input_dtype(name: schema.DType) -> Literal["fp32", "fp16", "bf16"]:
-    """The same, of inputs.  ValueError for fp64, which none have."""
+    """The name of the dtype of inputs.  ValueError for fp64, which inputs do not have."""
     if name == "fp64":
         raise ValueError("an operator's inputs are fp32, fp16 or bf16")
     return name
 
 
 def stored_dtype_name(dtype: torch.dtype) -> schema.StoredDType:
-    """As `dtype_name`, also of the whole numbers that say where packed sequences begin."""
+    """As `dtype_name`, also for the integers of `cu_seqlens`."""
     return _INDICES.get(dtype) or dtype_name(dtype)
 
 

@@ -1,6 +1,6 @@
-"""Files of other libraries' kernels whose stages are known, by the hash of the file.
+"""The stages in files of other libraries' kernels, by the hash of the file.
 
-A table beside an operator's stages says of each file, in TOML:
+A TOML table in the operator's folder has, for each file:
 
     implementation   that launches its kernels; left out for helpers
     version, file    what it is, for people

@@ -1,4 +1,4 @@
-"""Names of implementations, resolved in one place.
+"""Resolves names of implementations.
 
 unfused, fused, ...      an implementation of ssdprof's, or an alternative form of one
 mamba_ssm, fla, ...      another library, as installed
@@ -30,13 +30,13 @@ Kind = Literal["bundled", "library", "own"]
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """What a name stands for.
+    """A resolved name.
 
     kind: "bundled" with ssdprof; of another "library"; the user's "own".
-    implementation: None if it is not there.  absent: then the reason, in a sentence; hint: what to do about it.
+    implementation: None if it is unavailable; then `absent` is the reason, in a sentence, and `hint` the remedy.
     source: the version of a library; module:function of a user's own kernel.
     needs_gpu: whether it runs on an NVIDIA GPU only.
-    fixed: (dtype of the inputs) -> the precisions that it has; None: any of ours.
+    fixed: (dtype of the inputs) -> its own precisions; None: it runs at any precision.
     """
 
     name: str
@@ -50,32 +50,32 @@ class Named:
 
     @property
     def present(self) -> Implementation:
-        """The implementation.  MissingCapabilityError if it is not there."""
+        """The implementation.  Raises MissingCapabilityError if it is unavailable."""
         if self.implementation is None:
             raise MissingCapabilityError(self.absent, self.hint)
         return self.implementation
 
     def on(self, device: torch.device) -> Named:
-        """The same, which is not there if it cannot run on this kind of device."""
+        """The same, unavailable if it cannot run on this kind of device."""
         if not self.needs_gpu or device.type == "cuda":
             return self
         why = f"{self.name} needs an NVIDIA GPU, and this machine has none."
         return replace(self, implementation=None, absent=why, hint="Leave it out.")
 
     def precisions(self, dtype: DType, wanted: tuple[PrecisionRecord, ...]) -> tuple[PrecisionRecord, ...]:
-        """Those at which it runs on inputs of this dtype, where `wanted` are asked of implementations that have any."""
+        """Its precisions for inputs of this dtype: `wanted`, unless it has precisions of its own."""
         return wanted if self.fixed is None else self.fixed(input_dtype(dtype))
 
 
 class Roster:
-    """Resolves names for one device, each once: a library that tunes itself keeps what it has found."""
+    """Resolves names for one device, each once, so that a library that tunes itself keeps its configurations."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[tuple[str, str], Named] = {}
 
     def get(self, operator: Operator[Any], word: str) -> Named:
-        """As `resolve`; also by the name alone of a library whose checkout was named before.
+        """As `resolve`.  A library with a checkout can be named without it later.
 
         BadInputError for a second checkout of a library.
         """
@@ -89,7 +89,7 @@ class Roster:
 
 
 def refuse_two_checkouts(words: Iterable[str]) -> None:
-    """BadInputError if different words name one library: reports tell implementations apart by their names."""
+    """Raises BadInputError if two words name one library, because reports identify implementations by name."""
     names = [word.partition("=")[0] for word in dict.fromkeys(words)]
     for name in names:
         if names.count(name) > 1:
@@ -101,19 +101,19 @@ def _two_checkouts(name: str) -> BadInputError:
 
 
 def known(operator: Operator[Any]) -> tuple[str, ...]:
-    """Every name that can be resolved for the operator, beside module:function."""
+    """Every name that can be resolved for the operator, except module:function."""
     drawing = operator.bench
     others = (*drawing.alternatives, *drawing.peers) if drawing else ()
     return tuple(dict.fromkeys((*kernels.names(operator.name), *others, *own.entry_points())))
 
 
 def knows(operator: Operator[Any], word: str) -> bool:
-    """Whether `resolve` would know the name, without looking whether it is there.  Any MODULE:FUNCTION is one."""
+    """Whether `resolve` knows the name, available or not.  Any MODULE:FUNCTION is known."""
     return ":" in word or word.partition("=")[0] in known(operator)
 
 
 def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
-    """Raise BadInputError for words of an option that no operator knows, or that are in `besides`.
+    """Raise BadInputError for words of an option that no operator knows, and for those in `besides`.
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
     """
@@ -128,7 +128,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
 
 def kind_of(operator: Operator[Any], word: str) -> Kind:
-    """What kind of implementation a name that is known stands for, without importing anything."""
+    """The kind of implementation of a known name, without importing anything."""
     name, drawing = word.partition("=")[0], operator.bench
     if drawing and name in drawing.peers:
         return "library"
@@ -137,10 +137,10 @@ def kind_of(operator: Operator[Any], word: str) -> Kind:
 
 
 def resolve(operator: Operator[Any], word: str) -> Named:
-    """What `word` stands for, among the implementations of the operator.  Bundled ones and libraries come first.
+    """Resolve `word` among the implementations of the operator.  Bundled ones and libraries come first.
 
-    A library that is not there is no error; the result says why.  Raises BadInputError for an unknown name, a
-    library without its checkout or with one that is no folder, and an own kernel that cannot be imported or takes
+    An unavailable library is not an error: the result has the reason.  Raises BadInputError for an unknown name, a
+    library without its checkout or with one that is not a folder, and an own kernel that cannot be imported or takes
     another operator's inputs.
     """
     name, _, checkout = word.partition("=")
@@ -170,7 +170,7 @@ def resolve(operator: Operator[Any], word: str) -> Named:
 def _library(name: str, source: PeerSource, checkout: Path | None) -> Named:
     if source.from_checkout and checkout is None:
         raise BadInputError(
-            f"The {name} kernel is in no package.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
+            f"No package contains the {name} kernel.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
         )
     if checkout is not None and not source.from_checkout:
         raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")

@@ -1,7 +1,7 @@
-"""An operator's record, composed of small parts.  Each stage asks the part that it needs and knows no operator by name.
+"""An operator's record, composed of small parts.  Each stage uses the part that it needs, and no operator's name.
 
     door        how models call the operator, and how a captured call is stored
-    judgement   the oracle in pieces, and what a precision allows an implementation to lose
+    judgement   the oracle in pieces, and the roundings that a precision allows
     cost        dims and floating-point operations
     bench       shapes of models, and how inputs are drawn        `drawing.py`
     tuning      what `ssdprof tune` may vary                      `tuning.py`
@@ -39,9 +39,9 @@ Scalar = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class BoundCall:
-    """What a mixer asks of its operator.
+    """A mixer's call of its operator.
 
-    remark: what was undone of the call, or differs from the config, in a sentence for the report; empty if nothing is.
+    remark: one sentence for the report if the inputs differ from the call or the config; else empty.
     """
 
     inputs: Any
@@ -54,7 +54,7 @@ class Door(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: the global of a modeling file that a mixer calls for a prompt.
-    step: the global that it calls instead for one token with a cached state; what it computes is left to the model.
+    step: the global that it calls instead for one token with a cached state; the model still computes it.
         Empty: there is none.
     bind: (mixer, *args, **kwargs) of a call of `function` -> BoundCall, without a copy.  Raises ValueError or TypeError
         for a call that the inputs cannot express.
@@ -120,14 +120,14 @@ class Span:
 
 
 class Gate(Protocol):
-    """What every precision shares of a span: the decays' exponents, in fp32."""
+    """The part of a span that all precisions share: the decays' exponents, in fp32."""
 
     def largest_exponent(self) -> torch.Tensor:
         """The largest magnitude of an exponent in each head, (h)."""
 
 
 class Rounded(Protocol):
-    """The operator in one precision, with every rounding that it allows; the state is carried within a sequence."""
+    """The operator in one precision, with every rounding that it allows.  Carries the state within a sequence."""
 
     def advance(self, span: Span, gate: Any, /) -> Output:
         """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in fp32."""
@@ -135,7 +135,7 @@ class Rounded(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What an output tensor must be."""
+    """Required shape and dtype of an output tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -147,7 +147,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement(Generic[I]):
-    """What is right, and what a precision allows an implementation to lose (docs/measuring.md).
+    """The oracle, and the roundings that a precision allows (docs/measuring.md).
 
     forms: of out and of final_states.
     blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple of `chunk_size`;
@@ -184,7 +184,7 @@ class Cost(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding(Generic[I]):
-    """What the first of several tensor-parallel ranks computes.
+    """The share of the first of several tensor-parallel ranks.
 
     refusal: (sizes by the names of `Dims`, ranks) -> why the heads cannot be divided, in a sentence; empty if they can.
     first_rank: (inputs, ranks) -> the rank's own, as views.
@@ -199,7 +199,7 @@ class Sharding(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Generic[I]):
-    """inputs: the type that implementations take.  A part that is None is not there yet.
+    """inputs: the type that implementations take.  A part that is None is not implemented.
 
     baseline: the implementation that others are compared with.
     """
@@ -230,12 +230,12 @@ class Operator(Generic[I]):
 
     @property
     def drawing(self) -> Drawing[I]:
-        """What a bench needs.  BadInputError if there is none."""
+        """The interface of `bench`.  BadInputError if there is none."""
         return self._present(self.bench, "inputs that a bench could draw")
 
     @property
     def tunable(self) -> Tuning[I]:
-        """What tuning needs.  BadInputError if there is none."""
+        """The interface of `tune`.  BadInputError if there is none."""
         return self._present(self.tuning, "configurations that could be tuned")
 
     def _present(self, part: P | None, words: str) -> P:

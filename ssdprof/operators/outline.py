@@ -12,9 +12,9 @@ from ssdprof.operators.known_sources import KnownSource
 class Stages:
     """The stages of the algorithm, as its kernels name them in their STAGES.
 
-    order: of stages, and of their parts ("chunk_scan.previous"), in tables.
+    order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: a part's name in plain words.
-    ahead: stages whose warps have nothing to do because they are ahead: no cost.
+    ahead: stages whose warps wait because they are ahead, which costs no time.
     kernels: function name of each bundled kernel -> the implementation that launches it.
     sources: files of other libraries' kernels whose stages are known, by their hash.
     """
@@ -27,7 +27,7 @@ class Stages:
 
     @classmethod
     def together(cls, several: Sequence[Stages]) -> Stages:
-        """Those of several operators, one after the other."""
+        """The stages of several operators, concatenated."""
         return cls(
             order=tuple(name for stages in several for name in stages.order),
             words={part: words for stages in several for part, words in stages.words.items()},

@@ -1,4 +1,4 @@
-"""A user's own kernel: a function of the operator's inputs, under a name that Python can import."""
+"""Loads a user's kernel: an importable function of the operator's inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError, library_message
-from ssdprof.kernels import _triton as _triton  # a kernel of the user's is defined for the interpreter where ours are
+from ssdprof.kernels import _triton as _triton  # sets interpreter mode before the user's kernels are defined
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.operators import tensors
@@ -38,17 +38,17 @@ def entry_point(name: str) -> str:
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """The function "module:function".  Raises BadInputError with what the import says."""
+    """The function "module:function".  Raises BadInputError with the message of a failed import."""
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
         missing = "function" if name else "module"
         raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
     try:
-        with _current_directory_first(), redirect_stdout(sys.stderr):  # stdout is for the command's data
+        with _current_directory_first(), redirect_stdout(sys.stderr):  # keep stdout free for the command's data
             module = import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever the user's module does: pytest's skip is no Exception
+    except BaseException as error:  # any exit of the user's module: pytest's skip is not an Exception
         raise BadInputError(
             f"The module of {reference} cannot be imported: {library_message(error)}.",
             "Give MODULE:FUNCTION, where MODULE is importable, also from the current directory.",
@@ -60,7 +60,7 @@ def load(reference: str) -> Callable[..., Any]:
         raise BadInputError(f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION.") from None
     if not callable(function):
         raise BadInputError(
-            f"{reference} is no function, but of type {type(function).__name__}.",
+            f"{reference} is not a function, but of type {type(function).__name__}.",
             "Name a function of the operator's inputs: docs/your-own-kernel.md.",
         )
     return function
@@ -68,11 +68,11 @@ def load(reference: str) -> Callable[..., Any]:
 
 def implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
     """The function as an implementation of the operator."""
-    told = takes_precision(function)
+    has_precision = takes_precision(function)
 
     def run(inputs: Any, precision: Precision) -> Output:
         with torch.cuda.device(_index(inputs)):  # Triton launches on the current GPU
-            return _pair(name, function(inputs, precision=precision) if told else function(inputs))
+            return _pair(name, function(inputs, precision=precision) if has_precision else function(inputs))
 
     def plan(_inputs: Any, _precision: Precision) -> Plan:
         return Plan(variant=name, launches=0)
@@ -81,10 +81,10 @@ def implementation(operator: Operator[Any], name: str, function: Callable[..., A
 
 
 def takes_precision(function: Callable[..., Any]) -> bool:
-    """Whether the function has a parameter `precision`, and so runs at every precision that is asked for."""
+    """Whether the function has a parameter `precision`, and so runs at every requested precision."""
     try:
         return "precision" in signature(function).parameters
-    except ValueError:  # a built-in has none that Python knows
+    except ValueError:  # a built-in has no signature
         return False
 
 
@@ -107,7 +107,7 @@ def _annotations(function: Callable[..., Any]) -> list[Any]:
 
 
 def _index(inputs: Any) -> int:
-    """The number of the inputs' GPU; -1 on a CPU, with which `torch.cuda.device` does nothing."""
+    """The index of the inputs' GPU; -1 on a CPU, for which `torch.cuda.device` does nothing."""
     index = tensors.device(inputs).index
     return -1 if index is None else index
 
@@ -128,7 +128,7 @@ def _type(thing: Any) -> str:
 
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
-    """The current directory first on the path, as for a script; last afterwards, for what is imported later."""
+    """Put the current directory first on sys.path, as for a script; afterwards last, for later imports."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

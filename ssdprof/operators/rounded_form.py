@@ -1,4 +1,4 @@
-"""What the rounded forms of operators share: the three roundings of a precision, and the state of a sequence."""
+"""Base class of rounded forms: the three roundings of a precision, and the state of a sequence."""
 
 from __future__ import annotations
 

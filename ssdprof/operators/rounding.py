@@ -30,12 +30,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def gpu_exp(tensor: torch.Tensor) -> torch.Tensor:
-    """As a GPU computes it: 2 to the fp32 product with log2(e)."""
+    """exp as a GPU computes it: 2 to the fp32 product with log2(e)."""
     return torch.exp2(tensor * _LOG2_E)
 
 
 def two_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to 22 significant bits, those of a sum of two tf32 numbers.  Veltkamp's splitting (Dekker 1971)."""
+    """Rounded to 22 significant bits, as a sum of two tf32 numbers.  Veltkamp's splitting (Dekker 1971)."""
     scaled = tensor * 5.0  # 2 ** (24 - 22) + 1
     return scaled - (scaled - tensor)
 
@@ -54,7 +54,7 @@ def split_chunks(tensor: torch.Tensor, q: int) -> torch.Tensor:
 
 @contextmanager
 def ieee_matmul() -> Iterator[None]:
-    """fp32 products in fp32, whatever the process chose: TF32 would be a rounding that no precision names."""
+    """Compute fp32 products in fp32, whatever the process has set: no precision allows the rounding of TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

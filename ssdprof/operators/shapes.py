@@ -12,7 +12,7 @@ class Shape(Protocol):
 
     @property
     def name(self) -> str:
-        """What the user called it."""
+        """The name that the user typed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What computes an operator in a model on a GPU while its inputs are taken: our kernels.
+"""Computes an operator with our kernels while a model runs on a GPU and its inputs are captured.
 
 transformers' own operators need a matrix per chunk and head, for one layer of a large model at 128K tokens 30 to more
 than 100 GiB.
@@ -20,9 +20,9 @@ _PREFERRED = ("fused", "unfused")
 
 
 def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:
-    """The first of our implementations that takes `inputs`, with exact intermediates and fp32 states.
+    """Run the first of our implementations that supports `inputs`, with exact intermediates and fp32 states.
 
-    Raises BadInputError with what each refuses.
+    Raises BadInputError with the reason of each refusal.
     """
     refusals = []
     with torch.cuda.device(device):

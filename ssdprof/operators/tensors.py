@@ -1,4 +1,4 @@
-"""What an operator's inputs hold, whatever the operator: they are a frozen dataclass of tensors and scalars."""
+"""Access to an operator's inputs, a frozen dataclass of tensors and scalars."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ def tensors(inputs: Any) -> dict[str, torch.Tensor]:
 
 
 def device(inputs: Any) -> torch.device:
-    """Where the inputs are; all tensors are on one device."""
+    """The device of all tensors of the inputs."""
     return next(iter(tensors(inputs).values())).device
 
 
 def release_cache(inputs: Any) -> None:
-    """Give memory of the inputs' device that torch holds and nothing uses back, for another process."""
+    """Free unused memory in torch's cache on the inputs' device, for another process."""
     if device(inputs).type == "cuda":
         torch.cuda.empty_cache()
 
 
 def scalars(inputs: Any) -> dict[str, Any]:
-    """The arguments that are no tensors, without those that are None."""
+    """The arguments that are not tensors, without those that are None."""
     given = tensors(inputs)
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in given}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def form(inputs: Any) -> Hashable:
-    """Everything about the inputs but the values of their tensors."""
+    """All properties of the inputs except the values of their tensors."""
     found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors(inputs).items())
     return (type(inputs), *found, *scalars(inputs).items())
 
 
 def nbytes(inputs: Any) -> int:
-    """Every tensor once."""
+    """Bytes of all tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(inputs).values())

@@ -1,4 +1,4 @@
-"""What `ssdprof tune` asks of an operator: which configurations a kernel may be given, and how one is run."""
+"""The interface of `ssdprof tune` to an operator: the possible configurations of a kernel, and how to run one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = int | float | bool | str
 
 
 class Calls(Record):
-    """Which calls a find is for: those of `kernel` that have these sizes, by the operator's own names."""
+    """The calls to which a find applies: those of `kernel` with these sizes, by the operator's own names."""
 
     operator: str
     kernel: str
@@ -32,7 +32,7 @@ class Settings(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A configuration for some calls on GPUs of one name.  reason: what a report shows where it is used."""
+    """A configuration for some calls on GPUs of one name.  reason: shown in reports where it is used."""
 
     gpu: str
     calls: Calls
@@ -43,41 +43,41 @@ class Use:
 class Tuning(Protocol[I]):
     """The kernels that can be tuned, and their configurations.
 
-    A find may depend on what the committed rule for its kernel depends on, and on nothing else.
+    A find may depend only on values on which the committed rule of its kernel depends.
     """
 
     def kernel(self, inputs: I) -> str:
-        """Which kernel runs these inputs."""
+        """The kernel that runs these inputs."""
 
     def shares_find(self, kernel: str) -> bool:
-        """Whether one find serves every length of a layer."""
+        """Whether one find applies to every length of a layer."""
 
     def calls(self, inputs: I, intermediates: Intermediates, kernel: str) -> Calls:
-        """The calls that a find on these inputs is for."""
+        """The calls to which a find on these inputs applies."""
 
     def committed(self, inputs: I, kernel: str) -> Config:
-        """What the kernel takes without a find."""
+        """The kernel's configuration without a find."""
 
     def axes(self, config: Config) -> Sequence[Callable[[Config, I], Iterable[Config]]]:
-        """What is varied, in the order of the search: each axis begins with the best of the one before."""
+        """The axes in search order: each starts from the best candidate of the previous one."""
 
     def run(self, inputs: I, precision: Precision, config: Config) -> Any:
         """The operator's output with this configuration."""
 
     def settings(self, config: Config) -> Settings:
-        """As it is stored."""
+        """The stored form of a configuration."""
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError for settings that the kernel does not take."""
 
     def short(self, inputs: Any) -> Any:
-        """The beginning of the inputs, on which a candidate is judged first; what is compiled is the same."""
+        """The beginning of the inputs, on which a candidate is verified first, with the same compiled kernels."""
 
     def for_short(self, config: Config, inputs: I) -> Config:
-        """The configuration as the `short` inputs are run with it."""
+        """The configuration for the `short` inputs."""
 
     def also_judged(self, config: Config, inputs: Any) -> Sequence[Any]:
-        """Other inputs that a find for this configuration would serve."""
+        """Other inputs to which a find with this configuration would apply."""
 
     def use(self, finds: Iterable[Use]) -> None:
-        """Let the kernels of this process take these from now on, and no others."""
+        """From now on, kernels of this process take these finds and no others."""

@@ -1,4 +1,4 @@
-"""`ssdprof answers`: from a model to how its answers change with each implementation.
+"""`ssdprof answers`: measures how a model's answers change with each implementation.
 
 locate -> fetch -> build prompts -> load all of the model -> compare its answers -> record
 """
@@ -27,7 +27,7 @@ def answers(
 ) -> tuple[Path, RunReport]:
     """Compare the answers of a whole model on each prompt.
 
-    subject: the whole model, as `loaded_as` gives it.  Returns the run's folder and its report.
+    subject: the whole model, the result of `loaded_as`.  Returns the run's folder and its report.
     """
     wanted = replace(wanted, weights=_weights(wanted))
     with runs.opened(keep.out, request.model.model) as folder:
@@ -53,7 +53,7 @@ def loaded_as(subject: Subject, wanted: AnswersRequest) -> Subject:
 
 
 def check(subject: Subject, wanted: AnswersRequest) -> None:
-    """Raise what keeps this machine from it.  Loads nothing; `--dry-run` asks the same."""
+    """Raise the reason if this machine cannot compare the answers.  Loads nothing; `--dry-run` calls it too."""
     roster = Roster(limits.device())
     for operator in {layer.operator for layer in subject.layers}:
         for name in wanted.implementations:
@@ -62,7 +62,7 @@ def check(subject: Subject, wanted: AnswersRequest) -> None:
 
 
 def _weights(wanted: AnswersRequest) -> Literal["own", "fp32"]:
-    """fp32 without a GPU, where no model is served in 16 bit: it shows the operators' own error."""
+    """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error remains."""
     if wanted.weights == "auto":
         return "own" if limits.device().type == "cuda" else "fp32"
     return wanted.weights

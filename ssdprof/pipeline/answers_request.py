@@ -1,4 +1,4 @@
-"""What a user asked of `ssdprof answers`, as plain values.  Imports no torch."""
+"""The request of `ssdprof answers`, as plain values.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Weights = Literal["auto", "own", "fp32"]
 
 @dataclass(frozen=True, kw_only=True)
 class AnswersRequest:
-    """Which implementations take the place of a model's operators, and what they are compared with.
+    """The implementations that replace a model's operators, and their reference.
 
-    precisions: those that are wanted of a model that runs in a dtype.
+    precisions: the requested ones, by dtype of the model.
     reference: "auto" is the fp64 oracle unless it takes too long, then unfused exact.
     weights: the dtype that the model runs in; "auto" is its own on a GPU and fp32 without one.
     per_layer: each layer alone, too.  generate: greedy tokens after the prompt.
@@ -36,7 +36,7 @@ class AnswersRequest:
 
 
 def parse_gate(max_kl: float | None, min_top1: str | None, max_perplexity_increase: str | None) -> AnswerGate:
-    """The limits of the command line.  BadInputError for one that no case could be judged by."""
+    """The limits of the command line.  Raises BadInputError for an invalid one."""
     if max_kl is not None and not 0 <= max_kl < math.inf:
         raise BadInputError(
             f"--max-kl is not a divergence: {max_kl}.", "Give a number of nats, 0 or more, such as 0.001."

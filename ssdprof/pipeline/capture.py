@@ -1,4 +1,4 @@
-"""Store the operators' inputs of a model's layers, without replaying them."""
+"""Stores the operators' inputs of a model's layers, without replaying them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def capture(
 ) -> tuple[Path, CaptureManifest]:
     """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest.
 
-    subject: what `find` gave for the request, if it was asked already.
+    subject: the result of `find` for the request, if it was called before.
     """
     store.check_folder(out, overwrite=overwrite)
     limits.check_capture()

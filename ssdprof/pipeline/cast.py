@@ -18,10 +18,10 @@ from ssdprof.schema import DType
 def cast(inputs: Any, to: DType | None) -> tuple[Any, str]:
     """The inputs with the model's activations in dtype `to`, in the layout that a model of that dtype would give them.
 
-    Activations are the tensors with a position that the model computed in its own dtype.  What belongs to the whole
-    call (A, D, dt_bias, initial states) stays as it is, and so does what the model computes in fp32 in any case.
-    The second value names elements that `to` does not hold, in a sentence for the report; empty if it holds all.
-    to: None leaves everything as it is.
+    Activations are the tensors with a position that the model computed in its own dtype.  Tensors of the
+    whole call (A, D, dt_bias, initial states), and those that every model computes in fp32, are not changed.
+    The second value is a sentence for the report on elements that `to` cannot represent; empty if there are none.
+    to: None changes nothing.
     """
     if to is None:
         return inputs, ""
@@ -35,7 +35,7 @@ def cast(inputs: Any, to: DType | None) -> tuple[Any, str]:
 
 
 def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
-    """What became of finite and of small numbers, in words."""
+    """A phrase on numbers that became infinite or 0."""
     infinite = int((before.isfinite() & ~after.isfinite()).sum())
     zero = int(((before != 0) & (after == 0)).sum())
     if infinite:

@@ -1,6 +1,6 @@
-"""A whole model with each implementation in the place of its operators, and how its answers change.
+"""Compares the answers of a whole model between implementations of its operators.
 
-reference -> noise -> every implementation and precision -> every layer alone, if asked for
+reference -> noise -> every implementation and precision -> every layer alone, if requested
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OnAnswers = Callable[[Answers], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is to be compared; the fields are those of `AnswerCase`.  layers: in which `compute` computes."""
+    """A case to compare, with fields of `AnswerCase`.  layers: those in which `compute` replaces the operator."""
 
     implementation: str
     precision: PrecisionRecord
@@ -51,12 +51,12 @@ def compare_answers(
 ) -> None:
     """Compare the answers on every prompt of a whole model.
 
-    on_answers: called with what is known of a prompt after each of its cases, the last time with all of it.
-    Raises what keeps the reference from running; what keeps a case from it is in the case.
+    on_answers: called with the results of a prompt after each of its cases.
+    Raises the errors of the reference; errors of a case are recorded in the case.
     """
     with (
         limits.memory_errors(),
-        np.errstate(invalid="ignore", over="ignore"),  # of lanes that a kernel masks, in Triton's interpreter
+        np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
     ):
         for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
@@ -68,7 +68,7 @@ def compare_answers(
 
 
 class PromptAnswers:
-    """The comparison on one prompt: what is known so far."""
+    """The comparison on one prompt, with the results so far."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class PromptAnswers:
         return answers
 
     def _cases(self) -> Iterator[Case]:
-        """First the measures of noise, then all layers together, then each layer alone."""
+        """The cases: first noise, then all layers together, then each layer alone."""
         sites = self._prompt.sites
         noises = {
             "last bit of its inputs moved": reference.with_moved_bits,
@@ -148,7 +148,7 @@ class PromptAnswers:
                 )
 
     def _reference_runs(self, cases: Sequence[Case]) -> float:
-        """Runs of the model with the reference: its own, and the share of the layers that a case leaves to it."""
+        """Runs of the model on the reference: its own, and for each case the share of layers left to the reference."""
         layers = len({site.layer_index for site in self._prompt.sites})
         return 1 + bool(self._request.generate) + sum(1 - len(case.layers) / layers for case in cases)
 
@@ -196,7 +196,7 @@ class PromptAnswers:
         return Generated(tokens=len(tokens), first_difference=next(differing, None))
 
     def _greedy(self, compute: Compute, layers: frozenset[int] | None) -> Sequence[int]:
-        """Tokens after the prompt.  The operator computes the prompt; the model's own step computes each token."""
+        """Greedy tokens.  The operator computes the prompt; the model's own step computes each token after it."""
         if not self._request.generate:
             return ()
         prompt = self._prompt

@@ -1,4 +1,4 @@
-"""What a run would take, before anything large is downloaded."""
+"""Plans a run before anything large is downloaded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, a
 
 
 def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: int = 1) -> DryRun:
-    """What `run` or `capture` would download and load.
+    """The plan of `run` or `capture`: downloads and memory.
 
     tensor_parallel: ranks among which a run divides the heads.
-    BadInputError for a config that transformers cannot use, and for a file of a capture that is not there.
+    BadInputError for a config that transformers cannot use, and for a missing file of a capture.
     """
     planned = _of_stored(found) if isinstance(found, Stored) else _of_model(found, request)
     return planned.model_copy(
@@ -48,7 +48,7 @@ def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
 
 
 def check_start(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
-    """Raise why a model would not run: no placement fits, a prompt cannot be built, or there is no room to download."""
+    """Raise if a model would not run: no placement fits, a prompt cannot be built, or there is no room to download."""
     if isinstance(found, Stored):
         return
     if planned.placement is None:
@@ -58,7 +58,7 @@ def check_start(planned: DryRun, found: Subject | Stored, request: CaptureReques
 
 
 def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
-    """None if none fits: `check_start` says why, after the plan is shown."""
+    """The placement; None if none fits, and then `check_start` raises after the plan is shown."""
     try:
         placed = placement.choose(request, subject)
         placement.check_disk(placed)
@@ -71,7 +71,7 @@ def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
 
 
 def _of_stored(stored: Stored) -> DryRun:
-    """Nothing is downloaded, and no weights are loaded."""
+    """The plan for stored captures: no download, and no weights."""
     return DryRun(
         checkpoint=stored.ref,
         layers=stored.layers,

@@ -1,4 +1,4 @@
-"""What this machine can take on, decided before anything large is downloaded or loaded."""
+"""Limits of this machine, checked before anything large is downloaded or loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST_INTERPRETED = 2048  # tokens; Triton's interpreter runs one program afte
 
 
 def device() -> torch.device:
-    """Where the model runs: the current GPU, else the CPU."""
+    """The device of the model: the current GPU, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -41,9 +41,9 @@ def default_seqlens() -> tuple[int, ...]:
 
 
 def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
-    """MissingCapabilityError for a prompt, or a batch of them, that is too long to be replayed without a GPU.
+    """Raises MissingCapabilityError for prompts that are too long to be replayed without a GPU.
 
-    Also for a GPU for which Triton cannot compile kernels.  Called before anything is downloaded or loaded.
+    Also if Triton cannot compile kernels for the GPU.  Called before anything is downloaded or loaded.
     """
     longest = batch * max(seqlens)
     if not INTERPRETED:
@@ -63,7 +63,7 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
 
 
 def check_capture() -> None:
-    """MissingCapabilityError for a GPU for which Triton cannot compile the kernels that compute a model's operators."""
+    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, which compute a model's operators."""
     if not INTERPRETED and device().type == "cuda":
         require_toolchain()
 
@@ -81,7 +81,7 @@ def check_weights(subject: Subject) -> None:
 
 
 def what_fits(subject: Subject, free: int) -> str:
-    """How many layers, and which models of the family, have weights of at most `free` bytes."""
+    """A hint: how many layers, and which models of the family, have weights of at most `free` bytes."""
     whole = subject.whole
     counted = () if whole else enumerate(subject.ref.layers, start=1)
     fitting = [n for n, layer in counted if subject.located.weight_bytes(layer.index, dtype=subject.dtype) <= free]
@@ -96,7 +96,7 @@ def what_fits(subject: Subject, free: int) -> str:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turn the GPU's running out of memory into an error that says what to do."""
+    """Turn out-of-memory errors of the GPU into errors with a hint."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""Who takes part in a run: names to implementations, and a sentence for each that is not there."""
+"""Resolves the implementations of a run, with a sentence for each unavailable one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdprof.schema import Asked, DType, LayerRef, Participant
 
 @dataclass(frozen=True, kw_only=True)
 class Lineup:
-    """roster: knows every name.  found: what the names stand for, of each operator, the baseline last."""
+    """roster: resolves names.  found: the resolved names of each operator, the baseline last."""
 
     roster: Roster
     found: tuple[Named, ...]
@@ -26,21 +26,21 @@ class Lineup:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """A sentence for each that is not there."""
+        """A sentence for each unavailable implementation."""
         return tuple(dict.fromkeys(one.absent for one in self.found if one.absent))
 
     @property
     def present(self) -> tuple[str, ...]:
-        """Names of those that are there, the baseline only if it was named among them."""
+        """Names of the available implementations; the baseline only if it was named among them."""
         return tuple(dict.fromkeys(one.name for one in self.found[:-1] if one.implementation is not None))
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """Names that take part where a model's answers are compared: no libraries."""
+        """Names for the comparison of a model's answers: all except libraries."""
         return tuple(dict.fromkeys(one.name for one in self.found[:-1] if one.kind != "library"))
 
     def asked(self, request: ReplayRequest, layers: tuple[LayerRef, ...], dtype: DType, *, decode: bool) -> Asked:
-        """For the report of a run of these layers of a model of this dtype.  decode: it has decode steps."""
+        """The record of what a run of these layers in this dtype is to compare.  decode: it has decode steps."""
         cast = request.cast_from(dtype)
         dtype = cast.to if cast else dtype
         wanted = request.precisions(dtype)
@@ -64,7 +64,7 @@ def line_up(names: Sequence[str], baseline: str, layers: Iterable[LayerRef]) -> 
     """Resolve the names for the operators of the layers.
 
     Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError if the
-    baseline is not there, or nothing that is to be compared with it.
+    baseline is unavailable, or all that would be compared with it.
     """
     roster = Roster(limits.device())
     records = [operators.get(name) for name in dict.fromkeys(layer.operator for layer in layers)]

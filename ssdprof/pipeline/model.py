@@ -1,4 +1,4 @@
-"""From a request to a loaded model, and from that to the captured inputs of its layers."""
+"""Loads the model of a request, and captures the inputs of its layers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OnLayer = Callable[[CapturedLayer], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model on its device, with the prompts that it will run on.
+    """A model on its device, and its prompts.
 
-    model: the base model.  whole: the model with its language-model head, whose base model that is; None if only the
-    base model was wanted.
+    model: the base model.  whole: the model with its language-model head; None if only the
+    base model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.  files: from which those on the disk are read.
+    placement: where the model's weights are.  files: the source of weights on the disk.
     """
 
     model: Any
@@ -59,14 +59,14 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
     placement.check_disk(placed)
     built = build_prompts(request, subject)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
-    placement.check_disk(placed)  # again: the download may have taken the room
+    placement.check_disk(placed)  # again: the download may have filled the disk
     record = placement.priced(placed, placement.weights_file(local))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
         dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
         loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
-    model: Any = loaded.base_model  # itself, if it has no head
+    model: Any = loaded.base_model  # the model itself, if it has no head
     wanted = request.segment_length or placed.segment_length
     lengths = [_segment_length(wanted, subject, model, seqlen) for seqlen in subject.seqlens]
     return Loaded(
@@ -96,7 +96,7 @@ def _segment_length(wanted: int | None, subject: Subject, model: Any, seqlen: in
 
 
 def _quiet_transformers() -> None:
-    """Its bars are not ours.  It warns of fallbacks that capture replaces, and accelerate of weights that it moves."""
+    """Silence transformers' progress bars and warnings of fallbacks that capture replaces, and those of accelerate."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

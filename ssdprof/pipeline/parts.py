@@ -1,4 +1,4 @@
-"""The parts of a model that a profile of its prefill tells apart, marked while it runs."""
+"""Marks the parts of a model while it runs, for a profile of its prefill."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def marking(compute: Compute) -> Compute:
 
 @contextmanager
 def parts_marked(model: nn.Module, sites: Sequence[Site]) -> Iterator[None]:
-    """While the context is open, the model's parts but the operator are marked, whatever computes them.
+    """While the context is open, all parts of the model except the operator are marked.
 
-    Opened inside whatever replaces the convolution: it marks the one that it finds.
+    Open it inside of the context that replaces the convolution, so that the replacement is marked.
     """
     with ExitStack() as restore:
         for part, modules in _modules(model, sites).items():
@@ -48,7 +48,7 @@ def parts_marked(model: nn.Module, sites: Sequence[Site]) -> Iterator[None]:
 
 
 def part_times(work: Sequence[Work]) -> tuple[PartTime, ...]:
-    """The time of every part; they add up to that of all work."""
+    """The time of every part; the sum is the time of all work."""
     names: tuple[PartName, ...] = get_args(PartName)
     by_part: dict[str, list[Work]] = {name: [] for name in names}
     for one in work:
@@ -81,7 +81,7 @@ def _modules(model: nn.Module, sites: Sequence[Site]) -> dict[PartName, list[nn.
 
 
 def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
-    """What else multiplies by matrices in a decoder layer: the outermost modules with some, experts and routers too."""
+    """The other modules with weight matrices in a decoder layer, outermost ones only, experts and routers included."""
     found: list[nn.Module] = []
     taken: tuple[str, ...] = ()
     for name, module in model.named_modules():

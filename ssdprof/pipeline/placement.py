@@ -1,4 +1,4 @@
-"""Where a model's weights go on this machine, and what that costs: decided from shapes, before anything is loaded."""
+"""Chooses the placement of a model's weights, and predicts its cost, from shapes before anything is loaded."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A placement, and what loading needs to know of it.
+    """A placement, with the arguments for loading.
 
-    device_map: None: all of the model is on the one device.
-    segment_length: tokens per forward call that the placement leaves room for; None: whatever fits once it is loaded.
-    rewritten_bytes: weights that transformers changes as it loads them, and writes to a temporary folder.
+    device_map: None: all of the model is on one device.
+    segment_length: tokens per forward call that fit with this placement; None: decided after loading.
+    rewritten_bytes: weights that transformers converts on loading and writes to a temporary folder.
     """
 
     record: Placement
@@ -57,7 +57,7 @@ class Placed:
 def choose(request: CaptureRequest, subject: Subject) -> Placed:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
 
-    MissingCapabilityError if none does, and BadInputError for a checkpoint that cannot be placed as asked.
+    MissingCapabilityError if none fits, BadInputError for a checkpoint that does not support the requested one.
     """
     wanted = request.placement
     if why := _only_whole(subject):
@@ -78,7 +78,7 @@ def choose(request: CaptureRequest, subject: Subject) -> Placed:
     for kind in KINDS[1:]:
         if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
             return placed
-    # By our estimate there is no room for what is computed.  The weights alone decide; the loaded model may refuse.
+    # The estimate leaves no room for activations.  Only weights are checked here; the loaded model may still refuse.
     try:
         limits.check_weights(subject)
     except MissingCapabilityError as error:
@@ -87,14 +87,14 @@ def choose(request: CaptureRequest, subject: Subject) -> Placed:
 
 
 def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
-    """What must be free on the device beside the weights: the least for the segments that the request allows."""
+    """Bytes that must be free on the device in addition to the weights, for the shortest allowed segments."""
     return _Chooser(request, subject).least_beside()
 
 
 def priced(placed: Placed, weights: Path | None) -> Placement:
-    """The placement with the speed at which its weights are streamed.
+    """The placement with the measured speed of streaming its weights.
 
-    weights: a file of them, if one is on this machine.
+    weights: a weights file on this machine, if there is one.
     """
     record = placed.record
     if not record.streamed_layer_bytes:
@@ -128,7 +128,7 @@ def weights_file(local: LocalCheckpoint) -> Path | None:
 
 
 def _only_whole(subject: Subject) -> str:
-    """Why the weights can only be on one device; empty if they can be anywhere."""
+    """The reason why the weights must be on one device; empty if they need not."""
     if subject.located.description.original:
         return "its weights are not in transformers' format"
     if (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
@@ -137,7 +137,7 @@ def _only_whole(subject: Subject) -> str:
 
 
 class _Chooser:
-    """One request on this machine as it is now."""
+    """Chooses a placement for one request, with the memory that is free now."""
 
     def __init__(self, request: CaptureRequest, subject: Subject) -> None:
         self._subject = subject
@@ -179,7 +179,7 @@ class _Chooser:
             )
 
     def placed(self, kind: PlacementKind) -> Placed | None:
-        """With the longest segments that leave room for the weights: what is streamed is streamed for each."""
+        """The placement with the longest segments that leave room for the weights, which each segment streams."""
         for length in self._lengths:
             room = dict(self._room(kind, self._beside(length)))
             if (mapped := infer(self._model, room)) is not None:
@@ -201,7 +201,7 @@ class _Chooser:
         )
 
     def layer_too_large(self) -> MissingCapabilityError | None:
-        """The error for a device that cannot hold one layer at a time beside the token embedding; None if it can."""
+        """The error for a device that cannot hold one layer and the token embedding at a time; None if it can."""
         subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
         layer = max(decoder_layer_bytes(self._model).values())
         embedding = self._model.get_input_embeddings().weight.nbytes
@@ -217,19 +217,20 @@ class _Chooser:
         )
 
     def _beside(self, length: int) -> int:
-        """Bytes that are needed beside the weights with segments of this length, replaying included."""
+        """Bytes needed in addition to the weights with segments of this length, replaying included."""
         return self._needed(self._seqlen, length)
 
     def _needed(self, seqlen: int, segment_length: int) -> int:
         serving = self._subject.serving
-        if serving.chunk is not None or (serving.decode and segment_length >= seqlen):  # with a cache in either case
+        if serving.chunk is not None or (serving.decode and segment_length >= seqlen):  # with a cache in both cases
             return self._subject.batch * self._need.chunked(seqlen, min(segment_length, seqlen))
         return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
     @cached_property
     def _gpus(self) -> Mapping[int, int]:
-        """Free bytes of those that this process may take, the one that computes first: only that one, if other ranks
-        have theirs.  One that CUDA cannot start, because another process has it alone, is left out.
+        """Free bytes of the GPUs of this process, the computing one first; only that one if there are other ranks.
+
+        A GPU that CUDA cannot start, because another process has it exclusively, is left out.
         """
         if self._main == "cpu":
             return {}
@@ -241,7 +242,7 @@ class _Chooser:
         return found
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
-        """Bytes for weights at each place, beside those that what is computed takes."""
+        """Bytes available for weights at each place, after activations."""
         if self._main == "cpu":
             yield "cpu", limits.free_bytes() - beside
         for index, free in self._gpus.items():
@@ -282,14 +283,15 @@ class _Chooser:
                     on_gpu=self._main != "cpu",
                     serving=self._subject.serving,
                 )
-        except Exception:  # of the model's code, which raises nearly every class there is; a real run says what it is
+        except Exception:  # the model's code may raise any error here; a real run reports it
             return None
 
     def _rewritten(self, mapped: DeviceMap) -> int:
-        """transformers reads a streamed weight from the checkpoint if it is stored as it is used.
+        """Bytes of weights that transformers writes to a temporary folder.
 
-        One that it puts together from several, such as all experts of a layer, has a shape that none in the files has.
-        A checkpoint that it decodes it writes anew, all of it.
+        It reads a streamed weight from the checkpoint if the stored form is the used one.  A weight that it assembles
+        from several, such as all experts of a layer, has a shape that is not in the files.  It writes all weights of a
+        checkpoint that it decodes.
         """
         located = self._subject.located
         depth = located.description.depth(self._subject.deepest_layer)

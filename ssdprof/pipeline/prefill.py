@@ -1,4 +1,4 @@
-"""How long the whole model's prefill takes, first token included, with each implementation in its operators' place.
+"""Times the whole model's prefill, first token included, with each implementation of its operators.
 
 locate -> fetch -> build prompts -> load with the head -> each surroundings and length (prefill_length.py) -> report
 """
@@ -45,18 +45,19 @@ NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
 )
-SURROUNDINGS: tuple[Surroundings, ...] = ("bundled", "model")  # both, those first that say more of the operator
+SURROUNDINGS: tuple[Surroundings, ...] = ("bundled", "model")  # both; the first one shows more of the operator
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRequest:
-    """batch: rows of the prompt, all alike.  precision: of implementations that have none of their own.
+    """batch: equal rows of the prompt.  precision: of implementations without their own.
 
-    surroundings: one set of prefills for each, at every length.
-    lineup: who takes part; other libraries run with the first surroundings.
-    first_call_s: seconds that the first call of an own kernel may take.
-    seconds: of sampling for each set.  budget: seconds of wall clock, loading included; what does not fit is left out.
-    smallest_difference: that counts, relative.  gates: stored with the report, and judged by its readers.
+    surroundings: one set of prefills for each kind and length.
+    lineup: the implementations; other libraries run only with the first surroundings.
+    first_call_s: time limit of the first call of a user's kernel.
+    seconds: of sampling for each set.  budget: seconds of wall clock, loading included; steps that do not fit are left
+        out.
+    smallest_difference: relative.  gates: stored with the report; readers of the report judge them.
     """
 
     model: CaptureRequest
@@ -82,25 +83,25 @@ def find(request: CaptureRequest) -> Subject:
 def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, keep: Keep) -> PrefillReport:
     """Time every length with the first surroundings, the shortest first, then with the next.
 
-    keep: called with the report, partial yet, after each step.
+    keep: called with the partial report after each step.
     Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
     loading: list[StepTime] = []
-    told = loading.append
+    add_step = loading.append
 
     def on_step(step: StepTime) -> None:
         watcher.say(f"{step.what}: {step.seconds:.1f} s")
-        told(step)
+        add_step(step)
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
-        # A placement that moves weights or activations about would be timed with them.
+        # Otherwise moving weights or activations would be part of the time.
         loaded = load(replace(request.model, placement="one-gpu"), subject, watcher)
     sites = find_sites(loaded.whole)
     remarks = (*of_absent(request.lineup.absent), *notes(subject.ref, loaded.prompts))
     report = GrowingReport(_draft(request, subject, loaded.whole, sites, remarks), keep)
-    told = report.step
+    add_step = report.step
     report.step(*loading)
     bench, profile = CudaBench(device), partial(traced, device=device)
     bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())
@@ -144,9 +145,9 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
 def prefill_of_run(
     asked: CaptureRequest, smallest_difference: float, folder: Path, report: RunReport, watcher: Watcher
 ) -> RunReport:
-    """The report of a run that has just ended, with prefill times of its model; on disk after each length.
+    """The report of a run that has just ended, with prefill times of its model, written after each length.
 
-    asked: what the run captured.  Raises what `time_prefills` raises.
+    asked: the request of the run.  Raises what `time_prefills` raises.
     """
     require_gpu(*NEEDS_GPU)
     subject = find(asked)
@@ -177,7 +178,7 @@ def contenders(
 ) -> Iterator[Contender]:
     """The baseline first, then the others.  dtype: of the model.
 
-    Other libraries, but a baseline, take part only if these surroundings are the first.
+    Other libraries, except a baseline, run only with the first surroundings.
     """
     lineup = request.lineup
     records = [operators.get(name) for name in dict.fromkeys(site.operator for site in sites)]
@@ -226,7 +227,7 @@ def _dtype(model: Any) -> DType:
 
 
 def _convolution_of_the_model() -> str:
-    """What transformers took when it was imported."""
+    """The convolution that transformers chose on import."""
     found = installed_version("causal-conv1d")
     return (
         f"causal-conv1d {found}" if found else "torch's depthwise convolution, because causal-conv1d is not installed"

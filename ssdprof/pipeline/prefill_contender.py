@@ -1,4 +1,4 @@
-"""What stands in a model while a prefill of it runs: an implementation of its operators, and what surrounds them."""
+"""Replaces a model's operators, and their surroundings, while a prefill runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ssdprof.schema.serving import split_prompt
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:
-    """One implementation in the place of the operators, with the convolution and gated norm around it.
+    """One implementation of the operators, with the convolution and gated norm around it.
 
-    named: by operator.  version: of another library.  rehearsals: of own kernels' first calls.
+    named: by operator.  version: of another library.  rehearsals: first calls of users' kernels.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Contender:
         return self.implementation(call).plan(call.inputs, self._precision)
 
     def rehearse(self, call: OperatorCall) -> None:
-        """UnfitError if it is an own kernel that fails at its first call."""
+        """Raises UnfitError for a user's kernel that fails at its first call."""
         named = self.named[call.site.operator]
         if named.kind == "own":
             self.rehearsals.require(named, call.inputs, self.precision)
@@ -68,11 +68,11 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompted:
-    """A model, and a prompt that it is to run on.
+    """A model and a prompt.
 
     model: a causal language model in eval mode.  ids: (b, l) int64 on its device.
-    sites: all of its mixers.  layer: whose operator is timed alone, one of the sites.
-    bundled: the bundled surroundings of the model; not needed where no contender has them.
+    sites: all of its mixers.  layer: the site whose operator is timed alone.
+    bundled: the bundled surroundings of the model; unused if no contender has them.
     """
 
     model: Any
@@ -95,14 +95,14 @@ class Prompted:
         return prefill(self.model, self.ids, self.segment_length, keeps_cache=True)[:, -1]
 
     def first_token(self) -> torch.Tensor:
-        """What is timed: (b)."""
+        """The timed work: the first token of each row, (b)."""
         return self.first_token_logits().argmax(-1)
 
     @contextmanager
     def running(
         self, contender: Contender, compute: Compute | None = None, *, marks: bool = False
     ) -> Iterator[CallCount]:
-        """While the context is open the model runs with the contender, or with `compute` in its place.
+        """While the context is open the model runs with the contender, or with `compute` instead.
 
         marks: its parts are marked for a profile.
         """

@@ -1,4 +1,4 @@
-"""What is known of a contender, step by step, and the record of it."""
+"""The results of a contender, filled in step by step, and its record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssdprof.schema.prefill import CallTime, PartTime, PrefillCase, PrefillSpeed
 
 @dataclass(kw_only=True)
 class Found:
-    """status: "passed" while nothing has gone wrong.  compiled: one call of the operator has ended.
+    """status: "passed" until an error.  compiled: one call of the operator has ended.
 
     logits: (b, vocabulary), fp32, on the CPU.  alone_us: device time of one layer's operator.
     """
@@ -37,15 +37,15 @@ class Found:
 
     @property
     def busy_us(self) -> float:
-        """The GPU's work in one prefill; 0 where it is not known."""
+        """The GPU's work in one prefill; 0 if it is unknown."""
         return sum(part.gpu_us for part in self.parts)
 
 
 @contextmanager
 def judging(found: Found, device: torch.device, label: str) -> Iterator[None]:
-    """Whatever an implementation raises becomes a status and a reason.
+    """Turn errors of an implementation into a status and a reason.
 
-    Raises BadInputError as it is, and MissingCapabilityError, with the label, if the GPU is lost for this process.
+    Passes BadInputError on, and raises MissingCapabilityError, with the label, if the GPU is unusable.
     """
     try:
         yield
@@ -76,7 +76,7 @@ def case_of(contender: Contender, found: Found, left_to_model: tuple[str, ...]) 
 def compared(
     case: PrefillCase, own: Found, base: Found, *, operator_calls: int, smallest_difference: float
 ) -> PrefillCase:
-    """The case with its answer and its time beside the baseline's, which may be its own: there is no speedup then."""
+    """The case with its answer and time compared with the baseline's; without a speedup if it is the baseline."""
     if own.logits is None or base.logits is None:
         return case
     difference = float((own.logits - base.logits).norm() / base.logits.norm())

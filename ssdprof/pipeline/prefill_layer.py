@@ -1,4 +1,4 @@
-"""Each contender on the operators alone, in one prefill that ends there, so that its kernels are compiled and tuned."""
+"""Calls each contender on single operators, in a prefill that ends there, so that kernels are compiled and tuned."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Enough(Exception):
 def try_operators(found: Mapping[Contender, Found], prompted: Prompted, bench: Bench, clock: StepClock) -> None:
     """Call each contender once, on the inputs of the first operator, and time it on those of `prompted.layer`.
 
-    found: of contenders with the same surroundings; status, reason, compiled, plan and alone_us are filled in.
-    Inputs are those that the model passes, as they lie in its memory, while the model waits.  Where the model fails
-    before its operator, nothing is filled in.
+    found: contenders with the same surroundings; sets status, reason, compiled, plan and alone_us.
+    The inputs are the model's own tensors, while the model waits.  If the model fails before its operator, nothing
+    is set.
     """
     tried = False
 

@@ -1,4 +1,4 @@
-"""One prompt through the whole model with each implementation: right first, then where the time goes, then how long.
+"""Runs the whole model on one prompt with each implementation: checks, profiles, then times.
 
 operators alone (prefill_layer.py) -> a profiled prefill of each -> all of them in turns
 """
@@ -31,10 +31,10 @@ Profile = Callable[[Callable[[], object]], Trace]
 
 @dataclass(kw_only=True)
 class LengthTimer:
-    """contenders: all with the same surroundings.  baseline: the name of the one that others are compared with.
+    """contenders: all with the same surroundings.  baseline: the name of the one that the others are compared with.
 
     bench, profile: the stopwatch and the profiler.  seconds: of sampling, all contenders together.
-    clock: a step is begun only while its budget lasts.
+    clock: a step begins only if its budget is not spent.
     """
 
     prompted: Prompted
@@ -46,11 +46,11 @@ class LengthTimer:
     smallest_difference: float
     clock: StepClock = field(default_factory=StepClock)
     _found: dict[Contender, Found] = field(default_factory=dict, init=False)
-    _seen: list[Contender] = field(default_factory=list, init=False)  # those that a prefill was begun with
+    _seen: list[Contender] = field(default_factory=list, init=False)  # contenders whose prefill has begun
 
     def run(self) -> None:
-        """Raises BadInputError for a model of which a part bypasses its operator, MissingCapabilityError if a kernel
-        has taken the GPU from this process.  Whatever ends it, `result` has what was found."""
+        """Raises BadInputError if a part of the model bypasses its operator, MissingCapabilityError if a kernel made
+        the GPU unusable.  `result` has the results so far in any case."""
         self._found = {contender: Found() for contender in self.contenders}
         try_operators(self._found, self.prompted, self.bench, self.clock)
         for contender in self.contenders:
@@ -69,7 +69,7 @@ class LengthTimer:
         return tuple(contender.name for contender in self.contenders if contender not in self._seen)
 
     def result(self) -> PrefillLength:
-        """What is known by now."""
+        """The results so far."""
         prompted = self.prompted
         return PrefillLength(
             seqlen=prompted.ids.shape[1],
@@ -84,7 +84,7 @@ class LengthTimer:
         return [contender for contender in self._seen if self._found[contender].status == "passed"]
 
     def _whole_prefill(self, contender: Contender, found: Found) -> None:
-        """Its answer, the parts of its time, and its memory."""
+        """One prefill under the profiler: its answer, the parts of its time, and its memory."""
         device, prompted, logits = self.bench.device, self.prompted, list[torch.Tensor]()
 
         def run() -> None:
@@ -92,7 +92,7 @@ class LengthTimer:
             logits[0].argmax(-1)
 
         with judging(found, device, contender.label):
-            if not found.compiled or prompted.segments > 1:  # a profile must not hold what a tuner launches
+            if not found.compiled or prompted.segments > 1:  # keep launches of a tuner out of the profile
                 with prompted.running(contender) as count:
                     run()
                 prompted.check(count)
@@ -122,7 +122,7 @@ class LengthTimer:
             return
 
         def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
-            if plan.warmup_rounds:  # after a move, memory is allocated anew: that is no prefill's time
+            if plan.warmup_rounds:  # after a move, the warm-up allocates the memory
                 self.bench.relocate(generator)
             return {("call", str(number)): partial(self._call_us, one) for number, one in enumerate(passed)}
 
@@ -133,9 +133,9 @@ class LengthTimer:
             self._found[contender].samples = samples["call", str(number)]
 
     def _round_s(self, contenders: Sequence[Contender]) -> float:
-        """Seconds that one turn of each takes: the GPU's work, or the host's where a first turn shows that it is more.
+        """Seconds of one turn of all contenders: the GPU's work, or the host's if a first turn shows that it is longer.
 
-        That turn is left out where the GPU's work alone is too long to be repeated often.
+        That turn is skipped if the GPU's work alone is too long to be repeated often.
         """
         busy_s = 1e-6 * sum(self._found[contender].busy_us for contender in contenders)
         if sampling_plan(busy_s, self.seconds, self.smallest_difference).warmup_rounds == 0:
@@ -168,8 +168,8 @@ class LengthTimer:
 def sampling_plan(round_s: float, seconds: float, smallest_difference: float) -> SamplingPlan:
     """How to sample rounds that take about `round_s` seconds in about `seconds`.
 
-    Recordings in new places, each with a warm-up, if five of them are taken in that time; else the fewest that give an
-    interval, one round each, where the model's memory lies: there are no warm-up rounds then.
+    Five or more recordings at new addresses, each with a warm-up, if the time allows; else the fewest that give an
+    interval, with one round each, in the same memory and without a warm-up.
     """
     short = SamplingPlan(
         smallest_difference=smallest_difference,

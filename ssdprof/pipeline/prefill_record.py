@@ -1,4 +1,4 @@
-"""The report of prefill times as it grows: kept after every step, so that an interrupted command leaves it."""
+"""Builds the report of prefill times, and stores it after every step, so that an interruption loses nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Keep = Callable[[PrefillReport], object]
 
 
 class GrowingReport:
-    """draft: the report before anything was timed.  keep: called with the report, partial yet, after each step."""
+    """draft: the empty report.  keep: called with the partial report after each step."""
 
     def __init__(self, draft: PrefillReport, keep: Keep) -> None:
         self._report, self._keep = draft, keep
@@ -21,7 +21,7 @@ class GrowingReport:
         self._steps: list[StepTime] = []
 
     def begin(self, timer: LengthTimer) -> None:
-        """From now on the report has what the timer found."""
+        """From now on the report includes the results of the timer."""
         self._timers.append(timer)
 
     def leave_out(
@@ -39,7 +39,7 @@ class GrowingReport:
         self.keep()
 
     def keep(self, **fields: Any) -> PrefillReport:
-        """Brings the report up to date, with other fields of it, and keeps it."""
+        """Update the report, also with these fields, and store it."""
         prefill = self._report.prefill.model_copy(
             update={
                 "lengths": _merged([timer.result() for timer in self._timers]),

@@ -1,6 +1,6 @@
-"""What the answers of a model are compared with: its operators computed by a reference.
+"""The reference of a model's answers: the model with its operators computed by a reference.
 
-As a measure of noise, the same reference also runs on inputs moved by one bit.
+To measure noise, the same reference also runs on inputs changed in the last bit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ssdprof.pipeline.answers_request import Reference as Wanted
 from ssdprof.pipeline.substitute import Compute, implemented
 from ssdprof.schema import EXACT_FP32
 
-LONGEST_S = 300.0  # that the oracle may take for all of a prompt's runs, by its time on a piece
+LONGEST_S = 300.0  # limit of the oracle's time for all runs of a prompt, estimated from a piece
 PIECE = 2048  # tokens from which the estimate is made
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """name: for the report.  remark: why it is this one, in a sentence; empty if it is the oracle."""
+    """name: for the report.  remark: the reason of the choice, in a sentence; empty for the oracle."""
 
     compute: Compute
     name: str
@@ -47,17 +47,17 @@ def baseline(sites: Sequence[Site]) -> Compute:
 
 
 def baseline_name(sites: Sequence[Site]) -> str:
-    """Its name: a model has one kind of operator."""
+    """The name of the baseline: a model has one kind of operator."""
     return operators.get(sites[0].operator).baseline
 
 
 def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
-    """The oracle, or the baseline where that is asked for, or where the oracle would take longer than `LONGEST_S`.
+    """The oracle, or the baseline if requested or if the oracle would take longer than `LONGEST_S`.
 
-    runs: how many runs of the model on the reference the comparison takes; a run with it in some layers is a fraction.
+    runs: number of runs of the model on the reference; a run with it in some layers counts as a fraction.
     """
     if wanted == "unfused":
-        return _baseline(prompt, "It was asked for.")
+        return _baseline(prompt, "--reference names it.")
     if wanted == "auto" and prompt.ids.shape[1] > 2 * PIECE:
         seconds = runs * _oracle_seconds(prompt)
         if seconds > LONGEST_S:
@@ -84,11 +84,11 @@ def _oracle_seconds(prompt: PromptRun) -> float:
 
 
 def with_moved_bits(compute: Compute) -> Compute:
-    """`compute`, on inputs of which the last bit of each element is the other one.
+    """`compute` on inputs with the last bit of each element flipped.
 
-    In the tensors that a model writes side by side (x, B and C of SSD, q, k and v of GDN), half of the numbers move up
-    and the others down: a change of half to one unit in the last place, as another rounding before the operator
-    makes it.  Zeros stay: their last bit would be a number of another order.
+    This changes the tensors that a model writes into one tensor (x, B and C of SSD, q, k and v of GDN).  Half of the
+    numbers become larger and the others smaller, by half to one unit in the last place, as after a different rounding
+    before the operator.  Zeros are not changed, because their last bit is a number of another magnitude.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def with_moved_bits(compute: Compute) -> Compute:
 
 
 def in_other_chunks(compute: Compute) -> Compute:
-    """`compute` in chunks of half the length, where the operator's inputs name one that can be halved."""
+    """`compute` with chunks of half the length, if the operator's inputs have a chunk size that can be halved."""
 
     def run(call: OperatorCall) -> Result:
         chunk = getattr(call.inputs, "chunk_size", 0)

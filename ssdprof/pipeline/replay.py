@@ -1,4 +1,4 @@
-"""One layer's captured inputs through every implementation at every precision: right first, then how fast."""
+"""Replays one layer's captured inputs through every implementation at every precision: verifies, then times."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from ssdprof.schema import CallRef, CaseResult, Ceilings, LayerRef, PrecisionRec
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """precisions: of implementations that have no precisions of their own.
-    implementations: names, as `operators.named` resolves them; those that are not there are left out.
-    baseline: compared with at exact intermediates and the same state dtype, or at its own precision; replayed whether
-        it is in `implementations` or not.
-    roster, rehearsals: what is known of the names, and of own kernels' first calls, from other layers.
-    timed: measure speed, where there is a GPU to measure.
-    ceilings: for the roofline; None leaves it out.
-    on_case: called with each case when it is finished, also with those that an interruption leaves untimed.
+    """precisions: of implementations without their own.
+    implementations: names, as `operators.named` resolves them; unavailable ones are left out.
+    baseline: at exact intermediates and the same state dtype, or at its own precision; replayed even if it is not
+        in `implementations`.
+    roster, rehearsals: resolved names, and first calls of users' kernels, from other layers.
+    timed: measure speed, if there is a GPU.
+    ceilings: for the roofline; None: no roofline.
+    on_case: called with each finished case, and after an interruption with the untimed ones.
     on_timed: called after each timed group, while the GPU is still warm from it.
     """
 
@@ -57,7 +57,7 @@ class ReplayOptions:
 
 
 def unready(operator: str, implementations: Sequence[str] = COMPARED) -> str:
-    """What a replay of the operator still lacks, in words; empty if it can be replayed."""
+    """The reason why the operator cannot be replayed; empty if it can."""
     record = operators.get(operator)
     if record.judgement is None or record.cost is None:
         return "ssdprof cannot judge what its kernels compute"
@@ -68,11 +68,11 @@ def unready(operator: str, implementations: Sequence[str] = COMPARED) -> str:
 def replay_layer(
     layer: LayerRef, inputs: Any, options: ReplayOptions, call: CallRef | None = None
 ) -> tuple[CaseResult, ...]:
-    """The result of every case, grouped by state dtype, the baseline first.  What went wrong is in a case's status.
+    """The result of every case, grouped by state dtype, the baseline first.  Errors are in a case's status.
 
     call: which of the layer's calls the inputs are of; None: the one for a whole prompt.
 
-    Raises BadInputError for an unknown implementation, MissingCapabilityError for a baseline that is not there.
+    Raises BadInputError for an unknown implementation, MissingCapabilityError for an unavailable baseline.
     """
     device = tensors.device(inputs)
     bench = CudaBench(device) if options.timed and device.type == "cuda" and not INTERPRETED else None
@@ -80,7 +80,7 @@ def replay_layer(
 
 
 class LayerReplay:
-    """The replay of one layer: what is known of each case so far.  Without a bench, nothing is timed."""
+    """The replay of one layer, with the results so far.  Without a bench, nothing is timed."""
 
     def __init__(
         self, layer: LayerRef, inputs: Any, options: ReplayOptions, bench: Bench | None, call: CallRef | None = None
@@ -108,7 +108,7 @@ class LayerReplay:
         self._finished: set[Case] = set()
 
     def run(self) -> tuple[CaseResult, ...]:
-        """Broken off, it still hands to `on_case` what was judged."""
+        """Run all cases.  After an interruption, `on_case` still gets the cases that were verified."""
         try:
             for batch in batches_of(self._groups, outputs_that_fit(self._inputs)):
                 self._judge(batch)
@@ -123,7 +123,7 @@ class LayerReplay:
             raise
         return tuple(self._results[case] for group in self._groups for case in group)
 
-    # --- right
+    # --- accuracy
 
     def _judge(self, batch: Sequence[Case]) -> None:
         """Run the batch and compare it with the oracle; finish the cases that will not be timed."""
@@ -141,7 +141,7 @@ class LayerReplay:
 
     def _attempt(self, case: Case) -> Attempt:
         tried = attempt(self._calls[case])
-        if case not in self._results:  # a baseline runs again for every batch that needs it
+        if case not in self._results:  # a baseline runs for every batch that needs it
             self._results[case] = CaseResult(
                 layer=self._layer,
                 call=self._call_ref,
@@ -189,7 +189,7 @@ class LayerReplay:
     def _objection(self, case: Case, comparison: Comparison) -> str:
         return "" if self._tolerated(case, comparison) else objection(comparison)
 
-    # --- fast
+    # --- speed
 
     def _time(self, group: Group, bench: Bench) -> None:
         """Time the group's cases that passed, against its baseline, and finish them."""

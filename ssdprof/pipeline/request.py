@@ -1,4 +1,4 @@
-"""What a user asked for, as plain values.  Words are checked here; models and machines are not known yet."""
+"""The user's request, as plain values.  Options are checked here, without knowledge of models and machines."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ModelRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRequest:
-    """How a server would run the prompts: see `docs/serving.md`.
+    """How prompts are run, as in a server: see `docs/serving.md`.
 
-    batch: prompts side by side.  packed: sequences of drawn lengths behind each other, instead of prompts.
+    batch: number of prompts.  packed: packed sequences of random lengths, instead of prompts.
     chunk: tokens per call of a chunked prefill.  decode: tokens to generate after each prompt.
     """
 
@@ -49,7 +49,7 @@ class ServingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRequest:
-    """text: "default", "random" or a file.  seqlens: tokens of each prompt; None lets the machine decide."""
+    """text: "default", "random" or a file.  seqlens: tokens of each prompt; None: depends on the machine."""
 
     text: Path | Literal["default", "random"] = "default"
     seqlens: tuple[int, ...] | None = None
@@ -58,10 +58,10 @@ class PromptRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureRequest:
-    """Which layers' inputs to take, from which model, on which prompt.
+    """The layers to capture, the model and the prompt.
 
-    layers: "all", "first:N", "3,7" or "every:K".  segment_length: tokens per forward call; None lets capture decide.
-    placement: where the weights go; None lets the machine decide.
+    layers: "all", "first:N", "3,7" or "every:K".  segment_length: tokens per forward call; None: chosen by capture.
+    placement: where the weights are; None: depends on the machine.
     """
 
     model: ModelRequest
@@ -73,16 +73,16 @@ class CaptureRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRequest:
-    """What to compare, and what must hold.  smallest_difference: of two times that counts, relative.
+    """What to compare, and the gates.  smallest_difference: the smallest relative difference of times that counts.
 
     cast: the dtype in which captured inputs are replayed; None: the model's own.
-    warm: time by a second clock, too: see `measure.sampling.SamplingPlan`.
+    warm: also measure with the warm clock: see `measure.sampling.SamplingPlan`.
 
     tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
 
-    states: dtypes of the inter-chunk states; None takes the usual ones of `schema.precisions_for`.
+    states: dtypes of the inter-chunk states; None: the defaults of `schema.precisions_for`.
     implementations, baseline: names, as `operators.named` resolves them.
-    first_call_s: seconds that the first call of an own kernel may take.
+    first_call_s: time limit of the first call of a user's kernel.
     """
 
     intermediates: Dtypes = "all"
@@ -97,7 +97,7 @@ class ReplayRequest:
     gates: Gates = NO_GATES
 
     def cast_from(self, dtype: DType) -> Cast | None:
-        """What is done to inputs of this dtype; None: nothing."""
+        """The cast of inputs of this dtype; None if there is none."""
         return Cast(source=dtype, to=self.cast) if self.cast not in (None, dtype) else None
 
     def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
@@ -107,7 +107,7 @@ class ReplayRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """How a run is kept.  out: its folder; None makes one under runs/.  command: as typed."""
+    """How a run is stored.  out: its folder; None: a new one under runs/.  command: as typed."""
 
     out: Path | None = None
     save_captures: bool = False
@@ -131,9 +131,9 @@ def parse_states(states: str) -> tuple[DType, ...]:
 
 
 def parse_implementations(option: str, words: str) -> tuple[str, ...]:
-    """ "fused,unfused" -> names, each once, of an option that is called `option`.
+    """ "fused,unfused" -> names without duplicates.  option: for messages.
 
-    Which there are depends on the operator, and is not checked here.
+    Whether they exist depends on the operator, and is not checked here.
     """
     names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
     if "" in names:
@@ -142,7 +142,7 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
 
 
 def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
-    """ "1%" -> 0.01, of an option that is called `option`.  whole: 100% is one, too."""
+    """ "1%" -> 0.01.  option: for messages.  whole: 100% is allowed."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
@@ -156,7 +156,7 @@ def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
 def parse_serving(
     batch: int, packed: str | None, chunk: str | None, decode: int, *, seq: str | None, segment: str | None
 ) -> ServingRequest:
-    """The options of that name.  BadInputError for what cannot be read, and for what does not go together."""
+    """Parse the options of serving.  Raises BadInputError for invalid ones and for invalid combinations."""
     if packed is not None:
         for option, given in (
             ("--seq", seq is not None),

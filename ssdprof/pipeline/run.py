@@ -1,6 +1,6 @@
 """`ssdprof run`: from a model or stored captures to a report.
 
-locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> compare answers, if asked for -> record
+locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> compare answers, if requested -> record
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(
 ) -> tuple[Path, RunReport]:
     """Capture a model's layers on each prompt, or open stored captures, and replay them.
 
-    found: what `find_to_replay` gave for the request, if it was asked already.
+    found: the result of `find_to_replay` for the request, if it was called before.
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
@@ -86,13 +86,13 @@ def run(
             run_model(found, loaded, writer.add, on_layer)
         else:
             run_model(found, loaded, on_layer)
-        if found.whole and not found.serving.decode:  # decoding takes the whole model too, and no answers
+        if found.whole and not found.serving.decode:  # with --decode the model is whole, but no answers are compared
             compare_answers(loaded, found, _answers_wanted(replay, lineup), watcher, recorder.answered)
     return folder.path, recorder.report
 
 
 def _answers_wanted(replay: ReplayRequest, lineup: Lineup) -> AnswersRequest:
-    """The same precisions and implementations, but other libraries, in the model as it was captured."""
+    """The same precisions and implementations, except other libraries, in the dtype of the captured model."""
     names = lineup.answering
     return AnswersRequest(precisions=replay.precisions, implementations=names, weights="own")
 
@@ -129,10 +129,10 @@ def _run_stored(
 
 
 def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = None) -> Lineup:
-    """Who takes part.  Raises what keeps this machine from replaying what was found; `--dry-run` asks the same.
+    """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run` calls it too.
 
     ranks: processes that share the layers.
-    Loads nothing.  Whether a model's weights find room is for `placement.choose` to say.
+    Loads nothing.  `placement.choose` decides whether a model's weights fit.
     """
     if ranks is not None and ranks.count > (layers := len(found.layers)):
         raise BadInputError(
@@ -165,12 +165,12 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
 def _replaying(
     recorder: Recorder, wanted: ReplayRequest, lineup: Lineup, dtype: DType, watcher: Watcher, calls: int
 ) -> Iterator[OnLayer]:
-    """The context's value replays a layer and records what comes out.  dtype: of the model.  calls: to be expected."""
+    """The context's value replays a layer and records the results.  dtype: of the model.  calls: expected number."""
     cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
         limits.memory_errors(),
-        # In the interpreter NumPy would warn of lanes that a kernel masks.  Outputs are checked for NaN in any case.
+        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
         np.errstate(invalid="ignore", over="ignore"),
         ClockWatch() as clocks,
         watcher.step("Replaying", calls, unit="calls") as advance,

@@ -1,4 +1,4 @@
-"""A stall report as files: JSON, Markdown, and pictures that open from the Markdown's folder."""
+"""Reads and writes stall reports: JSON, Markdown and pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dump(report: StallReport) -> str:
 
 
 def load(file: Path) -> StallReport:
-    """The report that `dump` wrote.  Raises BadInputError if it cannot be read or has another version."""
+    """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another version."""
     try:
         text = file.read_text(encoding="utf-8")
         document = json.loads(text)
@@ -46,24 +46,24 @@ def load(file: Path) -> StallReport:
 
 
 def of_run(folder: Path) -> StallReport | None:
-    """What a run's folder knows of stalls."""
+    """The stall report in a run's folder, if there is one."""
     record = folder / FOLDER / RECORD
     return load(record) if record.is_file() else None
 
 
 def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
-    """figures: title -> file name of pictures beside the Markdown, as `write_pictures` gives them."""
+    """figures: title -> file name of a picture in the Markdown's folder, from `write_pictures`."""
     return markdown.render_document(stall_document.compose(report, figures or {}))
 
 
 def write(folder: Path, report: StallReport) -> None:
-    """Everything, into a folder that exists: what was there before is replaced."""
+    """Write all files into an existing folder, and replace older ones."""
     files.write_text(folder / RECORD, dump(report) + "\n")
     write_markdown(folder / DOCUMENT, report)
 
 
 def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
-    """A Markdown file, and its pictures beside it: FILE-roofline.svg and a FILE-<design>.svg for each design.
+    """Write a Markdown file, and next to it FILE-roofline.svg and FILE-<design>.svg for each design.
 
     Raises what `files.write_text` raises.
     """
@@ -73,7 +73,7 @@ def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> 
 
 
 def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
-    """Write the pictures beside `file`, a Markdown file.  Returns title -> file name."""
+    """Write the pictures next to `file`, a Markdown file.  Returns title -> file name."""
     figures = {}
     for name, (title, svg) in pictures(report).items():
         picture = file.with_name(f"{file.stem}-{name}.svg")

@@ -1,4 +1,4 @@
-"""One layer's captured tensors, to be profiled: stored ones, or captured anew."""
+"""Provides one layer's tensors for profiling: stored ones, or newly captured ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Captured:
 
 @contextmanager
 def of_request(request: StallRequest, run: tuple[Path, RunReport] | None, watcher: Watcher) -> Iterator[Captured]:
-    """The layer that a request names: stored tensors, else captured anew, for as long as they are needed.
+    """The layer of a request: stored tensors, else newly captured ones, which exist while the context is open.
 
     run: the run that the request names; None if it names a model or captures.
     """
@@ -56,7 +56,7 @@ def of_request(request: StallRequest, run: tuple[Path, RunReport] | None, watche
 
 @contextmanager
 def of_ended_run(wanted: CaptureRequest, run: Path, request: StallRequest, watcher: Watcher) -> Iterator[Captured]:
-    """The layer of a run that has just ended: the tensors that it read or stored, else captured anew as `wanted`.
+    """The layer of a run that has just ended: the tensors that it read or stored, else newly captured as `wanted`.
 
     run: its folder.
     """
@@ -94,7 +94,7 @@ def _stored(folder: Path, request: StallRequest) -> Captured:
 
 
 def _choose(manifest: CaptureManifest, request: StallRequest, folder: Path) -> LayerCapture:
-    """The wanted layer, or the middle one; the wanted length, or the longest."""
+    """The requested layer, or the middle one; the requested length, or the longest."""
     found = [
         stored
         for stored in manifest.layers
@@ -150,6 +150,6 @@ def _of_model(request: StallRequest) -> CaptureRequest:
 
 
 def _whole(prompt: PromptRequest, seqlen: int) -> PromptRequest:
-    """The prompt in one call of every operator, without the steps after it; a pack is drawn again as it was."""
+    """The prompt as one call of every operator, without decode steps.  A pack is drawn with the same lengths."""
     serving = replace(prompt.serving, chunk=None, decode=0)
     return replace(prompt, seqlens=None if serving.packed else (seqlen,), serving=serving)

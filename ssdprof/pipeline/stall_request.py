@@ -1,4 +1,4 @@
-"""What a user asked of `ssdprof stalls`, as plain values."""
+"""The request of `ssdprof stalls`, as plain values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ssdprof.stalls import collect
 
 @dataclass(frozen=True, kw_only=True)
 class StallRequest:
-    """where: a run, a model, a folder of captures; None is the latest run.  layer, seqlen: None takes what is there.
+    """where: a run, a model or a folder of captures; None: the latest run.
 
+    layer, seqlen: None: the middle layer, the longest prompt.
     implementations: names, as `operators.named` resolves them.
-    out: the folder for what is found; None takes the run's, or makes one under runs/.
-    overwrite: stalls that were found before.  tuned: a file of configurations that the kernels shall take.
+    out: the folder for the results; None: the run's, or a new one under runs/.
+    overwrite: replace existing stalls.  tuned: a file with configurations for the kernels.
     command: as typed.
     """
 

@@ -1,4 +1,4 @@
-"""`ssdprof stalls`: captured tensors -> ncu -> records -> files beside the run.
+"""`ssdprof stalls`: captured tensors -> ncu -> records -> files in the run's folder.
 
 locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read -> analyse
 """
@@ -32,14 +32,14 @@ from ssdprof.stalls.open import open_report
 
 
 def from_files(paths: Sequence[Path]) -> StallReport:
-    """What reports that were made elsewhere say."""
+    """The stall report from existing ncu reports."""
     return analyse([open_report(path) for path in paths])
 
 
 def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]:
-    """Collect stalls for one layer.  Returns the folder with the reports and what they say.
+    """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
 
-    Where ncu cannot work, the report says why (`missing`), and what Triton knows by itself.
+    If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
     Raises MissingCapabilityError without a GPU.
     """
     _require_gpu()
@@ -54,7 +54,7 @@ def profile_run(
 ) -> StallReport:
     """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the run's folder.
 
-    asked: what the run captured.  tuned: see `StallRequest`.  Raises what `profile` raises.
+    asked: the request of the run.  tuned: see `StallRequest`.  Raises what `profile` raises.
     """
     _require_gpu()
     wanted = stall_inputs.middle_layer(asked, report)
@@ -68,7 +68,7 @@ def profile_run(
 
 
 def profile_layer(captured: Captured, request: StallRequest, folder: Path, watcher: Watcher) -> StallReport:
-    """Launch, profile, read and write: `folder` gets an ncu report per implementation, and what they say."""
+    """Launch, profile, read and write: `folder` gets an ncu report per implementation, and the stall report."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as cache:
         found = _collect(captured, request, folder, Path(cache), watcher)
@@ -93,7 +93,7 @@ def profile_layer(captured: Captured, request: StallRequest, folder: Path, watch
 
 @dataclass(frozen=True)
 class Collected:
-    """launched: by each implementation.  files: ncu's reports, in that order; none if something is `missing`.
+    """launched: by each implementation.  files: ncu's reports, in that order; empty if `missing`.
 
     left_out: a sentence for each library that cannot be profiled.
     """
@@ -146,8 +146,7 @@ def _collect(captured: Captured, request: StallRequest, folder: Path, cache: Pat
 
 
 def _launch(job: collect.Job, timeout_s: float) -> Launched:
-    """Raises BadInputError for an implementation that launches nothing that could be profiled, and what
-    `collect.launch` raises."""
+    """Raises BadInputError for an implementation that launches no Triton kernel, and what `collect.launch` raises."""
     launched = collect.launch(job, timeout_s=timeout_s)
     if not launched.launches:
         raise BadInputError(f"{launched.implementation} launches no Triton kernel.", "Leave it out of --impl.")
@@ -155,7 +154,7 @@ def _launch(job: collect.Job, timeout_s: float) -> Launched:
 
 
 def _unfit(name: str, error: SsdprofError) -> SsdprofError:
-    """Names the user's own kernel that cannot be profiled.  If it ended or outlasted its process, a gate failed."""
+    """The error for a user's kernel that cannot be profiled.  A crash or a timeout counts as a failed gate."""
     code = ExitCode.GATE_FAILED if isinstance(error, MissingCapabilityError) else error.exit_code
     return SsdprofError(
         f"{name} cannot be profiled.  {error.message}", "'ssdprof run' shows what is wrong with it.", code
@@ -175,7 +174,7 @@ def _require_gpu() -> None:
 
 
 def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
-    """The run that the request names; None if it names a model or captures."""
+    """The run of the request; None if it names a model or captures."""
     where = request.where
     if where is not None and not any((path / runs.REPORT).is_file() for path in (Path(where), runs.RUNS / where)):
         return None
@@ -184,7 +183,7 @@ def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
 
 @contextmanager
 def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterator[Path]:
-    """The folder for what is found."""
+    """The folder for the results."""
     if request.out is None and run is not None:
         with _made(run[0] / stall_files.FOLDER, overwrite=request.overwrite) as folder:
             yield folder
@@ -198,7 +197,7 @@ def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterat
 
 @contextmanager
 def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder that is removed again if nothing was written into it."""
+    """A new folder, removed if nothing was written into it."""
     if (folder / stall_files.RECORD).exists() and not overwrite:
         raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
     folder.mkdir(exist_ok=True)

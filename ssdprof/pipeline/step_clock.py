@@ -1,4 +1,4 @@
-"""How long each step of a job took, and what is left of its budget."""
+"""Times the steps of a job, and tracks its budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssdprof.schema.prefill import StepTime
 
 
 class StepClock:
-    """budget: seconds of wall clock from now on; None is no limit.  on_step: hears of every step that ended.
+    """budget: seconds of wall clock from now on; None: no limit.  on_step: called after every step.
 
     now: the clock, in seconds.
     """
@@ -27,11 +27,11 @@ class StepClock:
         self._on_step, self.now = on_step, now
 
     def left(self) -> float:
-        """Seconds of the budget; infinite without one, and 0 when it is spent."""
+        """Remaining seconds of the budget; infinite without one, and 0 when it is spent."""
         return max(0.0, self._ends - self.now())
 
     def within(self, what: str) -> StepClock:
-        """The same clock, for the steps of a part of the job."""
+        """The same clock for a part of the job."""
 
         def on_step(step: StepTime) -> None:
             self._on_step(step.model_copy(update={"what": f"{what}, {step.what}"}))
@@ -42,7 +42,7 @@ class StepClock:
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """`on_step` hears of it when it ends, unless an exception ends it."""
+        """Call `on_step` after the block, unless it raises."""
         began = self.now()
         yield
         self._on_step(StepTime(what=what, seconds=round(self.now() - began, 3)))

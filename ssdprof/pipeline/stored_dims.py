@@ -11,7 +11,7 @@ from ssdprof.schema import Dims, LayerCapture
 
 
 def stored_dims(capture: LayerCapture) -> Dims:
-    """The operator's own count, on tensors that have no memory.  BadInputError for a record that makes no inputs."""
+    """The sizes from the operator's cost, on meta tensors.  BadInputError for an invalid record."""
     operator = operators.get(capture.layer.operator)
     try:
         tensors = {

@@ -1,4 +1,4 @@
-"""What a request names.  It is checked before torch is imported, so that a wrong name or layer is refused at once."""
+"""Finds the subject of a request.  Runs before torch is imported, so that a wrong name or layer is refused at once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SEED = 0  # of the lengths of packed sequences
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The subject of a request: a checkpoint that was found, its wanted layers, and lengths that suit this machine.
+    """The subject of a request: a checkpoint, its selected layers, and the prompt lengths.
 
     seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
-    whole: all of the model is needed, with its language-model head, and not only the layers up to the last wanted one.
+    whole: the whole model is needed, with its language-model head; else only the layers up to the last selected one.
     head: the language-model head is needed; it is, if `whole`.
     dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
@@ -49,18 +49,18 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that are needed, once loaded."""
+        """Bytes of the needed weights, once loaded."""
         return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
 
     @property
     def calls(self) -> int:
-        """Captures to be expected: of all layers on all prompts."""
+        """Expected number of captures: all layers on all prompts."""
         return len(self.layers) * sum(len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The subject of a request for stored captures: the wanted layers of each prompt."""
+    """The subject of a request for stored captures: the selected layers of each prompt."""
 
     folder: Path
     manifest: CaptureManifest
@@ -76,7 +76,7 @@ class Stored:
 
     @property
     def seqlens(self) -> tuple[int, ...]:
-        """The lengths of the prompts in tokens, each once."""
+        """The distinct lengths of the prompts in tokens."""
         found = (capture.call.prompt_seqlen if capture.call else capture.seqlen for capture in self.chosen)
         return tuple(dict.fromkeys(found))
 
@@ -95,13 +95,13 @@ class Stored:
 
 
 def captures_of(request: CaptureRequest) -> Path | None:
-    """The folder, if the request names one of stored captures."""
+    """The folder of stored captures, if the request names one."""
     folder = Path(request.model.model).expanduser()
     return folder if is_capture(folder) else None
 
 
 def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
-    """Locate the model and choose its layers; small files are downloaded.  Raises what they raise.
+    """Locate the model and select its layers; downloads small files.
 
     whole, head: see `Subject`.
     """
@@ -109,7 +109,7 @@ def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) ->
     located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
     layers = select_layers(request.layers, located.ref.layers)
     asked = request.prompt.serving
-    from ssdprof.pipeline import limits  # imports torch, after all that needs none
+    from ssdprof.pipeline import limits  # imports torch, so after all other checks
 
     whole = whole or asked.decode > 0  # a model that generates tokens
     lengths: tuple[int, ...] = ()
@@ -140,8 +140,8 @@ def _refuse_too_many(tokens: int) -> None:
 def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
     """As `find`, or the wanted layers of stored captures.
 
-    BadInputError for options that do not go with stored captures, and for a model whose layers are larger than any
-    implementation takes.
+    BadInputError for options that do not apply to stored captures, and for a model whose layers are too large for
+    every implementation.
     """
     folder = captures_of(request)
     if folder is not None:
@@ -171,13 +171,13 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
 
 
 def refuse_large(subject: Subject) -> None:
-    """BadInputError for layers of sizes that no bundled implementation takes: `largest` of the operator's outline."""
+    """BadInputError for layers that are too large for bundled implementations (`largest` of the operator's outline)."""
     for layer in subject.layers:
         refuse_larger(subject.ref, layer, vars(subject.located.dims(layer)))
 
 
 def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
-    """BadInputError for a layer of which one of the sizes, by name, is larger than any bundled implementation takes."""
+    """BadInputError for a layer with a size above the maximum of the bundled implementations."""
     for name, most in operators.outline(layer.operator).largest.items():
         if sizes[name] > most:
             raise BadInputError(

@@ -1,4 +1,4 @@
-"""An implementation in the place of a model's operators, while the model runs."""
+"""Replaces a model's operators by an implementation while the model runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.named import resolve
 from ssdprof.schema import DType, PrecisionRecord
 
-Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32 or None where the call wants none
+Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32, or None if the call does not need them
 
 
 def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) -> Compute:
     """The implementation `name` at `precision`, for the operators that `sites` call.
 
-    Raises what `resolve` and `Named.present` raise.  The result raises UnsupportedError for what the implementation
-    does not do.
+    Raises what `resolve` and `Named.present` raise.  The result raises UnsupportedError for calls that the
+    implementation does not support.
     """
     wanted = precision_of(precision)
     runs = {
@@ -36,7 +36,7 @@ def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) ->
 def precisions_of(
     name: str, sites: Sequence[Site], dtype: DType, wanted: tuple[PrecisionRecord, ...]
 ) -> tuple[PrecisionRecord, ...]:
-    """Those of `wanted` at which the implementation `name` runs on inputs of `dtype`, or its own."""
+    """The precisions of `wanted` that the implementation `name` supports for inputs of `dtype`, or its own."""
     return resolve(operators.get(sites[0].operator), name).precisions(dtype, wanted)
 
 
@@ -51,7 +51,7 @@ def substituted(
     """While the context is open, the handler of `by_layer` computes the operators of a model.
 
     sites: all that the model has, from `find_sites`.
-    The model is as before when the context closes.  What `compute` raises passes through the model's forward.
+    The model is restored when the context closes.  What `compute` raises passes through the model's forward.
     """
     with intercept(sites, by_layer(sites, compute, layers=layers, elsewhere=elsewhere)) as count:
         yield count
@@ -64,9 +64,9 @@ def by_layer(
     layers: Collection[int] | None = None,
     elsewhere: Compute = OperatorCall.run_original,
 ) -> Compute:
-    """`compute` in the place of the operator in `layers`, and `elsewhere` in the others.
+    """A handler that calls `compute` in `layers`, and `elsewhere` in the others.
 
-    layers: indices of decoder layers; None is every one.  elsewhere: by default what the model would have computed.
+    layers: indices of decoder layers; None: all.  elsewhere: by default the model's own function.
     """
     chosen = {
         site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere for site in sites

@@ -1,4 +1,4 @@
-"""What one rank of a tensor-parallel server computes: the first rank's heads of every layer."""
+"""The share of the first rank of a tensor-parallel server: its heads of every layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks:
 
 
 def first_rank(inputs: Any, ranks: int) -> Any:
-    """The first rank's share of an operator's inputs, in the layout that the rank's own projection gives."""
+    """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
     if ranks == 1:
         return inputs
     sharding = operators.of(inputs).sharding

@@ -1,4 +1,4 @@
-"""A run's report, for people and for machines: tables, terminal, Markdown.  Reads only `ssdprof.schema`."""
+"""Renders a run's report: tables, terminal, Markdown, HTML and exports.  Reads only `ssdprof.schema`."""
 
 from ssdprof.report import brief, markdown, tables, terminal
 from ssdprof.report.accuracy_table import accuracy_table

@@ -1,4 +1,4 @@
-"""What `ssdprof accuracy` prints: what to do, and the match table of the chosen precisions behind it."""
+"""The output of `ssdprof accuracy`: a recommendation, and the match table of the chosen precisions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def accuracy_table(
     """Match percentages against the baseline and fp64, one column per chosen precision, under a verdict.
 
     Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also if it compared
-    nothing with one of the state dtypes.
+    nothing at one of the state dtypes.
     """
     kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
 
@@ -67,7 +67,7 @@ def accuracy_table(
 
 
 def advice(series: tuple[Series, ...]) -> str:
-    """Which precisions of an implementation may be used, as far as the operator's own output tells."""
+    """The precisions of an implementation that may be used, judged by the operator's own output."""
     name = series[0].implementation
     good = [s for s in series if s.within_budget]
     bad = "; ".join(f"{s.precision}: {trouble_words(s)}" for s in series if not s.within_budget)
@@ -85,7 +85,7 @@ def _sentence(where: str, text: str) -> str:
 
 
 def _with_baseline(group: Group, name: str, chosen: Callable[[CaseResult], bool]) -> Group:
-    """The chosen cases of an implementation, and every case of the baseline beside it."""
+    """The chosen cases of an implementation, and every case of the baseline."""
     return group.keep(
         lambda case: chosen(case) if case.implementation == name else case.implementation == group.baseline
     )

@@ -1,4 +1,4 @@
-"""The report on one screen: what ran, a table of speed, one of accuracy, caveats, where more is, then the verdict."""
+"""The report on one screen: the subject, a table of speed, one of accuracy, caveats, a pointer, then the verdict."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _parts(report: RunReport) -> Iterator[RenderableType]:
 
 
 def _reasons(report: RunReport) -> list[str]:
-    """Why cases failed, each reason once."""
+    """The distinct reasons of failed cases."""
     found = {case.reason: case for case in reversed(outcome(report).failed) if case.reason}
     return [
         _short(f"layer {case.layer.index}, {case.implementation} ({case.precision}): {reason}")

@@ -1,4 +1,4 @@
-"""Cases, layers and precisions in words, as sentences name them."""
+"""Cases, layers and precisions as text for sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ssdprof.report.groups import Series
 from ssdprof.schema import CaseResult, PrecisionRecord
 from ssdprof.schema.outcome import exact_answer_is_finite
 
-_STATUSES = {"nonfinite": "not finite"}  # the others are words already
+_STATUSES = {"nonfinite": "not finite"}  # the other statuses are used as they are
 _NO_ANSWER = "without a finite exact answer"
 
 
@@ -23,7 +23,7 @@ def case_words(cases: Iterable[CaseResult]) -> str:
 
 
 def trouble_words(series: Series) -> str:
-    """Why a series did not pass: "not finite in layer 9"."""
+    """The reason why a series did not pass: "not finite in layer 9"."""
     found: dict[str, list[int]] = {}
     for case in series.cases:
         if case.status != "passed":
@@ -34,7 +34,7 @@ def trouble_words(series: Series) -> str:
 
 
 def status_words(case: CaseResult) -> str:
-    """ "not finite"; a case whose exact answer is not finite is not its kernel's fault."""
+    """ "not finite"; distinguishes cases whose exact answer is not finite either."""
     return _STATUSES.get(case.status, case.status) if exact_answer_is_finite(case) else _NO_ANSWER
 
 

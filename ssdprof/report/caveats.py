@@ -1,4 +1,4 @@
-"""What a reader must know to trust a run's numbers."""
+"""Caveats of a run's numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ssdprof.report.case_words import case_words, precision_words
 from ssdprof.report.groups import Group, groups, precision_order
 from ssdprof.schema import CaseResult, Clocks, PrecisionRecord, RunReport
 
-_SAME_AS = "the same as "  # begins the part of a plan that names a precision with the same bits
+_SAME_AS = "the same as "  # the start of the part of a plan that names a precision with equal results
 
 
 def caveats(report: RunReport) -> tuple[str, ...]:
-    """What a reader must know to trust the numbers: the run's own notes, and what the results say themselves."""
+    """The run's own notes, and caveats that follow from the results."""
     return (*_of_results(report), *report.notes)
 
 
@@ -44,7 +44,7 @@ def _of_results(report: RunReport) -> Iterator[str]:
 
 
 def _of_libraries(report: RunReport) -> Iterator[str]:
-    """What became of other libraries: it fails no run."""
+    """Caveats on other libraries, which do not fail a run."""
     own = [case for case in report.cases if case.implementation in report.libraries]
     troubles: dict[tuple[str, str], list[CaseResult]] = {}
     for case in own:
@@ -67,7 +67,7 @@ def _longest_sequence(report: RunReport, group: Group) -> int | None:
 
 
 def _equal_precisions(report: RunReport) -> Iterator[str]:
-    """Which precisions of an implementation give the bits of another one, by the plans of its cases."""
+    """The precisions of an implementation that give the same bits as another one, from the plans of its cases."""
     found: dict[tuple[str, str], dict[PrecisionRecord, None]] = {}
     for case in report.cases:
         for part in case.plan.split("; "):

@@ -1,4 +1,4 @@
-"""What `ssdprof compare` prints: two runs, benches or records of prefill times side by side."""
+"""The output of `ssdprof compare`: two runs, benches or prefill results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdprof.report.tables import Note, Table
 from ssdprof.report.tables import comparison as tables
 from ssdprof.schema.comparison import Comparison, Condition, Total, TotalBy
 
-GOOD = ("PASSED", "Compared")  # how a line begins that holds no bad news
+GOOD = ("PASSED", "Compared")  # prefixes of lines without a failure
 _MOST_OFFENDERS = 20
 _BY: dict[TotalBy, str] = {
     "device time": "by device time",
@@ -85,7 +85,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 
 
 def _of_prefills(comparison: Comparison) -> list[str]:
-    """Why absolute times of prefills do not compare though their speedups do; not what the machines differ in."""
+    """Reasons other than the machine why absolute times of prefills cannot be compared, although speedups can."""
     machine = set(map(str, comparison.machine))
     compared = (pair for pair in comparison.pairs if pair.row.prefill and pair.over_baseline)
     return [why for why in dict.fromkeys(why for pair in compared for why in pair.incomparable) if why not in machine]

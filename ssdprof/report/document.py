@@ -1,4 +1,4 @@
-"""What a report says, in which order.  Renderers draw it; none of them decides what is in it."""
+"""The contents of a report and their order.  Renderers draw it without changing the contents."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ssdprof.schema.outcome import outcome
 from ssdprof.schema.prefill import Prefill
 
 Depth = Literal["main", "detail", "file"]
-SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections that a page adds pictures to
+SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """depth: "main" is always in sight; "detail" is folded where it can be; "file" is too long for a terminal."""
+    """depth: "main" is always visible; "detail" is folded if possible; "file" is too long for a terminal."""
 
     title: str
     blocks: tuple[Table | Figure | Note | str, ...]
@@ -32,7 +32,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """origin: (label, value) of what a reader must know before any number."""
+    """origin: (label, value) pairs shown before all numbers."""
 
     title: str
     origin: tuple[tuple[str, str], ...] = ()
@@ -45,7 +45,7 @@ class Document:
 
 
 def compose(report: RunReport) -> Document:
-    """The whole report: the answer first, then the tables behind it, then every layer."""
+    """The whole report: the statements first, then the tables, then every layer."""
     found = groups(report)
     return Document(
         title=heading(report),
@@ -78,7 +78,7 @@ def _sections(report: RunReport, found: tuple[Group, ...]) -> Iterator[Section]:
     yield _section("Failures and refusals", "main", run.failures(report))
     speeds = [table for group in found if (table := speed.total(group))]
     yield _section(SPEED, "main", *speeds, speed.READING if speeds else None)
-    yield _section("A second clock", "main", *(warm.total(group) for group in found))
+    yield _section("Warm clock", "main", *(warm.total(group) for group in found))
     matches = [table for group in found for table in _accuracy(group) if table]
     yield _section(ACCURACY, "main", *matches, accuracy.READING if matches else None)
     compared = [table for one in report.answers for table in (answers.total(one), answers.by_layer(one)) if table]
@@ -120,7 +120,7 @@ def _accuracy(group: Group) -> Iterator[Table | None]:
 
 
 def prefill_sections(found: Prefill) -> Iterator[Section]:
-    """How long the whole model takes, and where the time goes."""
+    """The time of the whole model, and the share of its parts."""
     times = prefill.times(found)
     yield _section("Prefill time", "main", times, prefill.reading(found) if times else None)
     yield _section("Prefills not timed, and predictions", "main", *prefill.failures(found), *prefill.differences(found))

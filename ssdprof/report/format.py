@@ -1,4 +1,4 @@
-"""Numbers as a report prints them.  A missing value is "-"."""
+"""Formats numbers for reports.  A missing value is "-"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def speedup(value: float | None, interval: Interval | None) -> str:
 
 
 def counts(smallest_difference: float) -> str:
-    """Which ratios are called faster or slower, in a sentence."""
+    """A sentence that says which ratios are called faster or slower."""
     much = f"differs from 1 by more than {100 * smallest_difference:g}%" if smallest_difference else "excludes 1"
     return f"Faster or slower: the whole interval {much}."
 

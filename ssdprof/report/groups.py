@@ -1,4 +1,4 @@
-"""Cases that may be compared and added up, and the words for them."""
+"""Groups cases that can be compared and added up, and describes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Series:
 
     @property
     def within_budget(self) -> bool:
-        """Whether every case passed; another library's may pass outside the error budget, and this is False then."""
+        """Whether every case is within the error budget.  False for another library that passed outside of it."""
         return all(case.status == "passed" and all(one.passed for one in case.accuracy) for case in self.cases)
 
     @property
@@ -43,9 +43,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Group:
-    """All cases of one kind of call on one prompt, of one size: they may be compared and added up.
+    """All cases of one kind of call on one prompt, of one size, which can be compared and added up.
 
-    call: one of these calls, if they are not those of a whole prompt.
+    call: one of these calls; None for calls of a whole prompt.
     """
 
     seqlen: int
@@ -78,7 +78,7 @@ class Group:
 
     @property
     def calls(self) -> int:
-        """Calls of all layers."""
+        """Number of calls, in all layers."""
         return len({(case.layer.index, case.call) for case in self.cases})
 
     @property
@@ -108,7 +108,7 @@ class Group:
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """Implementations that a report is about: all but the baseline."""
+        """The compared implementations: all except the baseline."""
         return tuple(name for name in self.implementations if name != self.baseline)
 
     def series(self, implementation: str | None = None) -> tuple[Series, ...]:
@@ -123,14 +123,14 @@ class Group:
         return tuple(found)
 
     def keep(self, wanted: Callable[[CaseResult], bool]) -> Group:
-        """The group of the wanted cases alone."""
+        """The group with only the selected cases."""
         return replace(self, cases=tuple(case for case in self.cases if wanted(case)))
 
     def at_layer(self, layer: LayerRef) -> Group:
         return self.keep(lambda case: case.layer.index == layer.index)
 
     def baseline_of(self, series: Series) -> Series | None:
-        """What a series is compared with: what its cases name; else the baseline, exact, with the same state dtype."""
+        """The baseline of a series: as its cases name it, else the exact baseline with the same state dtype."""
         named = {one.vs_baseline.against for case in series.cases for one in case.accuracy if one.vs_baseline}
         exact = PrecisionRecord(intermediates="exact", state_dtype=series.precision.state_dtype)
         wanted = named or {f"{self.baseline} {exact}"}
@@ -157,7 +157,7 @@ def groups(report: RunReport) -> tuple[Group, ...]:
 
 
 def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
-    """With what each precision was compared, in words; pairs: a precision and the baseline it names."""
+    """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
     found = list(pairs)
     if not found:
         return name
@@ -167,7 +167,7 @@ def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
 
 
 def tokens(prompts: Iterable[Group]) -> str:
-    """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there is nothing else."""
+    """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there are no prompts."""
     every = list(prompts)
     first, *others = dict.fromkeys(group.tokens for group in [one for one in every if not one.steps] or every)
     if not others:

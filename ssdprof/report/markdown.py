@@ -11,17 +11,17 @@ from ssdprof.report.document import Document, Section, compose
 from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.schema import RunReport
 
-LIMIT_BYTES = 1_000_000  # GitHub drops a job summary beyond 1 MiB; other steps of the job may want a line too
-_ROOM_FOR_THE_REST = 1_000  # the sentence about what was left out
+LIMIT_BYTES = 1_000_000  # GitHub drops a job summary above 1 MiB; leaves room for other steps of the job
+_ROOM_FOR_THE_REST = 1_000  # the note on omitted sections
 
 
 def render(report: RunReport, *, limit_bytes: int = LIMIT_BYTES) -> str:
-    """The whole report.  Sections that would exceed the limit are left out from the end, and the last line says so."""
+    """The whole report.  Sections beyond the limit are left out, from the end, and the last line names them."""
     return render_document(compose(report), limit_bytes=limit_bytes)
 
 
 def render_document(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> str:
-    """As `render`, of a document that is composed already."""
+    """As `render`, for a composed document."""
     text = _head(document)
     used = len(text.encode())
     parts = [text]
@@ -71,7 +71,7 @@ def _block(block: Table | Figure | Note | str, section: str) -> str:
 
 
 def draw(table: Table, section: str = "") -> str:
-    """One table; without its title where the section has the same."""
+    """One table, without its title if the section has the same title."""
     rigid = [align == "right" or (column == 0 and bool(table.headings)) for column, align in enumerate(table.align)]
     rows = []
     for index, row in enumerate(table.rows):
@@ -90,7 +90,7 @@ def draw(table: Table, section: str = "") -> str:
 
 
 def _unbroken(cell: str) -> str:
-    """A number and its unit on one line; an interval may go below its ratio."""
+    """Keep a number and its unit on one line; an interval may be on the line below its ratio."""
     return re.sub(r" (?!\[)", "\u00a0", cell)
 
 
@@ -105,10 +105,10 @@ def _rest(sections: list[Section], run_id: str, limit_bytes: int) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown, HTML and GitHub's mathematics leave as it is, on one line."""
+    """Text on one line, escaped for Markdown, HTML and GitHub's mathematics."""
     text = _html(" ".join(text.split()))
     text = re.sub(r"[\\`*|~$]|\](?=[(\[:])", r"\\\g<0>", text)
-    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside a word GitHub leaves it alone
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # GitHub does not interpret it inside a word
 
 
 def _html(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Several precisions of an implementation in one statement: from the least to the greatest."""
+"""One statement for several precisions of an implementation, with ranges of values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _pooled(series: Sequence[Series]) -> Iterator[Pooled]:
 
 
 def _range(values: Iterable[float | None], show: Callable[[float | None], str]) -> str:
-    """ "1.81e-3 to 2.04e-3"; a single text where both ends are shown alike."""
+    """ "1.81e-3 to 2.04e-3"; a single number if both ends have the same text."""
     found = sorted((value for value in values if value is not None), key=nan_is_worst)
     if not found:
         return fmt.MISSING

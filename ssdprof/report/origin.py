@@ -1,4 +1,4 @@
-"""The top of every report: which weights, which GPU, when; and what its words mean."""
+"""The head of every report: weights, GPU and time; and the meanings of its words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEANINGS = (
     ("unfused", "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates"),
     ("fused", "the stages merged into as few kernel launches as is fastest"),
     ("exact", "decays and their products are kept in fp32"),
-    ("relaxed", "they are rounded to 16 bits: to the inputs' dtype, or to bf16 for fp32 inputs"),
+    ("relaxed", "decays and their products in 16 bit: the inputs' dtype, or bf16 for fp32 inputs"),
 )
 IF_THERE = (
     ("recurrent", "one launch that goes token by token, with the state in registers"),
@@ -19,7 +19,7 @@ IF_THERE = (
 
 
 def meanings(report: RunReport) -> tuple[tuple[str, str], ...]:
-    """The words of the report, with its baseline."""
+    """(word, meaning) for the words of the report."""
     ran = {case.implementation for case in report.cases}
     there = tuple((word, meaning) for word, meaning in IF_THERE if word in ran)
     unfused, fused, *precisions = MEANINGS
@@ -31,7 +31,7 @@ def meanings(report: RunReport) -> tuple[tuple[str, str], ...]:
 
 
 def origin(report: RunReport) -> tuple[tuple[str, str], ...]:
-    """(label, value) of what a reader must know before any number."""
+    """(label, value) pairs shown before all numbers."""
     gpu = report.environment.gpu
     return (
         ("weights", weights(report.checkpoint)),
@@ -53,7 +53,7 @@ def weights(ref: CheckpointRef) -> str:
 
 
 def when(created: str) -> str:
-    """ISO 8601 -> "2026-01-02 03:04 UTC"; a text that is none stays as it is."""
+    """ISO 8601 -> "2026-01-02 03:04 UTC"; any other text is unchanged."""
     try:
         time = datetime.fromisoformat(created)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Where a model's weights lie, and what that costs, in words."""
+"""Describes a placement of a model's weights, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of several layers as one."""
+"""Pools the errors of several layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TensorName = Literal["out", "final_states"]
 
 @dataclass(frozen=True)
 class Pooled:
-    """Deviations of several layers as one: elements pooled, the worst of all maxima.
+    """Pooled deviations of several layers: all elements, and the worst maximum.
 
     `largest` is the deviation that holds max_abs, of `layer` and its `call`; rms_ratio is that of the worst call.
     """
@@ -29,7 +29,7 @@ class Pooled:
 
     @property
     def scale_max_abs(self) -> float | None:
-        """The largest value of what `max_abs` is an error of; None if it was not recorded."""
+        """The largest value of the tensor with the error `max_abs`; None if it was not recorded."""
         return self.largest.scale_max_abs
 
     def match_pct(self, tolerance: float) -> float | None:

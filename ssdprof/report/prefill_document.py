@@ -1,4 +1,4 @@
-"""What a report about prefill times says, in which order."""
+"""The contents and order of a report on prefill times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD = ("PASSED", "Prefill times")
 
 
 def compose(report: PrefillReport) -> Document:
-    """The answer first, then the tables behind it."""
+    """The whole report: the statements first, then the tables."""
     found = report.prefill
     card = report.environment.gpu
     parts = ("ssdprof prefill", report.checkpoint.repo_id, card.name if card else "no GPU")
@@ -73,7 +73,7 @@ def _verdict(report: PrefillReport) -> Iterator[str]:
     if report.prefill.left_out or any(
         c.status == "passed" and not c.call for n in report.prefill.lengths for c in n.cases
     ):
-        yield "Some of what was asked for was not timed."
+        yield "Some requested prefills were not timed."
     if report.prefill.failed:
         yield f"{fmt.plural(len(report.prefill.failed), 'case')} failed."
 

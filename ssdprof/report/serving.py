@@ -1,4 +1,4 @@
-"""How prompts were served, in words."""
+"""Describes how prompts were run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report about stalls says, in which order."""
+"""The contents and order of a report on stalls."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Figure, Note, Table, stall_origin, stalls
 from ssdprof.schema.stalls import StallReport
 
-_WORTH_PCT = 1.0  # what is said of a stage in the summary
+_WORTH_PCT = 1.0  # per stage in the summary
 
 
 def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Document:
-    """The stages in words, then the tables.  figures: title -> file, relative to where the document will lie."""
+    """The whole report: statements on the stages, then the tables.  figures: title -> path relative to the document."""
     found = designs(report)
     subject = report.subject
     parts = [
@@ -49,7 +49,7 @@ def _verdict(report: StallReport, found: tuple[Design, ...]) -> Iterator[str]:
 
 
 def _statements(found: tuple[Design, ...]) -> Iterator[Statement]:
-    """A sentence per stage: how much of the time, in which part of it, waiting for what."""
+    """A sentence per stage: its share of the time, its parts, and its stall reasons."""
     for design in found:
         for name, whole in design.whole().items():
             if whole.pct < _WORTH_PCT:
@@ -70,7 +70,7 @@ def _statements(found: tuple[Design, ...]) -> Iterator[Statement]:
 
 
 def _sections(report: StallReport, found: tuple[Design, ...], figures: Mapping[str, str]) -> Iterator[Section]:
-    yield _section("What Triton knows", "main", stalls.launched(report) if report.missing else None)
+    yield _section("Kernel resources", "main", stalls.launched(report) if report.missing else None)
     yield _section("Kernels", "main", stalls.kernels(report), stalls.resources(report))
     yield _section("Figures", "main", *(Figure(title, file) for title, file in figures.items()))
     tables = [table for design in found if (table := stalls.by_stage(design))]
@@ -95,7 +95,7 @@ def _failed(report: StallReport) -> Iterator[str]:
 
 
 def _lacking(report: StallReport) -> Iterator[str]:
-    """Implementations that are not there, and those that lack the precision that was asked for."""
+    """Sentences on unavailable implementations, and on those that lack the requested precision."""
     subject = report.subject
     yield from subject.left_out if subject else ()
     for one in subject.launched if subject else ():
@@ -104,7 +104,7 @@ def _lacking(report: StallReport) -> Iterator[str]:
 
 
 def _unlabelled(report: StallReport) -> Iterator[str]:
-    """Files whose stages are not known."""
+    """Sentences on files whose stages are unknown."""
     files: dict[str, list[str]] = {}
     for kernel in report.kernels:
         for file in kernel.unlabelled:

@@ -1,4 +1,4 @@
-"""Stalls, put together: the kernels of one implementation as one, each weighed by its time."""
+"""Combines the stalls of an implementation's kernels, weighted by their durations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_HINTS = 6
 
 @dataclass
 class Share:
-    """A part of an implementation's busy time, in percent of it: in all, and by stall reason."""
+    """A share of an implementation's busy time in percent: in total, and by stall reason."""
 
     pct: float = 0.0
     reasons: dict[str, float] = field(default_factory=dict)
@@ -33,12 +33,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Design:
-    """The kernels that do the work together.
+    """The kernels of one implementation.
 
     stages: in the algorithm's order, "stage" or "stage.part".  idle: in percent of all samples.
-    hints: each with its kernel, the most telling first; only those that are worth a change of the whole.
+    hints: each with its kernel, the largest first; only those with enough effect on the whole.
     words: of parts of stages.
-    lines: those that do not idle, each with its percent of the busy time, the hottest first.
+    lines: those that are not idle, each with its percent of the busy time, the hottest first.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Design:
         return bool(self.stages)
 
     def part(self, stage: str) -> str:
-        """What comes after a stage's dot, in words."""
+        """The name of a part of a stage, as text."""
         return self.words.get(stage, stage.split(".", 1)[-1].replace("_", " "))
 
     def us(self, share: Share) -> float | None:
@@ -69,7 +69,7 @@ class Design:
         return dict(found)
 
     def all(self) -> Share:
-        """Every stage together: 100 %."""
+        """The sum of all stages: 100 %."""
         found = Share()
         for share in self.stages.values():
             found.add(share)
@@ -77,7 +77,7 @@ class Design:
 
 
 def designs(report: StallReport) -> tuple[Design, ...]:
-    """One for each implementation; every foreign kernel is one of its own."""
+    """One design for each implementation, and one for each kernel of no implementation."""
     found: dict[str, list[KernelStalls]] = {}
     for kernel in report.kernels:
         found.setdefault(kernel.implementation or kernel.kernel, []).append(kernel)
@@ -121,7 +121,7 @@ def _lines(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[float, L
 
 
 def _hints(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[KernelStalls, Hint]]:
-    """Those about a part of at least _WORTH_PCT of the design, then those about kernels of at least _LARGE_PCT."""
+    """Hints on stages of at least _WORTH_PCT of the design, then hints on kernels of at least _LARGE_PCT."""
     ranked = [
         (weight * hint.share_pct, kernel, hint)
         for kernel, weight in weights
@@ -138,7 +138,7 @@ def _hints(weights: list[tuple[KernelStalls, float]]) -> Iterator[tuple[KernelSt
 
 
 def _weights(kernels: tuple[KernelStalls, ...]) -> Iterator[tuple[KernelStalls, float]]:
-    """Each sampled kernel's part of the whole: by duration, else by samples."""
+    """Each sampled kernel's share of the whole: by duration, else by samples."""
     sampled = [kernel for kernel in kernels if kernel.busy_samples]
     times = [kernel.throughput.duration_us for kernel in sampled]
     sizes = [

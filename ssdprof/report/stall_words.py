@@ -1,4 +1,4 @@
-"""Stall reasons in plain words."""
+"""Descriptions of stall reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much faster and how exact each implementation is, in a sentence or two."""
+"""Sentences on the speed and the accuracy of each implementation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_STATEMENTS = 2  # of an implementation
 
 @dataclass(frozen=True)
 class Statement:
-    """subject: what the sentences speak of, to be set apart."""
+    """subject: of the sentences, shown in bold."""
 
     subject: str
     text: str
@@ -28,7 +28,7 @@ class Statement:
 def statements(report: RunReport) -> tuple[Statement, ...]:
     """Statements for each compared implementation, speed first, then accuracy.
 
-    One or two precisions have a statement each; of more there is one, from the least to the greatest.
+    One or two precisions have a statement each; more share one statement with ranges.
     """
     found = groups(report)
     names = dict.fromkeys(name for group in found for name in group.compared)
@@ -46,7 +46,7 @@ def statements(report: RunReport) -> tuple[Statement, ...]:
 
 
 def nothing_timed(report: RunReport) -> str:
-    """Why there is no speed; empty if there is one."""
+    """The reason why there are no times; empty if there are."""
     if not report.cases or any(case.timing for case in report.cases):
         return ""
     if report.environment.gpu is not None:

@@ -20,7 +20,7 @@ from ssdprof.schema import RunReport
 
 WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
-_LEAST_WRAPPED = 30  # a column of prose is not made narrower than this without need
+_LEAST_WRAPPED = 30  # least width of a text column, if possible
 _MOST_ROWS = 60  # of a table with one row per case
 _STYLES = {
     "faster": "green",
@@ -34,9 +34,9 @@ _STYLES = {
 
 
 def render(report: RunReport) -> RenderableType:
-    """Everything but the sections that only a file has room for: the accuracy tables of single layers.
+    """The whole report except sections for files: the accuracy tables of single layers.
 
-    The verdict is its first word and its last.
+    The verdict is at the beginning and at the end.
     """
     return Group(render_document(compose(report), good=GOOD), "", *verdicts(report))
 
@@ -49,9 +49,9 @@ def verdicts(report: RunReport) -> list[RenderableType]:
 def render_document(
     document: Document, *, good: str | tuple[str, ...] = "", rest: str = WHOLE_REPORT
 ) -> RenderableType:
-    """As `render`, of a document that is composed already.
+    """As `render`, for a composed document.
 
-    good: how a verdict's line begins that is no bad news.  rest: what to type for all rows of a long table.
+    good: prefixes of verdict lines without a failure.  rest: the command that shows all rows of a long table.
     """
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
@@ -79,7 +79,7 @@ def verdict(text: str, *, good: bool) -> RenderableType:
 
 
 def bullet(text: str, subject: str = "") -> RenderableType:
-    """A line of a list; what does not fit goes on under its beginning."""
+    """A list item; further lines are indented."""
     grid = RichTable.grid(padding=(0, 1, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -89,9 +89,9 @@ def bullet(text: str, subject: str = "") -> RenderableType:
 
 @dataclass(frozen=True)
 class SplitTable:
-    """A table that becomes several below each other where the console is too narrow, each with its key columns.
+    """A table that is split into several if the console is too narrow, each with the key columns.
 
-    rest: what to type for all rows of a long table.
+    rest: the command that shows all rows of a long table.
     """
 
     table: Table
@@ -130,9 +130,9 @@ def _section(section: Section, rest: str) -> Iterable[RenderableType]:
 def _drawn(
     table: Table, rows: Sequence[tuple[str, ...]], block: Sequence[int], *, part: bool, squeezed: bool
 ) -> RenderableType:
-    """The columns of a block; in a part of a table, without the rows that have nothing in it.
+    """The columns of a block; a part of a table has no rows that are empty in it.
 
-    squeezed: every column may wrap, because the console has no room for a key and one column beside it.
+    squeezed: every column may wrap, because the console is too narrow for the keys and one column.
     """
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
     for column in block:
@@ -161,10 +161,10 @@ def _style(cell: str) -> str:
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part: the fewest parts that fit, and among those the ones most alike in width.
+    """Columns of each part: the fewest parts that fit, of most similar widths.
 
-    A column that does not fit beside the keys has a part of its own, which wraps.  A table that has to be split loses
-    the columns that say nothing in any row.
+    A column that does not fit next to the keys has a part of its own, which wraps.  A table that is split loses
+    columns that are empty in all rows.
     """
     keys, rest = tuple(range(table.keys)), tuple(range(table.keys, len(table.headers)))
     if _taken(table, (*keys, *rest)) <= width:
@@ -185,7 +185,7 @@ def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
 
 
 def _taken(table: Table, block: Sequence[int]) -> int:
-    """Width of a block where no column but the one of prose is wrapped."""
+    """Width of a block in which only the text column is wrapped."""
     return sum(_width(table, column) + _GAP for column in block) - _GAP
 
 

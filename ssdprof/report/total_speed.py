@@ -1,4 +1,4 @@
-"""The times of several layers, added up."""
+"""Adds up the times of several layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Comparison = tuple[float, Interval, Verdict | None]  # of one layer: ratio, its 
 
 @dataclass(frozen=True)
 class Total:
-    """The times of some layers by one clock, added up; without a ratio if a layer has none.
+    """The summed times of some layers by one clock; without a ratio if a layer has none.
 
-    The ratio is the sum of the baseline's times over the sum of ours, over the same layers.  Its interval takes every
-    layer at its own bound, as if all erred the same way: it covers at least 95 %.  If all layers have the same
+    The ratio is the sum of the baseline's times over the sum of ours, over the same layers.  Its interval assumes
+    that all layers are at the same end of their intervals, so it covers at least 95 %.  If all layers have the same
     verdict, it is the sum's; otherwise the sum's interval decides.
     """
 
@@ -29,7 +29,7 @@ class Total:
 
 @dataclass(frozen=True)
 class TotalSpeed:
-    """The timed layers of a series.  warm: by the second clock; None unless it timed all of them.
+    """The timed layers of a series.  warm: by the warm clock; None unless it timed all of them.
 
     workspace_bytes: the largest of a layer.  baselines: what the layers are compared with, as their records name it.
     """

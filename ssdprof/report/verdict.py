@@ -1,4 +1,4 @@
-"""The verdict of a run: whether it is whole, what failed, what was refused, and what passed."""
+"""The verdict of a run: whether it is complete, what failed, what was refused, and what passed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ssdprof.report.tables import answers
 from ssdprof.schema import CaseResult, RunReport
 from ssdprof.schema.outcome import RunOutcome, exact_answer_is_finite, outcome
 
-GOOD = ("PASSED", "So far", "The other", "The one", "All", "Answers of")  # how a line begins that holds no bad news
+GOOD = ("PASSED", "So far", "The other", "The one", "All", "Answers of")  # prefixes of lines without a failure
 _MOST_BROKEN = 6  # rows named for each gate
 
 
 def verdict_lines(report: RunReport) -> tuple[str, ...]:
-    """A line each on whether the run is whole, what failed, what was refused, and what passed."""
+    """Lines on whether the run is complete, what failed, what was refused, and what passed."""
     found = outcome(report)
     lines = list(shortcomings(found))
     lines += answers.verdict(report.answers, found.answers_failed)
@@ -35,7 +35,7 @@ def verdict_lines(report: RunReport) -> tuple[str, ...]:
 
 
 def shortcomings(found: RunOutcome) -> Iterator[str]:
-    """A line for each thing that keeps a run from passing, if any of its cases ran."""
+    """A line for each reason why the run did not pass, if any of its cases ran."""
     if found.broken_off:
         yield f"PARTIAL: {found.broken_off}.  The results here are valid; the rest is missing."
     elif found.missing:
@@ -66,5 +66,5 @@ def _gates(found: RunOutcome) -> Iterator[str]:
 
 
 def _why(refused: Iterable[CaseResult]) -> str:
-    """The reasons, each once."""
+    """The distinct reasons."""
     return ";  ".join(dict.fromkeys(case.reason.rstrip(".") for case in refused)) + "."

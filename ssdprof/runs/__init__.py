@@ -1,4 +1,4 @@
-"""Run folders and what is kept in them."""
+"""Run folders and their files."""
 
 from ssdprof.runs.folder import CAPTURES, REPORT, RUNS, RunFolder, latest, opened, read
 

@@ -1,4 +1,4 @@
-"""The report as JSON, and the JSON schema that it keeps to."""
+"""Reads and writes the report as JSON, and its JSON schema."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate, published
 from ssdprof.schema.base import first_fault
 
 SCHEMA_FILE = published.FOLDER / f"report-v{SCHEMA_VERSION}.json"
-_OTHERS = {"cells": "bench", "prefill_version": "prefill"}  # a key of each other kind of result
+_OTHERS = {"cells": "bench", "prefill_version": "prefill"}  # a key that identifies each other kind of result
 _AGAIN = "Use the ssdprof that wrote it, or run again."
 
 
 def dump(report: RunReport) -> str:
-    """One JSON document, indented, that `load` reads back and that keeps to `SCHEMA_FILE`."""
+    """One indented JSON document of the schema `SCHEMA_FILE`, which `load` reads."""
     return report.model_dump_json(indent=1)
 
 
 def load(text: str) -> RunReport:
-    """The report that `dump` wrote.
+    """Reads the output of `dump`.
 
-    A report of schema version 1 is read as one of version 2.  Raises BadInputError if the text is no JSON, has another
-    version, or does not keep to the schema.
+    A report of schema version 1 is read as one of version 2.  Raises BadInputError if the text is not JSON, has another
+    version, or does not fit the schema.
     """
     try:
         document = json.loads(text)

@@ -1,4 +1,4 @@
-"""Run folders: `runs/<time>-<model>/report.json`, one writer at a time, never half a file."""
+"""Run folders: `runs/<time>-<model>/report.json`, with one writer at a time and atomic writes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class RunFolder:
         return self.path / CAPTURES
 
     def write(self, report: RunReport) -> None:
-        """Replace report.json.  Whatever goes wrong, the report that was there before stays whole."""
+        """Replace report.json atomically: after an error the previous report is intact."""
         write_text(self.path / REPORT, document.dump(report) + "\n")
 
 
 @contextmanager
 def opened(out: Path | None, model: str, *, now: datetime | None = None) -> Iterator[RunFolder]:
-    """A new run folder, locked while the context lasts; removed again if nothing was written into it.
+    """A new run folder, locked while the context is open; removed if nothing was written into it.
 
-    out: the folder to use; None makes `runs/<time>-<model>/`.
-    Raises BadInputError if `out` holds a report already or another run is writing into it.
+    out: the folder to use; None: `runs/<time>-<model>/`.
+    Raises BadInputError if `out` has a report or another run is writing into it.
     """
     path = out or _unused(RUNS / f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{safe_name(model)}")
     with locked(path, "Another run is writing into", "Wait for it to end, or name another folder with --out.") as lock:

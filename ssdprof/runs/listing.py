@@ -12,7 +12,7 @@ from ssdprof.schema.outcome import outcome
 
 
 def listed(folder: Path) -> tuple[ListedRun, ...]:
-    """Every run directly under `folder`, the newest first; those that cannot be read come last.  Empty without one."""
+    """The runs directly under `folder`, the newest first, unreadable ones last.  Empty if the folder does not exist."""
     if not folder.is_dir():
         return ()
     found = [_listed(entry) for entry in folder.iterdir() if (entry / REPORT).is_file()]

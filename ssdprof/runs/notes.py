@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a run's numbers, in sentences."""
+"""Notes for the reader of a run's report, in sentences."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ssdprof.schema.placement import Placement
 
 
 def notes(ref: CheckpointRef, prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """Notes on the checkpoint and the prompts.  What follows from the results is in `report.caveats`."""
+    """Notes on the checkpoint and the prompts.  `report.caveats` adds those that follow from the results."""
     return (*_of_checkpoint(ref), *_of_prompts(ref, prompts))
 
 
 def of_absent(reasons: Sequence[str]) -> tuple[str, ...]:
-    """One note on the implementations that were asked for and are not there.  reasons: a sentence for each."""
+    """One note on the requested implementations that are unavailable.  reasons: a sentence for each."""
     return (f"Not compared: {'; '.join(reason.rstrip('.') for reason in reasons)}.",) if reasons else ()
 
 
 def of_ranks(ranks: int) -> tuple[str, ...]:
-    """What a reader must know if the heads were divided among tensor-parallel ranks."""
+    """The note if the heads were divided among tensor-parallel ranks."""
     if ranks == 1:
         return ()
     return (
@@ -30,7 +30,7 @@ def of_ranks(ranks: int) -> tuple[str, ...]:
 
 
 def of_placement(placement: Placement | None) -> tuple[str, ...]:
-    """What a reader must know if the weights did not all lie on one device."""
+    """The note if the weights were not all on one device."""
     if placement is None or placement.kind == "one-gpu":
         return ()
     if placement.kind == "all-gpus":
@@ -46,7 +46,7 @@ def of_placement(placement: Placement | None) -> tuple[str, ...]:
 
 
 def of_cast(cast: Cast | None) -> tuple[str, ...]:
-    """What a reader must know if the inputs were replayed in another dtype than the model's."""
+    """The note if the inputs were replayed in another dtype than the model's."""
     if cast is None:
         return ()
     return (

@@ -1,4 +1,4 @@
-"""A result of `ssdprof prefill --out`, as a file."""
+"""Reads and writes results of `ssdprof prefill --out`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def is_prefill(file: Path) -> bool:
 
 
 def dump(report: PrefillReport) -> str:
-    """One JSON document, indented, that `read` reads back."""
+    """One indented JSON document, which `read` reads."""
     return report.model_dump_json(indent=1)
 
 
 def read(file: Path) -> PrefillReport:
-    """Raises BadInputError, with the file's name, if it is not what `dump` wrote."""
+    """Raises BadInputError, with the file's name, for any other content."""
     try:
         return PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
     except OSError as error:

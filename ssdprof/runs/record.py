@@ -1,4 +1,4 @@
-"""A run's report as it grows: on disk after every case, partial until the last one."""
+"""Builds a run's report, which is written after every case and is partial until the last one."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def draft(
 
 
 class Recorder:
-    """The report of one run as it grows, on disk from its first case on: before that there is nothing to read.
+    """Builds the report of one run.  It is written from the first case on, because before that it is empty.
 
-    It is written as a whole.  A write that took long is not repeated at once, because writing a report of thousands of
-    chunks after each of them would take hours.  When the run ends, the report on disk is up to date; only SIGKILL may
+    Every write is of the whole report.  A slow write is followed by a pause, because writing a report of thousands of
+    chunks after each of them would take hours.  When the run ends, the report on disk is up to date; only SIGKILL can
     lose the cases of the last few seconds.
     """
 
@@ -80,7 +80,7 @@ class Recorder:
         self._due_s = 0.0  # by time.monotonic; the next write waits for it
 
     def update(self, **fields: Any) -> None:
-        """Replace fields of the report, on disk too."""
+        """Replace fields of the report, and write it."""
         self.report = self.report.model_copy(update=fields)
         if self.report.state == "complete" or (self.begun and time.monotonic() >= self._due_s):
             self._write()
@@ -104,11 +104,11 @@ class Recorder:
         self.update(cases=(*self.report.cases, case))
 
     def peaked(self, size: int) -> None:
-        """A process has taken `size` bytes of its GPU at most so far."""
+        """The peak of a process's GPU memory so far is `size` bytes."""
         self.update(model_peak_bytes=max(size, self.report.model_peak_bytes or 0))
 
     def answered(self, answers: Answers) -> None:
-        """What is known of the answers to a prompt, in the place of what was known before."""
+        """Replace the results of the answers to a prompt."""
         others = (known for known in self.report.answers if known.seqlen != answers.seqlen)
         self.update(answers=(*others, answers))
 
@@ -116,34 +116,34 @@ class Recorder:
         """Everything was recorded."""
         self.update(state="complete")
 
-    def broken_off(self, error: BaseException) -> None:  # noqa: ARG002  # ranks look at it
-        """Something ended the run before its end; what is recorded stays partial."""
+    def broken_off(self, error: BaseException) -> None:  # noqa: ARG002  # ranks use it
+        """The run ended early; the report stays partial."""
         if self.begun and self._on_disk is not self.report:
             with suppress(SsdprofError):  # the disk may be what ended it
                 self._write()
 
     @property
     def lost(self) -> str:
-        """What became of other processes of the run, in a sentence; empty if nothing did."""
+        """A sentence on other processes of the run that died; empty if none did."""
         return ""
 
     @property
     def kept(self) -> str:
-        """Where what was recorded is, in a sentence."""
+        """A sentence on where the results are stored."""
         if not self.begun:
             return "Nothing had been compared yet, and no report is kept."
         return f"What was done is kept in {self.folder.path}, marked as partial: {_count(self)}."
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to keep."""
+        """Whether there are results to store."""
         return bool(self.report.cases or self.report.answers)
 
 
 @contextmanager
 def recorded(recorder: Recorder, watcher: Watcher) -> Iterator[Recorder]:
-    """The context's value records.  The report is complete if the context ends well; else it stays partial, and the
-    user hears what there is.
+    """The context's value records.  After an exception the report stays partial, and the user is told where it
+    is.
 
     A run that ended before its first case is not kept, and so does not become the latest.
     """

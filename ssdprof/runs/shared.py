@@ -1,4 +1,4 @@
-"""One report of a run whose layers several ranks replay: each sends its cases to the first, which writes."""
+"""Builds one report of a run whose layers several ranks replay: each sends its cases to the first one, which writes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Unkept(RunFolder):
     """The folder of a rank that writes no report."""
 
     def write(self, report: RunReport) -> None:
-        """The first rank does."""
+        """Does nothing, because the first rank writes."""
 
 
 @contextmanager
 def opened_by_first(out: Path | None, model: str, ranks: Ranks | None) -> Iterator[RunFolder]:
-    """As `opened`, for the first rank or where there are no others."""
+    """As `opened` for the first rank, or without other ranks; else an `Unkept`."""
     if ranks is not None and not ranks.first:
         yield Unkept(Path("unkept"))
         return
@@ -37,7 +37,7 @@ def opened_by_first(out: Path | None, model: str, ranks: Ranks | None) -> Iterat
 
 
 class Sender(Recorder):
-    """For a rank that is not the first: what it records goes there."""
+    """The recorder of a rank other than the first, to which it sends its results."""
 
     def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
         super().__init__(folder, draft)
@@ -66,9 +66,9 @@ class Sender(Recorder):
             pass
 
     def broken_off(self, error: BaseException) -> None:
-        """Tell the first rank; if there is nobody to tell any more, keep what it would have kept."""
+        """Tell the first rank.  If that died, write the report in its place."""
         if self._ranks.ended or FIRST in self._ranks.lost():
-            with suppress(SsdprofError):  # its folder is gone
+            with suppress(SsdprofError):  # its folder was removed
                 self._inherit()
         elif self.report.state != "complete":
             why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
@@ -85,16 +85,16 @@ class Sender(Recorder):
         return f"Rank {self._ranks.rank} of {self._ranks.count} has sent its results to the first one."
 
     def _inherit(self) -> None:
-        """Write all that ranks have sent into the first one's report, and its name if it died.
+        """Write the results of all ranks into the first one's report, with its name if it died.
 
-        Every other rank does so, and each writes all of it.
+        Every other rank does this with the same contents.
         """
         if not self._ranks.store.check([_FOLDER]):
             return
         folder = RunFolder(Path(self._ranks.store.get(_FOLDER).decode()))
         try:
             left = read(folder.path)[1]
-        except SsdprofError:  # it had written none
+        except SsdprofError:  # it had written no report
             empty = {"run_id": folder.path.name, "state": "partial", "captured_layers": (), "cases": ()}
             left = self.report.model_copy(update=empty)
         heir = Recorder(Unkept(folder.path), left)
@@ -111,7 +111,7 @@ class Sender(Recorder):
 
 
 class Gatherer(Recorder):
-    """For the first rank: its own cases and those that the others send."""
+    """The recorder of the first rank: its own cases and those that the others send."""
 
     def __init__(self, folder: RunFolder, draft: RunReport, ranks: Ranks) -> None:
         super().__init__(folder, draft)
@@ -124,9 +124,9 @@ class Gatherer(Recorder):
         self._check()
 
     def complete(self) -> None:
-        """Wait for the others, and put what they sent into the order of one process.
+        """Wait for the others, and bring all cases into the order of a single process.
 
-        MissingCapabilityError with the name of a rank that ended before it had sent all.
+        Raises MissingCapabilityError, with its name, if a rank ended before it had sent all results.
         """
         for _ in self._ranks.waiting():
             self._gather()
@@ -149,17 +149,17 @@ class Gatherer(Recorder):
         self._ranks.end()
 
     def broken_off(self, error: BaseException) -> None:
-        """Keep what the others had sent, and the name of one that is gone."""
+        """Store the results of the others, and the name of one that died."""
         self._gather()
         if (why := self._why()) and self.begun:
             self.report = _noted(self.report, why)
         super().broken_off(error)
-        if why or isinstance(error, KeyboardInterrupt):  # else the others name this rank
+        if why or isinstance(error, KeyboardInterrupt):  # otherwise the others name this rank
             self._ranks.end()
 
     @property
     def lost(self) -> str:
-        """What became of the other ranks, in a sentence; empty if nothing did."""
+        """A sentence on ranks that died; empty if none did."""
         return self._why()
 
     def _gather(self) -> None:
@@ -180,11 +180,13 @@ class Gatherer(Recorder):
 
 
 def _take(recorder: Recorder, message: dict[str, Any]) -> None:
-    """Record what a rank sent."""
+    """Record a message of a rank."""
     if "layer" in message:
         recorder.captured(LayerRef.model_validate(message["layer"]), message["remark"])
     elif "case" in message:
-        Recorder.finished(recorder, CaseResult.model_validate(message["case"]))  # a Gatherer's own would gather more
+        Recorder.finished(
+            recorder, CaseResult.model_validate(message["case"])
+        )  # the override of Gatherer collects more
     elif "peak_bytes" in message:
         recorder.peaked(message["peak_bytes"])
 

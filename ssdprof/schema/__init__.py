@@ -1,4 +1,4 @@
-"""What crosses a stage border: plain records that are stored as JSON.  Imports no torch.
+"""The records that stages exchange and store as JSON.  Imports no torch.
 
 checkpoint -> capture -> replay -> measure -> report.  Shapes use the letters of `docs/glossary.md`; units are in the
 names.  The records of stalls are in `schema.stalls`, that of `--dry-run` in `schema.plan`.

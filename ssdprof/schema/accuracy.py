@@ -1,4 +1,4 @@
-"""How exact an output is."""
+"""Records of accuracy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Match(Record):
 
 
 class Deviation(Record):
-    """How one tensor differs from another.  Positions index the tensor's own shape.
+    """The difference between two tensors.  Positions index the tensor's own shape.
 
-    scale_max_abs: the largest magnitude of the other tensor, beside which max_abs is large or small.
+    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs.
     along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; of a tensor without a
         position axis, and in reports from before it was recorded, it is empty.
     """
@@ -44,4 +44,4 @@ class TensorAccuracy(Record):
     vs_baseline: Deviation | None  # None for the baseline itself
     floor: Deviation  # the oracle rounded to the output dtype, against the oracle
     passed: bool
-    reason: str = ""  # why not
+    reason: str = ""  # the reason if it did not pass

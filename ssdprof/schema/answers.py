@@ -1,4 +1,4 @@
-"""What implementations do to a model's answers: its next-token distributions, beside those of a reference.
+"""Records of a model's answers: its next-token distributions, compared with those of a reference.
 
 The divergence is that of the candidate from the reference, KL(reference || candidate), in nats.  Position t is that of
 the distribution of token t + 1.
@@ -14,9 +14,9 @@ from ssdprof.schema.speed import Interval
 
 
 class Flip(Record):
-    """A position at which the two have different most likely tokens.
+    """A position at which candidate and reference have different most likely tokens.
 
-    margin: the reference's log-probability of its own token less that of the other one, in nats.
+    margin: the reference's log-probability of its own token minus that of the other one, in nats.
     """
 
     position: int
@@ -29,7 +29,7 @@ class AnswerBand(Record):
     """Positions start..stop of the prompt.
 
     perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the differences at each position,
-    resampled in blocks.  The perplexities are None where no next token is known.
+    resampled in blocks.  The perplexities are None if no next token is known.
     """
 
     start: int
@@ -49,7 +49,7 @@ class AnswerBand(Record):
 
 
 class Generated(Record):
-    """Greedy tokens after the prompt.  first_difference: the first that is another than the reference's; None: none."""
+    """Greedy tokens after the prompt.  first_difference: the first that differs from the reference's; None: none."""
 
     tokens: int
     first_difference: int | None
@@ -59,10 +59,10 @@ AnswerStatus = Literal["compared", "nonfinite", "refused", "out of memory", "fai
 
 
 class AnswerCase(Record):
-    """The model with one implementation at one precision in the place of its operators.
+    """The model with its operators replaced by one implementation at one precision.
 
-    change: of a case that shows how much does not come from implementations: what was changed, in words.
-    layer: the decoder layer that the implementation computed, all others as in the reference; None: in all asked for.
+    change: for a case that shows noise: the change, in words.
+    layer: the only decoder layer that the implementation computed; None: all requested layers.
     bands: of all positions, then of parts of a long prompt.  Empty unless compared.
     """
 
@@ -84,7 +84,7 @@ class AnswerCase(Record):
 
     @property
     def judged(self) -> bool:
-        """Whether gates apply: to implementations in every layer asked for."""
+        """Whether gates apply: to implementations in all requested layers."""
         return not self.change and self.layer is None
 
 
@@ -96,7 +96,7 @@ _LIMITS = {
 
 
 class AnswerGate(Record):
-    """Limits of a case, over all positions: of the mean divergence, the agreement, and the perplexity's increase."""
+    """Limits of a case, over all positions: mean divergence, agreement, and increase of the perplexity."""
 
     max_kl: float | None = None
     min_top1_pct: float | None = None
@@ -108,14 +108,14 @@ class AnswerGate(Record):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """ "max-kl 0.001", "min-top1 99%", ...: the limits that there are."""
+        """ "max-kl 0.001", "min-top1 99%", ...: the limits that are set."""
         return tuple(self._name(limit) for limit in _LIMITS if getattr(self, limit) is not None)
 
     def _name(self, limit: str) -> str:
         return _LIMITS[limit].format(getattr(self, limit))
 
     def objections(self, case: AnswerCase) -> Iterator[tuple[str, str]]:
-        """The name of each limit that the case breaks, and how, in words; what is no number breaks every limit."""
+        """(name, explanation) of each limit that the case breaks.  NaN breaks every limit."""
         whole = case.bands[0]
         if self.max_kl is not None and not whole.kl_mean <= self.max_kl:
             yield self._name("max_kl"), f"mean KL {whole.kl_mean:.3g} is above {self.max_kl:g}"
@@ -133,10 +133,10 @@ class AnswerGate(Record):
 class Answers(Record):
     """The cases of one prompt.
 
-    reference: what computed the operators in the model that all are compared with.  remark: why it is that one.
-    weights: the dtype in which the model ran, outside its operators; own_weights: it is the checkpoint's.
+    reference: computed the operators in the reference model.  remark: the reason of this choice.
+    weights: the dtype of the model outside of its operators; own_weights: it is the checkpoint's.
     layers: decoder layers in which implementations computed; elsewhere the reference did.
-    seconds: wall-clock time of all of it.
+    seconds: total wall-clock time.
     """
 
     seqlen: int

@@ -1,4 +1,4 @@
-"""What every record is, and the words that several of them use."""
+"""The base class of records, and types that several records use."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Record(BaseModel):
 
 
 def first_fault(error: ValidationError) -> str:
-    """Where a document does not fit first, and why: "cases.0.status: Field required"."""
+    """The first error of a document: "cases.0.status: Field required"."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}"
 
 
 def kernel_name(implementation: str, variant: str) -> str:
-    """ "fused hopper"; the variant only where it says more than the implementation."""
+    """ "fused hopper"; the variant only if it differs from the name."""
     return implementation if variant in ("", implementation) else f"{implementation} {variant}"
 
 
@@ -57,7 +57,7 @@ def precisions_for(
 ) -> tuple[PrecisionRecord, ...]:
     """Every pair of intermediates and state dtype, exact before relaxed.
 
-    dtype: of the inputs.  states: None takes the usual ones: fp32 with exact, the inputs' dtype with relaxed.
+    dtype: of the inputs.  states: None: fp32 with exact, the inputs' dtype with relaxed.
     """
     kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
     return tuple(

@@ -1,4 +1,4 @@
-"""Stored captures: a manifest, and in it one record per layer and prompt."""
+"""Records of stored captures: a manifest with one record per layer and prompt."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class LayerCapture(Record):
     """The stored inputs of one call of a layer's operator.
 
     call: which one; None: the whole of a prompt.
-    remark: what was undone of the model's call, or differs from its config, in a sentence for the report.
-    scalars: arguments that are no tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
+    remark: a sentence for the report if the inputs differ from the model's call or its config.
+    scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
     scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
     """
 
     layer: LayerRef
     seqlen: int  # of the call
     call: CallRef | None = None
-    file: str  # safetensors file beside the manifest
+    file: str  # safetensors file in the manifest's folder
     tensors: dict[str, TensorRecord]
     remark: str = ""
     scalars: dict[str, Scalar]
@@ -60,7 +60,7 @@ class CaptureManifest(Record):
 
 
 class StoredCapture(Record):
-    """What `ssdprof capture` has stored, and where."""
+    """A folder of captures, as `ssdprof capture` prints it."""
 
     folder: str
     manifest: CaptureManifest

@@ -1,4 +1,4 @@
-"""What ran: a checkpoint, its layers and the prompt."""
+"""Records of a checkpoint, its layers and the prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from ssdprof.schema.base import Record
 from ssdprof.schema.serving import Serving
 
-# Quantisations whose weights transformers is told to decode to 16 bit as it loads them.
+# Quantisations whose weights transformers decodes to 16 bit on loading.
 DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 
@@ -28,14 +28,14 @@ class CheckpointRef(Record):
     siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
     quantization: str | None = None  # quant_method; its error is then part of the captured values
     trained_context: int | None = None
-    random_weights: bool = False  # the config says that nothing was trained
+    random_weights: bool = False  # according to the config
 
 
 class Prompt(Record):
     kind: Literal["default", "file", "random"]
-    source: str  # which text, in words: never a path
+    source: str  # the text, in words, without a path
     tokenizer: str
-    seqlen: int  # of each sequence; of all together if they are packed
+    seqlen: int  # of each sequence; of all packed sequences together
     batch: int = 1
     token_sha256: str  # of the little-endian int64 ids
     serving: Serving = Serving()

@@ -1,6 +1,6 @@
-"""What `ssdprof compare` finds: two runs, benches or records of prefill times, case by case.
+"""Records of `ssdprof compare`: two runs, benches or prefill results, case by case.
 
-Ratios are BASE's time over NEW's, so that a ratio above 1 says that NEW is faster.
+Ratios are BASE's time over NEW's, so a ratio above 1 means that NEW is faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TotalOver = Literal["layer", "call", "length"]
 
 class Side(Record):
     """One of the two.  name: as the user gave it.  subject: a model, or the operator of a bench.
-    unfinished: why it is not whole, in a sentence; empty if it is.
+    unfinished: why it is incomplete, in a sentence; empty if it is complete.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Side(Record):
 
 
 class Difference(Record):
-    """What differs between the machines, so that absolute times do not compare."""
+    """A difference between the machines, which prevents a comparison of absolute times."""
 
     what: str  # "GPU", "driver", "Triton"
     base: str
@@ -44,7 +44,7 @@ class Difference(Record):
 
 
 class Change(Record):
-    """interval: 95 %, of the spread within each of the two; what differs from run to run is not in it."""
+    """interval: 95 %, from the spread within each of the two, without differences from run to run."""
 
     ratio: float
     interval: Interval
@@ -54,11 +54,11 @@ class Change(Record):
 class Pair(Record):
     """A case of both, or of one of them.
 
-    time, call: of device and call times, both of the call time for a prefill; None if the times do not compare or there
-        are none.
+    time, call: of device and call times, both of the call time for a prefill; None if the times cannot be compared or
+        do not exist.
     over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
-    incomparable: why absolute times do not compare.
-    other_inputs: why errors do not compare; empty if both had the same inputs.
+    incomparable: why absolute times cannot be compared.
+    other_inputs: why errors cannot be compared; empty if both had the same inputs.
     """
 
     base: Row | None
@@ -77,7 +77,7 @@ class Pair(Record):
 
     @property
     def judged_by(self) -> Change | None:
-        """Times where they compare, else the ratio of the speedups."""
+        """The ratio of times if they can be compared, else the ratio of speedups."""
         return self.time or self.over_baseline
 
     @property
@@ -92,7 +92,7 @@ class Pair(Record):
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """Why nothing of the two was compared, neither times nor errors; empty if something was."""
+        """Why neither times nor errors of the two were compared; empty if something was."""
         if self.base is None or self.new is None:
             return (self.verdict,)
         if self.time or self.call or self.over_baseline:
@@ -103,13 +103,13 @@ class Pair(Record):
 class Total(Record):
     """Cases of one implementation and precision together: the geometric mean of their ratios.
 
-    Its interval takes every case at its own bound, as if all erred the same way.
+    Its interval assumes that all cases are at the same end of their intervals.
     """
 
     # "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype; of prefills "prefill, bundled
     # surroundings"
     where: str
-    over: TotalOver  # what its cases are
+    over: TotalOver  # the unit of its cases
     implementation: str
     precision: PrecisionRecord
     cases: int
@@ -118,7 +118,7 @@ class Total(Record):
 
 
 class StageChange(Record):
-    """A stage's part of an implementation's busy time, by ncu.  None: not in that one."""
+    """A stage's share of an implementation's busy time, by ncu.  None: missing in that run."""
 
     implementation: str
     stage: str
@@ -129,7 +129,7 @@ class StageChange(Record):
 
 
 class Condition(Record):
-    """A --fail-if: as given, and the rows that violate it."""
+    """A condition of --fail-if as given, and the rows that violate it."""
 
     text: str
     offenders: tuple[Broken, ...]
@@ -148,7 +148,7 @@ class Comparison(Record):
 
     @property
     def nothing_compared(self) -> str:
-        """Why; empty if some case was compared."""
+        """The reason why nothing was compared; empty if some case was."""
         if any(not pair.apart for pair in self.pairs):
             return ""
         both = [pair for pair in self.pairs if pair.base and pair.new]

@@ -1,4 +1,4 @@
-"""Limits that a user sets to a run or a bench."""
+"""Limits that a user sets for a run or a bench."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Percent = Annotated[float, Field(ge=0, le=100)]
 
 
 class Gates(Record):
-    """Each holds if it holds in every case of the implementations that are compared with the baseline.
+    """A gate holds if every case of the compared implementations meets it.
 
     min_speedup: over the baseline, by device time.
     min_match: tolerance -> least share of the output's elements that match the baseline's, in percent.

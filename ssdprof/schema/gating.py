@@ -1,4 +1,4 @@
-"""Which rows break a gate."""
+"""Finds the rows that break a gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ssdprof.schema.rows import Row
 
 
 class Broken(Record):
-    """gate: "min-speedup 1.5".  row: a row's name; "" where no row could be judged.  found: what it has instead."""
+    """gate: "min-speedup 1.5".  row: a row's name; "" if no row could be judged.  found: the actual value."""
 
     gate: str
     row: str
@@ -34,7 +34,7 @@ def gate_names(gates: Gates) -> tuple[str, ...]:
     return tuple(gate for gate, _ in _checks(gates))
 
 
-Check = Callable[[Row], str]  # what a row has instead of what the gate asks for; "" if the gate holds
+Check = Callable[[Row], str]  # the value that breaks the gate; "" if it holds
 
 
 def _checks(gates: Gates) -> Iterator[tuple[str, Check]]:

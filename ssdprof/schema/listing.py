@@ -1,4 +1,4 @@
-"""What `ssdprof runs` says of each run."""
+"""The records of `ssdprof runs`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ListedRun(Record):
 
     name: of the folder; other commands take it.
     verdict: "failed": a case was compared and did not pass, or could not finish, or a gate does not hold; "refused": an
-        implementation did not do what was asked; "incomplete": nothing went wrong, but cases are missing; "unreadable":
+        implementation does not support a case; "incomplete": nothing went wrong, but cases are missing; "unreadable":
         see `reason`, and all other fields but the name are empty.
     state: "partial" if the run did not reach its end.
     gpu: None on a machine without one.
@@ -25,7 +25,7 @@ class ListedRun(Record):
     model: str = ""
     random_weights: bool = False
     seqlens: tuple[int, ...] = ()
-    layers: int = 0  # that were replayed
+    layers: int = 0  # replayed ones
     cases: int = 0
     gpu: str | None = None
     verdict: RunVerdict

@@ -1,4 +1,4 @@
-"""Where it ran: the machine, its versions and its clocks."""
+"""Records of the machine, its versions and its clocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Environment(Record):
 
 
 class Clocks(Record):
-    """What NVML said before and after the timed region."""
+    """Readings of NVML before and after the timed region."""
 
     sm_mhz: tuple[int, int]
     memory_mhz: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Documents of schema version 1 as those of version 2, before they are read.
+"""Converts documents of schema version 1 to version 2 before they are read.
 
 Version 1 knew one operator: `dims` held the sizes of SSD, without naming it.
 """
@@ -35,7 +35,7 @@ def stall_report(document: dict[str, Any], words: Mapping[str, str]) -> dict[str
 
 
 def _each(document: dict[str, Any], name: str, change: Any) -> Any:
-    """A list of records, each changed; what is none is left for the reader to refuse."""
+    """A list of converted records; anything else is left for the reader to refuse."""
     records = document.get(name)
     if not isinstance(records, list):
         return records
@@ -43,7 +43,7 @@ def _each(document: dict[str, Any], name: str, change: Any) -> Any:
 
 
 def _with_dims(holder: dict[str, Any]) -> dict[str, Any]:
-    """A record with `dims`; what has none is left for the reader to refuse."""
+    """A record with converted `dims`; one without is left for the reader to refuse."""
     old = holder.get("dims")
     if not isinstance(old, dict):
         return holder

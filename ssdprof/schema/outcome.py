@@ -15,13 +15,13 @@ from ssdprof.schema.serving import CallRef
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """broken_off: why the run is not whole, in a sentence; empty if it is.
-    judged: how many cases ran and were compared, or failed to; those of other libraries are not among them.
-    failed: those of them that did not pass.
-    refused: cases of an implementation that does not do what was asked, and was not left out by the user.
-    missing: how many cases were asked for and are not in the report.
+    """broken_off: why the run is incomplete, in a sentence; empty if it is complete.
+    judged: number of cases that were compared or failed, without those of other libraries.
+    failed: the judged cases that did not pass.
+    refused: requested cases that an implementation does not support, except other libraries.
+    missing: number of requested cases that are not in the report.
     broken: gates that do not hold, each with its row.
-    answers: how many cases of the model's answers were judged.  answers_failed: a sentence for each that failed.
+    answers: number of judged cases of the model's answers.  answers_failed: a sentence for each failed one.
     """
 
     broken_off: str
@@ -35,7 +35,7 @@ class RunOutcome:
 
     @property
     def passed(self) -> bool:
-        """Whether everything asked for was compared and passed, and every gate holds.  Nothing compared is no pass."""
+        """Whether all requested cases were compared and passed, and all gates hold.  False if nothing was compared."""
         failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
         return self.judged + self.answers > 0 and not (self.broken_off or failed)
 
@@ -61,7 +61,7 @@ def outcome(report: RunReport) -> RunOutcome:
 
 
 def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) -> RunReport:
-    """The report as if only these precisions had been asked for, and no answers."""
+    """The report as if only these precisions had been requested, and no answers."""
     asked = report.asked
     if asked is not None:
         kept = tuple(precision for precision in asked.precisions if precision in precisions)
@@ -79,7 +79,7 @@ def at_precisions(report: RunReport, precisions: Collection[PrecisionRecord]) ->
 
 
 def of_implementations(report: RunReport, names: Collection[str]) -> RunReport:
-    """The report as if only these implementations had been asked for, and no answers.  The baseline stays."""
+    """The report as if only these implementations had been requested, and no answers.  The baseline stays."""
     asked = report.asked
     if asked is not None:
         steps = asked.steps
@@ -98,7 +98,7 @@ def of_implementations(report: RunReport, names: Collection[str]) -> RunReport:
 
 
 def exact_answer_is_finite(case: CaseResult) -> bool:
-    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel can be."""
+    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's output can be."""
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)
 
 
@@ -123,7 +123,7 @@ def _missing(report: RunReport) -> int:
 
 
 def _compared(asked: Asked, call: CallRef | None) -> tuple[tuple[str, PrecisionRecord], ...]:
-    """Implementations, each with a precision, that a run was to compare in a call."""
+    """(implementation, precision) pairs that a run was to compare in a call."""
     if call is not None and call.kind == "decode":
         return tuple(product(asked.steps.implementations, asked.steps.precisions)) if asked.steps else ()
     others = ((one.name, precision) for one in asked.others for precision in one.precisions)

@@ -1,4 +1,4 @@
-"""Where a model's weights lie while it runs."""
+"""Records of where a model's weights are while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
 
 
 class Held(Record):
-    """What lies in one place.  place: "cuda:0", "cpu" or "disk".  layers: decoder layers that begin there."""
+    """The weights in one place.  place: "cuda:0", "cpu" or "disk".  layers: decoder layers that begin there."""
 
     place: str
     layers: int
@@ -18,13 +18,13 @@ class Held(Record):
 
 
 class Placement(Record):
-    """device: where the model computes, the first one of several.  held: nothing is left out.
+    """device: where the model computes, the first one of several.  held: all weights.
 
-    predicted_peak_bytes: memory on `device` while the model runs and inputs are taken, before it was loaded; without
-        what replaying takes.  None if the model's code does not run without values.
+    predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted before
+        loading, without replaying.  None if the model's code does not run on the meta device.
     streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each forward call; 0 if
         none is.
-    bytes_per_s: at which they are brought there, measured; None if nothing is streamed, or before the download.
+    bytes_per_s: measured speed of streaming; None if nothing is streamed, or before the download.
     forward_calls: of the model, for the longest prompt: its segments, packed sequences and decode steps.
     """
 
@@ -38,5 +38,5 @@ class Placement(Record):
 
     @property
     def seconds_per_layer(self) -> float | None:
-        """For the streamed layer, in every forward call; None if it is not known, or nothing is streamed."""
+        """Streaming time of the largest layer in each forward call; None if unknown, or if nothing is streamed."""
         return self.streamed_layer_bytes / self.bytes_per_s if self.bytes_per_s else None

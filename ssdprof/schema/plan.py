@@ -1,4 +1,4 @@
-"""What a run would take, before anything large is downloaded: the answer of `--dry-run`."""
+"""The record of `--dry-run`: what a run would download and load."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ssdprof.schema.serving import Serving
 class PlannedFile(Record):
     name: str
     size_bytes: int
-    cached: bool  # nothing has to be downloaded for it
+    cached: bool  # it need not be downloaded
 
 
 class DryRun(Record):
     """weight_bytes: once loaded.  free_bytes: memory of `device` now.
 
-    placement: None for stored captures, and where no placement fits.
+    placement: None for stored captures, and if no placement fits.
 
     batch, serving: of each prompt.  tensor_parallel: as in `Asked`.
     """

@@ -1,4 +1,4 @@
-"""How long a model's prefill takes with each implementation in the place of its operators, and where the time goes."""
+"""Records of a model's prefill time with each implementation of its operators, and of the parts of this time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdprof.schema.machine import Clocks, Environment
 from ssdprof.schema.speed import Interval, Verdict
 
 PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
-Surroundings = Literal["model", "bundled"]  # whose convolution and gated norm ran around the operator
+Surroundings = Literal["model", "bundled"]  # the origin of the convolution and the gated norm
 
 
 class KernelTime(Record):
@@ -27,9 +27,9 @@ class KernelTime(Record):
 class PartTime(Record):
     """The GPU's work for one part of the model, in one prefill.
 
-    mixer: what a mixer computes beside its operator, convolution and gated norm: its projections.
-    rest: embedding, norms, residual sums, language-model head, and what belongs to no part.
-    kernels: those that took longest.
+    mixer: a mixer without its operator, convolution and gated norm: its projections.
+    rest: embedding, norms, residual sums, language-model head, and everything else.
+    kernels: those with the longest times.
     """
 
     name: PartName
@@ -51,7 +51,7 @@ class PrefillSpeedup(Record):
     """Over the baseline with the same surroundings.
 
     predicted: by Amdahl's law from the share of the operator in the baseline's time and its own speedup, both from
-        device times of one layer alone; None where that layer was not timed.
+        device times of one layer alone; None if that layer was not timed.
     """
 
     ratio: float
@@ -61,20 +61,20 @@ class PrefillSpeedup(Record):
 
 
 class PrefillCase(Record):
-    """One implementation in the place of the operators.
+    """The prefill with one implementation of the operators.
 
-    reason: why it did not pass; of one that passed, why it has no call time.
+    reason: why it did not pass, or why a passed one has no call time.
     alone_us: device time of one layer's operator alone, on its inputs in this model.
     peak_bytes: GPU memory allocated during the profiled prefill, weights included.
     logits_rms: RMS of the difference of the first token's logits to the baseline's with the same surroundings, over RMS
         of the baseline's.
-    left_to_model: what the model computed itself though the bundled kernels were asked for, in words.
+    left_to_model: parts that the model computed itself although the bundled kernels were requested, in words.
     """
 
     implementation: str
     version: str = ""  # of another library
     variant: str = ""  # which of the implementation's kernels ran
-    plan: str = ""  # why
+    plan: str = ""  # the reason
     surroundings: Surroundings
     precision: PrecisionRecord
     status: Status
@@ -111,7 +111,7 @@ class PrefillCase(Record):
 class PrefillLength(Record):
     """The prefills of one prompt.
 
-    operator_calls: in one prefill: layers times segments.  layer: whose operator was timed alone.
+    operator_calls: in one prefill: layers times segments.  layer: the one whose operator was timed alone.
     """
 
     seqlen: int
@@ -129,9 +129,9 @@ class PrefillLength(Record):
 
 
 class LeftOutLength(Record):
-    """Prefills that were asked for and not begun.
+    """Requested prefills that were not begun.
 
-    surroundings, implementations: those left out; None and empty are all.
+    surroundings, implementations: those left out; None and empty: all.
     """
 
     seqlen: int
@@ -148,7 +148,7 @@ class StepTime(Record):
 
 
 class Prefill(Record):
-    """layers: decoder layers that were loaded, of layer_count.  attention: the implementation that the model names.
+    """layers: decoder layers that were loaded, of layer_count.  attention: the name of the model's implementation.
 
     steps: in the order in which they ended.
     """
@@ -166,14 +166,14 @@ class Prefill(Record):
 
     @property
     def failed(self) -> tuple[PrefillCase, ...]:
-        """Cases that were to be timed and were not right, and those without memory."""
+        """Cases whose output was wrong, and cases without enough memory."""
         return tuple(
             case for length in self.lengths for case in length.cases if case.status not in ("passed", "refused")
         )
 
 
 class PrefillReport(Record):
-    """What `ssdprof prefill` writes.  gates: the minimum speedup, by call time, that it has to reach."""
+    """The result of `ssdprof prefill`.  gates: the minimum speedup, by call time."""
 
     prefill_version: Literal[1] = 1
     kind: Literal["prefill"] = "prefill"

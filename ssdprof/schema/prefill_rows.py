@@ -1,4 +1,4 @@
-"""The prefills of a model as rows: see `schema.rows`; and which of them break a gate."""
+"""The prefills of a model as rows (see `schema.rows`), and those that break a gate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_report(report: PrefillReport) -> tuple[Row, ...]:
 
 
 def broken_gates(report: PrefillReport) -> tuple[Broken, ...]:
-    """The rows that break a gate.  A prefill that was asked for and has no time breaks a minimum speedup too."""
+    """The rows that break a gate.  A requested prefill without a time breaks a minimum speedup too."""
     rows = of_report(report)
     return (
         *broken(rows, report.gates),
@@ -66,7 +66,7 @@ def _row(case: PrefillCase, length: PrefillLength, shape: str, baseline: str, *,
 
 
 def _needs(found: Prefill, length: PrefillLength, case: PrefillCase) -> dict[str, str]:
-    """Beside versions.  The model's own convolution counts where it ran."""
+    """The versions and settings on which times depend; the model's own convolution only if it ran."""
     needs = {"attention": found.attention or "none", "segment length": f"{length.segment_length:,}"}
     if case.surroundings == "model" or case.left_to_model:
         needs["convolution"] = found.convolution

@@ -1,4 +1,4 @@
-"""JSON schemas of what the commands print, generated from their records."""
+"""JSON schemas of the commands' output, generated from their records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-FOLDER = Path(__file__).parents[1] / "schemas"  # where they are published
+FOLDER = Path(__file__).parents[1] / "schemas"  # of the published schemas
 
 
 def json_schema(kind: Any, title: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def json_schema(kind: Any, title: str) -> dict[str, Any]:
 
 
 def as_text(schema: dict[str, Any]) -> str:
-    """What a file in `FOLDER` holds."""
+    """The contents of a file in `FOLDER`."""
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A case of a run or of a bench as one flat row: what gates, exports and comparisons read."""
+"""A case of a run or of a bench as one flat row, for gates, exports and comparisons."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ssdprof.schema.run import CaseResult, Cast, RunReport
 from ssdprof.schema.serving import call_words, prompt_words, tokens
 from ssdprof.schema.speed import Interval, Launch, Memory, Roofline, Speedup, Timing
 
-JUDGED = "fused"  # the implementation that the gates of benches and prefills are about
+JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
 Measured = tuple[float, Interval]
 
 
 class Errors(Record):
-    """How exact a tensor is.  Matches are empty where they were not recorded, as in older benches."""
+    """The errors of a tensor.  Matches are empty if they were not recorded, as in older benches."""
 
     rms_ratio: float  # rms(out - oracle) / rms(oracle)
     floor_rms_ratio: float  # the same of the oracle, rounded to the output's dtype
@@ -30,7 +30,7 @@ class Errors(Record):
 
     @property
     def over_floor(self) -> float | None:
-        """None where the floor is 0: the oracle is exact in the output's dtype."""
+        """None if the floor is 0: the oracle is exact in the output's dtype."""
         return self.rms_ratio / self.floor_rms_ratio if self.floor_rms_ratio else None
 
     def match_pct(self, tolerance: float) -> float | None:
@@ -39,10 +39,10 @@ class Errors(Record):
 
 
 class PrefillFigures(Record):
-    """What was measured in a prefill of the whole model: call times, and no device times.
+    """The measurements of a prefill of the whole model: call times, and no device times.
 
     speedup: over the baseline with the same surroundings.
-    needs: what the call time depends on beside GPU, driver, Triton and implementation, by name: versions, attention.
+    needs: what else the call time depends on, by name: versions, attention.
     gpu_us: the GPU's work for each part of the model.  The others are as in `schema.prefill.PrefillCase`.
     """
 
@@ -62,7 +62,7 @@ class Row(Record):
     calls: of a run, all calls of its kind: "131,072 tokens", "chunks of 8 tokens of 40 tokens".
     prompt: of a run, the tokens of the prompt: "40 tokens".
     shape: the sizes of the call, in words, and whether its inputs were cast; of the whole model, which model it is.
-    gated: whether gates judge it; they do not judge the baseline and other libraries.
+    gated: whether gates judge it: not for the baseline and other libraries.
     """
 
     where: str
@@ -96,17 +96,17 @@ class Row(Record):
 
     @property
     def time(self) -> Measured | None:
-        """What verdicts are about: the device time; of a prefill the call time."""
+        """The time that verdicts use: the device time; for a prefill the call time."""
         return (self.timing.device_median_us, self.timing.device_interval_us) if self.timing else self.call
 
     @property
     def kernels(self) -> int | None:
-        """How many Triton kernels it launched; None if none was recorded: then `launches` says what was planned."""
+        """Number of launched Triton kernels; None if none was recorded (`launches` has the planned number)."""
         return sum(launch.registers is not None for launch in self.launches) or None
 
     @property
     def baseline(self) -> str:
-        """What the speedup is over; empty if there is none."""
+        """The baseline of the speedup; empty if there is none."""
         if self.prefill:
             return self.prefill.baseline if self.prefill.speedup else ""
         return self.speedup.baseline if self.speedup else ""
@@ -191,7 +191,7 @@ def _which(case: CaseResult) -> str:
 
 
 def errors(accuracy: Iterable[TensorAccuracy], tensor: Literal["out", "final_states"]) -> Errors | None:
-    """How exact one tensor is; None if it was not compared."""
+    """The errors of one tensor; None if it was not compared."""
     found = next((one for one in accuracy if one.tensor == tensor), None)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""A run: its cases, and everything that a report needs to be trusted."""
+"""The records of a run: its cases, and the conditions under which they were measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CaseResult(Record):
     precision: PrecisionRecord
     status: Status
     reason: str = ""
-    plan: str = ""  # why this kernel and this configuration
+    plan: str = ""  # the reason for this kernel and configuration
     accuracy: tuple[TensorAccuracy, ...] = ()
     timing: Timing | None = None
     speedup: Speedup | None = None
@@ -49,7 +49,7 @@ class CaseResult(Record):
 
 
 class StepsAsked(Record):
-    """What a run was to compare in decode steps.  baseline: the implementation that the others are compared with."""
+    """The requested comparison of decode steps.  baseline: the implementation that the others are compared with."""
 
     implementations: tuple[str, ...]
     precisions: tuple[PrecisionRecord, ...]
@@ -57,11 +57,11 @@ class StepsAsked(Record):
 
 
 class Participant(Record):
-    """An implementation that is not one of ssdprof's.
+    """An implementation from outside of ssdprof.
 
     kind: a library's failures and refusals fail no run; those of the user's own kernel do.
     source: the version of a library; module:function of an own kernel.
-    precisions: those at which it was to run.
+    precisions: the requested ones.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Cast(Record):
 
 
 class Asked(Record):
-    """What a run was to compare: every implementation at every precision, in every layer, on every prompt.
+    """The requested comparison: every implementation at every precision, in every layer, on every prompt.
 
-    others: the same of implementations that are not ssdprof's, each at its own precisions.
+    others: implementations from outside of ssdprof, each at its own precisions.
     steps: the same for decode steps; None: there are none.
-    tensor_parallel: of how many ranks the first one's share of the heads was replayed.
+    tensor_parallel: number of ranks; the first one's share of the heads was replayed.
     cast: of the inputs; None: they were replayed in the model's own dtype.
     """
 
@@ -106,7 +106,7 @@ class RunReport(Record):
     command: tuple[str, ...]  # as typed, without tokens
     state: Literal["complete", "partial"]
     asked: Asked | None = None  # None in reports from before it was recorded
-    capture_complete: bool = True  # False: what was replayed is a stored capture that was broken off
+    capture_complete: bool = True  # False: the replayed capture was interrupted
     checkpoint: CheckpointRef
     environment: Environment
     prompts: tuple[Prompt, ...]
@@ -118,15 +118,15 @@ class RunReport(Record):
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
     cases: tuple[CaseResult, ...]
-    answers: tuple[Answers, ...] = ()  # one for each prompt, if they were asked for
-    prefill: Prefill | None = None  # of the whole model, if it was asked for
+    answers: tuple[Answers, ...] = ()  # one for each prompt, if requested
+    prefill: Prefill | None = None  # of the whole model, if requested
     baseline: str = "unfused"
-    gates: Gates = NO_GATES  # what the user wants to hold
-    notes: tuple[str, ...] = ()  # what a reader must know to trust the numbers
+    gates: Gates = NO_GATES  # the user's limits
+    notes: tuple[str, ...] = ()  # for the reader, in sentences
 
     @property
     def cast(self) -> Cast | None:
-        """What was done to the dtype of the inputs."""
+        """The cast of the inputs."""
         return self.asked.cast if self.asked else None
 
     def baseline_of(self, call: CallRef | None) -> str:
@@ -136,6 +136,6 @@ class RunReport(Record):
 
     @property
     def libraries(self) -> frozenset[str]:
-        """Names of other libraries that are only beside the others: a baseline must pass."""
+        """Names of other libraries except the baseline, which must pass."""
         others = self.asked.others if self.asked else ()
         return frozenset(one.name for one in others if one.kind == "library") - {self.baseline}

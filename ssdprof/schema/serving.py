@@ -1,4 +1,4 @@
-"""How a server runs a prompt, and which of its operator calls one is.  `docs/serving.md` describes the options."""
+"""How prompts are run, and references to single operator calls.  `docs/serving.md` describes the options."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ssdprof.schema.base import Record
 
 
 class CallRef(Record):
-    """One of the calls of a layer's operator, where a prompt makes several or several sequences share one.
+    """One call of a layer's operator, if a prompt makes several calls or several sequences share one.
 
-    kind: "packed": sequences behind each other.  "chunk": a piece of a chunked prefill, which begins with the states
-        that the piece before it left.  "decode": one token of each sequence, after the prompt.
+    kind: "packed": packed sequences.  "chunk": a piece of a chunked prefill, which begins with the states of the
+        previous piece.  "decode": one token of each sequence, after the prompt.
     number: of the call among the `count` calls of its kind, from 1.
     prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
     sequences: independent sequences in the call.
@@ -34,9 +34,9 @@ class CallRef(Record):
 
 
 class Serving(Record):
-    """How prompts go through the model.  The default: all of a prompt in one call of every operator, and no decoding.
+    """How the model runs prompts.  The default: all of a prompt in one call of every operator, and no decoding.
 
-    packed: lengths of sequences that lie behind each other in one call; empty: sequences lie side by side.
+    packed: lengths of sequences that are packed into one call; empty: a batch of equal lengths.
     chunk: tokens per call of a chunked prefill; None: no chunked prefill.
     decode: tokens that the model generates after the prompt, one call of every operator for each.
     """
@@ -92,8 +92,7 @@ def prompt_words(call: CallRef | None, seqlen: int, batch: int) -> str:
 def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
     """Start and stop of each segment.
 
-    A last segment of a single token joins the one before it: for one token, models call another function than their
-    operator.
+    A last segment of a single token joins the one before it, because models call a different function for one token.
     """
     starts = list(range(0, seqlen, segment_length))
     if len(starts) > 1 and seqlen - starts[-1] == 1:

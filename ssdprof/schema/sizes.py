@@ -1,4 +1,4 @@
-"""The sizes of one layer of a model: what its config says, what `bench` draws inputs for, what a dry run prints."""
+"""The sizes of one layer of a model, for configs, `bench` and dry runs."""
 
 from __future__ import annotations
 

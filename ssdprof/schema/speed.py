@@ -1,4 +1,4 @@
-"""How fast a call is, what it could be, and what it took of the GPU."""
+"""Records of the times of a call, its roofline, and the resources that it used."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Interval(Record):
     high: float
 
     def verdict(self, smallest_difference: float) -> Verdict:
-        """What the interval of a ratio allows to say.
+        """The verdict for the interval of a ratio.
 
-        A difference counts if the whole interval is beyond it.  If A is faster than B, then B is slower than A.
+        A difference counts if the whole interval lies beyond it.  If A is faster than B, then B is slower than A.
         """
         if self.low > 1 + smallest_difference:
             return "faster"
@@ -26,7 +26,7 @@ class Interval(Record):
 
 
 class Spread(Record):
-    """How far single samples lie apart, in microseconds.
+    """The spread of single samples, in microseconds.
 
     All recordings are pooled: each sample counts once, whichever recording it is from.  The medians and intervals of a
     `Timing` are over recordings instead.
@@ -39,7 +39,7 @@ class Spread(Record):
 
 
 class WarmTiming(Record):
-    """By a second clock: the mean of `calls` Python calls back to back, without a wait or an eviction between them."""
+    """Time by the warm clock: the mean of `calls` Python calls back to back, without waits or evictions."""
 
     calls: int
     median_us: float
@@ -51,11 +51,11 @@ class Timing(Record):
     device_median_us: float  # CUDA graph replay
     call_interval_us: Interval
     device_interval_us: Interval
-    recordings: int = 1  # how often graph, workspace and output were placed anew
+    recordings: int = 1  # number of recordings
     samples: int  # replays, of all recordings
     call_spread: Spread | None = None  # None in reports from before it was recorded
     device_spread: Spread | None = None
-    warm: WarmTiming | None = None  # if it was asked for
+    warm: WarmTiming | None = None  # if requested
 
 
 class WarmSpeedup(Record):
@@ -67,7 +67,7 @@ class WarmSpeedup(Record):
 
 
 class Speedup(Record):
-    """A verdict other than "no difference" says that the whole interval differs from 1 by more than
+    """A verdict other than "no difference" means that the whole interval differs from 1 by more than
     smallest_difference.
     """
 

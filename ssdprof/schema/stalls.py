@@ -1,4 +1,4 @@
-"""What the stalls stage hands on: plain records, stored as JSON beside a run's report.  Imports no torch.
+"""The records of stalls, stored as JSON in a run's folder.  Imports no torch.
 
 Numbers that ncu did not collect are None and their names are in `not_collected`: never 0.
 """
@@ -21,7 +21,7 @@ Samples = dict[str, int]  # stall reason -> warp samples
 
 
 class Launched(Record):
-    """What one call of an implementation launches.
+    """The launches of one call of an implementation.
 
     precision: at which it ran; None in reports from before every implementation had its own.
     """
@@ -30,12 +30,12 @@ class Launched(Record):
     variant: str
     precision: PrecisionRecord | None = None
     launch_count: int  # of Triton kernels
-    launches: tuple[Launch, ...]  # each kernel once, with what Triton knows of its resources
+    launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
     occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
 
 
 class Refusal(Record):
-    """Why a call cannot be made."""
+    """The reason why a call cannot be made."""
 
     message: str
     hint: str
@@ -43,11 +43,11 @@ class Refusal(Record):
 
 
 class Stage(Record):
-    """A stage of the algorithm in one kernel.  Its name and what comes after a dot are a part of it."""
+    """A stage of the algorithm in one kernel.  A name with a dot is a part of a stage."""
 
     name: str
     samples: Samples
-    idle: bool = False  # warps that have nothing to do here: no cost
+    idle: bool = False  # its warps are idle, which costs no time
 
     @property
     def total(self) -> int:
@@ -70,7 +70,7 @@ class Line(Record):
 
 
 class Resources(Record):
-    """What a launch used of the GPU."""
+    """The resources of a launch."""
 
     grid: tuple[int, int, int] | None = None
     block: int | None = None  # threads
@@ -80,11 +80,11 @@ class Resources(Record):
     waves: float | None = None  # of blocks per SM
     occupancy_pct: float | None = None  # achieved: active warps of those that an SM can hold
     occupancy_limit_pct: float | None = None  # theoretical
-    limited_by: tuple[str, ...] = ()  # what allows the fewest blocks per SM
+    limited_by: tuple[str, ...] = ()  # the resources with the fewest blocks per SM
 
 
 class Throughput(Record):
-    """How fast a launch was, alone on the GPU, caches cold.  Times of ncu: not to be mixed with those of a run."""
+    """The speed of a launch, alone on the GPU with cold caches.  Not comparable with the times of a run."""
 
     duration_us: float | None = None
     compute_pct: float | None = None  # of the speed of light
@@ -105,7 +105,7 @@ class Throughput(Record):
 
 
 class SelfCheck(Record):
-    """A statement that must hold for the tables to be trusted."""
+    """A condition for valid tables."""
 
     name: str
     status: Literal["ok", "failed", "not checked"]
@@ -113,10 +113,10 @@ class SelfCheck(Record):
 
 
 class Hint(Record):
-    """What the evidence points to, and what may help."""
+    """Evidence of a bottleneck, and advice."""
 
     stage: str  # "" if it is about the whole kernel
-    share_pct: float | None = None  # of the kernel's busy samples that it is about
+    share_pct: float | None = None  # share of the kernel's busy samples concerned
     evidence: str
     advice: str
 
@@ -125,29 +125,29 @@ class KernelStalls(Record):
     """One launch of one kernel."""
 
     kernel: str
-    implementation: str  # "" if it is none of ours
+    implementation: str  # "" for other kernels
     resources: Resources
     throughput: Throughput
     sample_count: int | None  # None: no warp was sampled
     samples: Samples
-    # where none was: warps that wait while one issues, by stall reason
+    # without samples: waiting warps per issuing one, by stall reason
     average: dict[str, float] = Field(default_factory=dict)
     stages: tuple[Stage, ...]
     lines: tuple[Line, ...]  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py
-    unlabelled: tuple[str, ...] = ()  # files of which no stages are known: their stages are their functions
+    unlabelled: tuple[str, ...] = ()  # files without known stages: their functions are the stages
     not_collected: tuple[str, ...] = ()
     checks: tuple[SelfCheck, ...] = ()
     hints: tuple[Hint, ...] = ()
 
     @property
     def busy_samples(self) -> int:
-        """All but those of warps that have nothing to do."""
+        """All samples except those of idle warps."""
         return sum(stage.total for stage in self.stages if not stage.idle)
 
 
 class Profiled(Record):
-    """What was launched, where that is known: a report that came from elsewhere does not say."""
+    """What was profiled.  Unknown for a report made elsewhere."""
 
     model: str = ""  # repository or folder, and whether its weights are random
     layer: LayerRef
@@ -163,23 +163,23 @@ class Recorded(Record):
     created: str  # ISO 8601, UTC
     command: tuple[str, ...]  # as typed, without tokens
     environment: Environment
-    ncu: str  # version; "" if it could not work
+    ncu: str  # version; "" if it could not run
 
 
 class StallReport(Record):
-    """Everything that was read out of one or more ncu reports.
+    """The contents of one or more ncu reports.
 
-    For reports made elsewhere it depends only on their contents.  `subject` and `recorded` are known where ssdprof
+    For reports made elsewhere it depends only on their contents.  `subject` and `recorded` are set if ssdprof
     profiled.
     """
 
     stalls_version: Literal[2] = STALLS_VERSION
     ssdprof_version: str
     sources: dict[str, str]  # ncu report's file name -> sha256
-    gpu: str  # "" if the report does not say
+    gpu: str  # "" if unknown
     kernels: tuple[KernelStalls, ...]
     words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
     checks: tuple[SelfCheck, ...] = ()
     subject: Profiled | None = None
     recorded: Recorded | None = None
-    missing: str = ""  # why there are no stalls; then `subject` holds what Triton knows
+    missing: str = ""  # why there are no stalls; then `subject` has the resources that Triton reports

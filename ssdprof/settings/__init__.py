@@ -1,1 +1,1 @@
-"""What a project sets for every command: `[tool.ssdprof]` of pyproject.toml, or ssdprof.toml."""
+"""The settings of a project for all commands: `[tool.ssdprof]` in pyproject.toml, or ssdprof.toml."""

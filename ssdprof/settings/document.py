@@ -1,4 +1,4 @@
-"""The settings that a file may hold, and their published JSON schema.
+"""The settings in a file, and their published JSON schema.
 
 [tool.ssdprof.gates]            in ssdprof.toml: [gates]
 min-speedup = 1.5
@@ -37,13 +37,13 @@ _CONFIG = ConfigDict(extra="forbid", frozen=True, alias_generator=_kebab)
 
 
 class GateSettings(Gates):
-    """The gates of run, bench and accuracy, where the command line does not set them."""
+    """The gates of run, bench and accuracy, unless the command line sets them."""
 
     model_config = _CONFIG
 
 
 class PrefillSettings(BaseModel):
-    """The gate of prefill, where the command line does not set it.  An operator gains more than the model around it."""
+    """The gate of prefill, unless the command line sets it.  A model gains less than its operators."""
 
     model_config = _CONFIG
 
@@ -51,7 +51,7 @@ class PrefillSettings(BaseModel):
 
 
 class CompareSettings(BaseModel):
-    """The options of compare, where the command line does not give them."""
+    """The options of compare, unless the command line gives them."""
 
     model_config = _CONFIG
 
@@ -70,7 +70,7 @@ class Settings(BaseModel):
 
 
 def parse(values: dict[str, Any], source: str) -> Settings:
-    """The settings that a table of TOML holds.  source: names it in an error: "pyproject.toml: [tool.ssdprof]".
+    """The settings in a table of TOML.  source: names it in an error: "pyproject.toml: [tool.ssdprof]".
 
     Raises BadInputError for an unknown key, with the nearest one, and for a value that does not fit.
     """
@@ -100,7 +100,7 @@ def _keys(path: list[str]) -> Iterator[str]:
 
 
 def schema_text() -> str:
-    """What `SCHEMA_FILE` holds: the JSON schema of ssdprof.toml, and of [tool.ssdprof] in pyproject.toml."""
+    """The contents of `SCHEMA_FILE`: the JSON schema of ssdprof.toml, and of [tool.ssdprof] in pyproject.toml."""
     generated = Settings.model_json_schema()
     document = {"$schema": GenerateJsonSchema.schema_dialect, **generated, "title": "ssdprof settings"}
     return json.dumps(document, indent=1, sort_keys=True) + "\n"

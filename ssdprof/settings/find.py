@@ -1,4 +1,4 @@
-"""Which file holds the settings."""
+"""Finds the file with the settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PROJECT = "pyproject.toml"
 def load(file: Path | None = None) -> Settings:
     """The settings of `file`, or of the nearest file that has any, from the current folder upwards.
 
-    In a folder ssdprof.toml comes before pyproject.toml.  Without any file, nothing is set.
-    Raises BadInputError if the file cannot be read, is not TOML, or holds what it may not.
+    In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.
+    Raises BadInputError if the file cannot be read, is not TOML, or has invalid settings.
     """
     for candidate in [file] if file else _candidates():
         values = _values(candidate)

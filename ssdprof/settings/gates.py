@@ -1,4 +1,4 @@
-"""Gates from the command line and the settings file together."""
+"""Combines gates of the command line and the settings file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chosen(
     min_match: list[str] | None = None,
     max_rms_ratio: float | None = None,
 ) -> Gates:
-    """What the command line sets, and the settings file where the command line does not.  Raises BadInputError."""
+    """The gates of the command line, completed by those of the settings file.  Raises BadInputError."""
     stored = find.load(config).gates
     given = {
         "min_speedup": min_speedup,
@@ -56,7 +56,7 @@ def of_prefill(config: Path | None, min_speedup: float | None) -> Gates:
 
 
 def of_accuracy(limits: Gates, of_run: Gates) -> Gates:
-    """The gates of a run, with those on accuracy replaced where `limits` sets them."""
+    """The gates of a run, with gates on accuracy replaced by those of `limits`."""
     given = {"min_match": limits.min_match or None, "max_rms_ratio": limits.max_rms_ratio}
     return of_run.model_copy(update=_set(given))
 

@@ -1,6 +1,6 @@
-"""Where warps wait: ncu watches one call, its samples go to lines, lines to stages.
+"""Warp stalls: ncu samples one call; samples are attributed to source lines, and lines to stages.
 
     collect (GPU, ncu) -> .ncu-rep -> read -> attribute -> hints -> schema.stalls.StallReport
 
-Everything after `collect` works on any machine, and gives the same records everywhere.
+Everything after `collect` works on any machine, with the same result.
 """

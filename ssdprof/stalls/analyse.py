@@ -1,4 +1,4 @@
-"""Readers' raw kernels to the records that are stored and shown."""
+"""Turns the raw kernels of the readers into stored records."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def analyse(
     recorded: Recorded | None = None,
     missing: str = "",
 ) -> StallReport:
-    """Depends on what it is given alone: the same on every machine.
+    """The stall report.  Depends only on the arguments, not on the machine.
 
-    subject: what was profiled; its `launched` belong to the reports, in their order.
-    recorded: when and where.  missing: why there are no reports.
+    subject: what was profiled; its `launched` correspond to the reports.
+    recorded: when and where.  missing: the reason if there are no reports.
     """
     launched = subject.launched if subject and not missing else None
     names = [one.implementation for one in launched] if launched else [""] * len(reports)
@@ -46,7 +46,7 @@ def analyse(
 
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
-    """One launch.  implementation: "" to tell from the kernel's name."""
+    """One launch.  implementation: "": inferred from the kernel's name."""
     sources = Sources.of(kernel)
     known = _stages(kernel)
     found = attribute(kernel, sources, known)
@@ -79,13 +79,13 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
 
 
 def _stages(kernel: RawKernel) -> Stages:
-    """Those of the operator that has a kernel of this name; those of all operators for a kernel that is not known."""
+    """The stages of the operator with a kernel of this name; for an unknown kernel those of all operators."""
     known = [outline.stages for outline in operators.outlines()]
     return next((stages for stages in known if kernel.function in _kernels(stages)), Stages.together(known))
 
 
 def _kernels(stages: Stages) -> set[str]:
-    """Names of bundled kernels, and of those of other libraries."""
+    """Names of bundled kernels and of other libraries' kernels."""
     return {*stages.kernels, *(name for source in stages.sources.values() for name in source.stages)}
 
 

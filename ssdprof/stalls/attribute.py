@@ -1,10 +1,9 @@
-"""Samples to lines, lines to stages.
+"""Attributes samples to source lines, and lines to stages.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those that led there that
 has a stage (`call_sites.py`); in others it is that of the innermost function that was inlined.  If that line has no
 stage (a library, a helper, a header), the instruction gets the stage of the one before it in the program that has one,
-else of the one after it: compilers keep what a line was inlined into together.  Those samples are counted, so that the
-reader sees how many there are.
+else of the one after it: compilers keep instructions of a line together.  The number of such samples is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Key = tuple[str, int, str, str, str]  # file, line, instruction if there is no 
 
 @dataclass(frozen=True)
 class Attribution:
-    """lines: hottest first.  from_neighbours: samples whose stage is that of a neighbour."""
+    """lines: hottest first.  from_neighbours: number of samples with the stage of a neighbour."""
 
     stages: tuple[Stage, ...]
     lines: tuple[Line, ...]
@@ -63,7 +62,7 @@ def attribute(kernel: RawKernel, sources: Sources, known: Stages = Stages()) -> 
 
 
 def _stages(places: Sequence[Place]) -> list[str]:
-    """The stage of each place, its neighbour's where it has none of its own."""
+    """The stage of each place: its own, or its neighbour's if it has none."""
     found: list[str] = []
     before: str | None = None
     for place in places:
@@ -75,7 +74,7 @@ def _stages(places: Sequence[Place]) -> list[str]:
 
 def _split(point: Point, is_compilers: bool) -> tuple[dict[str, int], dict[str, int]]:
     """(idle, busy) samples.  In the header of a kernel with warp roles, the only block-wide barriers are those at which
-    warps wait to be given a role, and for the others to end theirs."""
+    warps wait for a role, and for the end of the other roles."""
     if not is_compilers:
         return {}, dict(point.samples)
     idle = {reason: count for reason, count in point.samples.items() if reason == _BLOCK_BARRIER}
@@ -102,7 +101,7 @@ def _is_idle(name: str, known: Stages) -> bool:
 
 
 def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
-    """Stages of the algorithm in its order, then others by size; what is idle at the end."""
+    """Stages in the order of the algorithm, then others by size, then idle ones."""
     order = (*known.order, IDLE_WARPS)
     if name in order:
         return (order.index(name) + (len(order) if _is_idle(name, known) else 0), 0, name)

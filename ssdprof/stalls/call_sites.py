@@ -1,11 +1,11 @@
-"""Make the compiler name, for an inlined instruction, the line that has its stage.
+"""Makes the compiler record, for an inlined instruction, the line that has its stage.
 
 An instruction has one line in a report: that of the innermost function that was inlined there, a helper's or a
-library's.  Triton writes the calls that led there into its PTX as a remark, which ptxas drops:
+library's.  Triton writes the chain of calls into its PTX as a comment, which ptxas drops:
 
     .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
 
-So before ptxas reads it, each .loc is made to name the innermost line of the chain that has a stage of its own.
+So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a stage.
 Nothing but the line table changes.
 """
 
@@ -21,17 +21,17 @@ from ssdprof.stalls.raw import base_name
 from ssdprof.stalls.sources import Sources
 from ssdprof.stalls.stages import UNKNOWN
 
-_KEY = "ssdprof: lines of callers"  # what Triton's cache keeps such kernels under, where it asks
+_KEY = "ssdprof: lines of callers"  # part of the key of such kernels in Triton's cache, if it asks
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
 _LOC = re.compile(r"^(\s*\.loc\s+)(\d+) (\d+) (\d+)(\s*//\s*)(.+)$", re.MULTILINE)
 _FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
 
 
 def install() -> None:
-    """From now on, in this process: for every kernel that Triton compiles.
+    """Install the hook for every kernel that Triton compiles in this process from now on.
 
-    Triton 3.6 does not ask the hook for a part of its cache's key, so that TRITON_CACHE_DIR must be a folder that no
-    kernel was compiled into before.
+    Triton 3.6 does not ask the hook for a part of its cache's key, so TRITON_CACHE_DIR must be a folder without
+    compiled kernels.
     """
     import triton
 
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def _hook(*given: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for what it adds to the key of its cache, else with a compiler's stages."""
+    """Triton calls it without arguments for its part of the cache's key, else with a compiler's stages."""
     if not given:
         return _KEY, _KEY
     stages: dict[str, Callable[[Any, Any], Any]] = given[1]
@@ -50,7 +50,7 @@ def _hook(*given: Any) -> tuple[str, str] | None:
 
 
 def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
-    """The PTX with every .loc at the innermost line that has a stage; where none of a chain has one, as it was.
+    """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the chain has one.
 
     sources: of the files that the PTX names; None reads them.
     """
@@ -74,7 +74,7 @@ def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
 def _with_a_stage(
     frame: Sequence[str], numbers: Mapping[str, Sequence[str]], files: Mapping[str, str], sources: Sources
 ) -> str | None:
-    """The number of the frame's file if its line has a stage; frames name a file without its folder."""
+    """The index of the frame's file if its line has a stage; frames name a file without its folder."""
     name, line, _ = frame
     for number in numbers.get(name, ()):
         stage = sources.place(files[number], int(line)).stage
@@ -87,4 +87,4 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return ""  # its lines then keep the place that the compiler gave them
+        return ""  # then its lines are not changed

@@ -1,4 +1,4 @@
-"""What must hold for the tables to be trusted.  Run on every report, and shown with it."""
+"""Self-checks of a stall report, run on every report and shown with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 
 
 def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[SelfCheck, ...]:
-    """Sums, and what the samples are worth."""
+    """Checks of one kernel: sums, and lost samples."""
     count, by_reason = kernel.number(SAMPLE_COUNT), sum(kernel.totals.values())
     by_stage = sum(stage.total for stage in found.stages)
     by_line = sum(line.total for line in found.lines)
@@ -37,9 +37,9 @@ def of_kernel(kernel: RawKernel, found: Attribution, sources: Sources) -> tuple[
 
 
 def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -> tuple[SelfCheck, ...]:
-    """The files themselves, and that nothing but the wanted launches was profiled.
+    """Checks of the files, and that only the requested launches were profiled.
 
-    asked: what each report's one call launches; None for reports that came from elsewhere.
+    asked: the launches of the call in each report; None for reports made without ssdprof.
     """
     checks = [_whole(report) for report in reports]
     if asked is None:
@@ -66,12 +66,12 @@ def of_reports(reports: Sequence[RawReport], asked: Sequence[Launched] | None) -
 
 
 def _whole(report: RawReport) -> SelfCheck:
-    name = f"{report.name} is whole"
+    name = f"{report.name} is complete"
     if report.whole is None:
         return SelfCheck(name=name, status="not checked", detail="no way to tell")
     if report.whole:
-        return SelfCheck(name=name, status="ok", detail="ends where it should")
-    return SelfCheck(name=name, status="failed", detail="ends elsewhere than it says")
+        return SelfCheck(name=name, status="ok", detail="ends at the end of its last block")
+    return SelfCheck(name=name, status="failed", detail="does not end at the end of a block")
 
 
 def _equal(name: str, one: int, other: int | None, collected: object) -> SelfCheck:

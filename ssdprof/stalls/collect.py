@@ -1,4 +1,4 @@
-"""One layer's captured tensors, through ncu: a report per implementation."""
+"""Profiles one layer's captured tensors with ncu: one report per implementation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TIMEOUT_S = 300.0
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder for compiled kernels,
-    for this job's `launch` and `profile` and others like it: what was compiled elsewhere may lack its lines.
-    tuned: a file of configurations that the kernels shall take.
+    for `launch` and `profile` of such jobs only: kernels compiled elsewhere may lack their lines.
+    tuned: a file with configurations for the kernels.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class Job:
 
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
-    """The command of the process that runs the job once inside the range, and writes what it launches."""
+    """The command of the process that runs the job once inside the range, and writes its launches."""
     return (
         *child.python("ssdprof.stalls.target"),
         str(job.folder),
@@ -52,10 +52,10 @@ def target(job: Job, launched: Path) -> tuple[str, ...]:
 
 
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
-    """Run the job without ncu: what it launches, and what Triton knows of that.
+    """Run the job without ncu: its launches, and the resources that Triton reports.
 
-    It also leaves every kernel compiled, so that ncu's own time is not spent on it.  Raises SsdprofError with the
-    exit code of what kept it from launching: BAD_INPUT if the implementation refuses the layer.
+    It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with the
+    exit code of the failure: BAD_INPUT if the implementation refuses the layer.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
@@ -74,7 +74,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
 
 
 def _refusal(launched: Path) -> Refusal | None:
-    """What the target wrote instead of its launches; None if it ended before or after it could write."""
+    """The refusal that the target wrote instead of its launches; None if it wrote none."""
     try:
         return Refusal.model_validate_json(launched.read_text(encoding="utf-8"))
     except (OSError, ValidationError):
@@ -90,9 +90,9 @@ def profile(
     sections: Sequence[str] = ncu.SECTIONS,
     timeout_s: float = TIMEOUT_S,
 ) -> float:
-    """Let ncu write `report` about the job's launches.  Returns the seconds it took.
+    """Let ncu profile the job's launches into `report`.  Returns the seconds that this took.
 
-    Raises MissingCapabilityError with what kept ncu from it.
+    Raises MissingCapabilityError with the reason if ncu fails.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:

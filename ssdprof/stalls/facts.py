@@ -1,4 +1,4 @@
-"""What a launch used and how fast it was, from ncu's metrics, whose names differ by chip and version."""
+"""The resources and the speed of a launch, from ncu's metrics, whose names differ by chip and version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ssdprof.schema.stalls import Resources, Throughput
 from ssdprof.stalls.raw import RawKernel
 from ssdprof.stalls.reasons import canonical
 
-# field -> metrics that say it, best first
+# field -> metrics with its value, best first
 _RESOURCES: dict[str, tuple[str, ...]] = {
     "block": ("launch__block_size",),
     "registers": ("launch__registers_per_thread",),
@@ -107,8 +107,8 @@ def throughput(kernel: RawKernel) -> Throughput:
 def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
     """(operations on the tensor cores, their peak in TFLOP/s for the operand type that was used most).
 
-    Where the cores know a sparse mode, ncu's peak of operations is that of sparse operands, twice that of dense ones.
-    The share of cycles in which the cores worked tells: it is then twice the share of operations.
+    If the cores have a sparse mode, ncu's peak is that of sparse operands, twice that of dense ones.
+    Then the share of cycles in which the cores worked is twice the share of operations.
     """
     kinds = {
         name.removesuffix(".sum"): count
@@ -154,10 +154,10 @@ def average(kernel: RawKernel) -> dict[str, float]:
 
 
 def not_collected(used: Resources, speed: Throughput) -> tuple[str, ...]:
-    """Names of the fields that the report does not say."""
+    """Names of the fields that the report lacks."""
     none = {name for record in (used, speed) for name, value in record if value is None or value == ()}
     if speed.tensor_flops == 0:
-        none.discard("tensor_peak_tflops")  # of which operands?
+        none.discard("tensor_peak_tflops")  # the operand type is unknown
     return tuple(name for record in (used, speed) for name, _ in record if name in none)
 
 

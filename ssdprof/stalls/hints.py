@@ -1,4 +1,4 @@
-"""What the numbers point to.  Every hint names its evidence; none is given for what was not collected."""
+"""Hints derived from the numbers.  Every hint names its evidence, and needs collected values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import MappingProxyType
 from ssdprof.schema.stalls import Hint, KernelStalls, Line, Stage
 
 _MOST = 6
-_WORTH_PCT = 5.0  # of the busy samples: what is below is not worth a change
-_BUSY_MEMORY_PCT = 70.0  # of a memory's bandwidth: beyond it, waiting means that it is full
+_WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change
+_BUSY_MEMORY_PCT = 70.0  # of a memory's bandwidth: above this it counts as full
 
-_MOST_HIT_PCT = 80.0  # of L2: beyond it, loads wait for L2 and not for DRAM
+_MOST_HIT_PCT = 80.0  # of L2: above this, loads wait for L2 and not for DRAM
 _FULL_WAVE = 0.8
 _LONGEST_QUOTE = 80
 
@@ -35,7 +35,7 @@ _LATENCY = (
 )
 _ABOUT_MEMORY = frozenset({_DRAM_FULL, _L2_FULL, _L2_LATENCY, _LATENCY})
 
-# reason -> what helps.  Those that depend on more than the reason have a function below.
+# reason -> remedy.  Reasons whose remedy depends on more have a function below.
 _ADVICE = {
     "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them earlier, have fewer of "
     "them in the chain, or compute them once for several uses.",
@@ -61,7 +61,7 @@ _WORKING = frozenset({"selected", "not_selected"})  # the warp could issue: no s
 
 
 def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[Hint, ...]:
-    """The most telling first: by stage and reason, then about the kernel as a whole.
+    """Hints by stage and reason, the largest first, then those about the whole kernel.
 
     fillers: stage of waiting -> functions that end the wait.
     """
@@ -70,7 +70,7 @@ def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]] = Mapping
 
 
 def _by_stage(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[int, Hint]]:
-    """(samples, hint) of every stage's reasons that are worth one."""
+    """(samples, hint) for every stage and reason with enough samples."""
     for stage in kernel.stages:
         if stage.idle:
             continue
@@ -122,7 +122,7 @@ def _global_load(kernel: KernelStalls) -> str:
 
 
 def _hottest(kernel: KernelStalls, stage: Stage, reason: str) -> Line | None:
-    """The line of the stage that has most samples of the reason."""
+    """The line of the stage with the most samples of the reason."""
     lines = (line for line in kernel.lines if line.stage == stage.name and line.samples.get(reason))
     return max(lines, key=lambda line: line.samples[reason], default=None)
 

@@ -1,4 +1,4 @@
-"""The ncu program: where it is, the command that profiles one target process, and what its complaints mean."""
+"""The ncu program: finds it, makes the command that profiles one process, and explains its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from ssdprof.environment.checks import find_ncu
 from ssdprof.errors import MissingCapabilityError, how_ended
 
-OLDEST = (2023, 1)  # the first that knows Hopper's counters well
+OLDEST = (2023, 1)  # the first with complete counters for Hopper
 RANGE = "ssdprof"  # NVTX range around the one call that is profiled
 SECTIONS = (
     "LaunchStats",
@@ -31,8 +31,7 @@ _REMEDIES = (
     "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put 'options nvidia "
     "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver again."
 )
-# What a child process is told of its surroundings.  A list of what may pass: a token in a variable nobody thought of
-# stays behind.
+# Environment variables that a child process gets.  An allow list, so that unknown variables with tokens are not passed.
 _PASSED = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|LD_LIBRARY_PATH|"
     r"C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|TORCHINDUCTOR|TRITON)_\w*|PYTHON[A-Z]+)"
@@ -50,7 +49,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Complaint:
-    """Words in ncu's output, and what they mean for the user."""
+    """A pattern in ncu's output, with the message and the hint for the user."""
 
     words: str
     message: str
@@ -105,10 +104,10 @@ def find() -> Program:
 
 
 def check_version(answer: str) -> str:
-    """The version in what `ncu --version` says.  Raises MissingCapabilityError if it is too old, or not there."""
+    """The version in the output of `ncu --version`.  Raises MissingCapabilityError if it is too old or missing."""
     version = re.search(r"Version (\d+)\.(\d+)(\.\d+)*", answer)
     if version is None:
-        raise MissingCapabilityError("ncu does not say its version.", "Reinstall Nsight Compute.")
+        raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
     if (int(version[1]), int(version[2])) < OLDEST:
         raise MissingCapabilityError(
             f"ncu {version[0].split()[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
@@ -127,8 +126,8 @@ def command(
 ) -> tuple[str, ...]:
     """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into `report`.
 
-    Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so that kernels which
-    wait for each other's programs do not hang.
+    Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so kernels whose
+    programs wait for each other do not hang.
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     return (
@@ -138,7 +137,7 @@ def command(
         *("-o", str(report)),
         *("--target-processes", "application-only"),
         "--nvtx",
-        *("--nvtx-include", f"{RANGE}/"),  # the slash: a range that is pushed and popped
+        *("--nvtx-include", f"{RANGE}/"),  # the slash marks a push-pop range
         *("-k", f"regex:^({names})$"),
         *("-c", str(launches)),
         *(word for section in sections for word in ("--section", section)),
@@ -152,7 +151,7 @@ def command(
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of `environ` a child process gets: nothing that might be a secret, and line information switched on."""
+    """The environment of a child process: without variables that might be secrets, and with line information on."""
     passed = {name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}
     return passed | {
         "CUDA_INJECTION64_PATH": "none",
@@ -164,7 +163,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
     """Run a command in its own process group; its output, stdout and stderr together.
 
-    Raises MissingCapabilityError if it fails, with what its output means, or if it takes too long.  Whatever happens,
+    Raises MissingCapabilityError if it fails, with the meaning of its output, or if it takes too long.  In any case,
     no process of the group is left.
     """
     with subprocess.Popen(
@@ -192,7 +191,7 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
 
 
 def explain(output: str, returncode: int) -> MissingCapabilityError:
-    """What a failed command's output means."""
+    """The error for a failed command, from its output."""
     for complaint in COMPLAINTS:
         if re.search(complaint.words, output):
             return MissingCapabilityError(complaint.message, complaint.hint)
@@ -201,13 +200,13 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
     how = how_ended(returncode)
     return MissingCapabilityError(
-        f"A process of the profile failed ({how}){f'; its last words: {last[:300]}' if last else '.'}",
+        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}",
         "ssdprof doctor may say why.",
     )
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the group: ncu starts the target, and one of them alone may hang."""
+    """Kill the process group: ncu starts the target, and either of them may hang."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

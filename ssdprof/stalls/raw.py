@@ -1,4 +1,4 @@
-"""What a reader takes out of ncu's files, before anything is concluded from it."""
+"""The raw contents of ncu's files, as the readers return them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RawKernel:
     totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty if not collected
     points: in order of address; empty if source counters were not collected
     sources: file name -> text, as recorded
-    excerpts: file name -> its lines that are known, where the whole file was not recorded
+    excerpts: file name -> its known lines, if the whole file was not recorded
     """
 
     function: str
@@ -44,7 +44,7 @@ class RawKernel:
     excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def number(self, *names: str) -> float | None:
-        """The first of the metrics that was collected."""
+        """The value of the first of these metrics that was collected."""
         for name in names:
             value = self.metrics.get(name)
             if isinstance(value, int | float):
@@ -61,7 +61,7 @@ class RawKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class RawReport:
-    """A file.  whole: whether it ends where its own sizes say; None if that cannot be told."""
+    """A file.  whole: whether its length agrees with its headers; None if unknown."""
 
     name: str  # without folders
     sha256: str

@@ -16,14 +16,14 @@ from ssdprof.stalls.raw import RawKernel, RawReport
 
 _MAGIC = b"NVR\0"
 _LAYOUT = b"\x08\x07"  # version 7 of the container: the one whose sizes are known here
-_TIMEOUT_S = 600  # far beyond what the largest whole report takes
+_TIMEOUT_S = 600  # far above the time for the largest intact report
 _AGAIN = "Copy or record it again."
 
 
 def read(path: Path) -> RawReport:
     """Every launch in a report.
 
-    Raises BadInputError for a file that is missing, no report, truncated, damaged or without a launch, and
+    Raises BadInputError for a file that is missing, not a report, truncated, damaged or without a launch, and
     MissingCapabilityError if ncu-report is not installed.
     """
     try:
@@ -77,7 +77,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
         return unpack.parse(out.read_text(encoding="utf-8"))
 
 
-# --- whether a file is whole: a report is a row of blocks, each with a header that says how long its payload is
+# --- whether a file is complete: a report is a sequence of blocks, each with a header that has the size of its payload
 
 
 def _is_whole(content: bytes) -> bool | None:
@@ -104,7 +104,7 @@ def _payload_size(header: bytes) -> int:
     at, size = 0, 0
     while at < len(header):
         key, at = _varint(header, at)
-        value, at = _varint(header, at)  # a number, or the length of what follows
+        value, at = _varint(header, at)  # a number, or the length of the following bytes
         if key & 7 == 2:
             at += value
         elif key >> 3 == 5:

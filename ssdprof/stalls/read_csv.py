@@ -1,9 +1,9 @@
-"""CSV files that ncu printed of a report, for those who were sent one: `--page raw` and `--page source`.
+"""Reads CSV files that ncu printed of a report: `--page raw` and `--page source`.
 
     ncu --import FILE --csv --page raw --print-units base        a launch per row; the row below the names holds units
     ncu --import FILE --csv --page source --print-source cuda,sass   a line or instruction per row
 
-What drifts between versions is tolerated: lines of ncu's own before the table, thousands separators, empty cells,
+Differences between versions are tolerated: lines of ncu's before the table, thousands separators, empty cells,
 "n/a", rows that are too short, names that occur twice, headers that are repeated, short names of stall reasons.
 """
 
@@ -86,7 +86,7 @@ def _totals(metrics: Mapping[str, Value]) -> dict[str, int]:
 
 
 def _value(cell: str, unit: str) -> Value | None:
-    """In base units; None for a cell that says nothing."""
+    """A cell's value in base units; None for an empty cell."""
     number = _number(cell)
     if number is None:
         return None if cell.strip() in ("", "-", "n/a", "nan") else cell
@@ -97,7 +97,7 @@ def _value(cell: str, unit: str) -> Value | None:
 
 
 def _number(cell: str) -> float | None:
-    """ "1,215.50" -> 1215.5; None for what is no number.  A cell with instances, "5 (1; 4)", is their sum, 5."""
+    """ "1,215.50" -> 1215.5; None if it is not a number.  A cell with instances, "5 (1; 4)", is their sum, 5."""
     text = cell.split("(")[0].strip().replace(",", "")
     try:
         value = float(text)
@@ -110,7 +110,7 @@ def _number(cell: str) -> float | None:
 
 
 def _source_page(rows: Sequence[Row]) -> Iterator[RawKernel]:
-    """Blocks: rows with the file's and the kernel's name, a header, and what is in it."""
+    """The blocks of a source page: rows with the names of file and kernel, a header, and the rows below it."""
     kernel, file = "", ""
     names: tuple[str, ...] = ()
     blocks: dict[str, list[tuple[str, dict[str, list[str]]]]] = {}
@@ -131,7 +131,7 @@ def _source_page(rows: Sequence[Row]) -> Iterator[RawKernel]:
 
 
 def _listing(kernel: str, rows: Sequence[tuple[str, dict[str, list[str]]]]) -> RawKernel:
-    """Instructions if there are any, else lines: both have the same samples."""
+    """The instructions, or the lines if there are none: both have the same samples."""
     instructions: list[Point] = []
     lines: list[Point] = []
     texts: dict[str, dict[int, str]] = {}
@@ -176,11 +176,11 @@ def _stalls(row: Row) -> bool:
 
 
 def _address(text: str) -> int | None:
-    """None for what is no address: "-" on the row of a line, "..." where instructions of other lines lie between."""
+    """None if it is not an address: "-" on the row of a line, "..." for omitted instructions of other lines."""
     digits = re.fullmatch(r"(?:0x)?([0-9a-fA-F]+)", text.strip())
     return int(digits[1], 16) if digits else None
 
 
 def _filled(row: Row, length: int) -> list[str]:
-    """The row with cells for every name."""
+    """The row, filled up to one cell for every name."""
     return [*row[:length], *[""] * (length - len(row))]

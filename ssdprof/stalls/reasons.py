@@ -1,4 +1,4 @@
-"""Why a warp waits: ncu's names of a reason, as one."""
+"""Canonical names of ncu's stall reasons."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ _CANONICAL = {other: name for name, others in _OTHER_NAMES.items() for other in 
 
 
 def canonical(reason: str) -> str:
-    """One name for one reason, whatever chip, version or page named it.  An unknown one keeps its own."""
+    """The canonical name of a reason on any chip, in any version and page.  An unknown one keeps its own."""
     return _CANONICAL.get(reason, reason)

@@ -21,10 +21,10 @@ _PACKAGE = Path(__file__).parent.parent
 class Sources:
     """The files of a report.
 
-    One that was not recorded with it is taken from the installed package, if it is of this package and the lines that
-    are known of it are the same there.
+    A file of ssdprof that was not recorded is read from the installed package, if its known lines are the same
+    there.
 
-    unlabelled: files with kernels of unknown stages that were asked for, by name.
+    unlabelled: requested files with kernels of unknown stages, by name.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sources:
         return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
 
     def kernel(self, name: str) -> Function | None:
-        """The function that was launched, wherever it is."""
+        """The launched function, in any of the files."""
         for file in (*self._recorded, *self._excerpts):
             parsed = None if _LIBRARY.search(file) else self._file(file)
             for function in parsed.functions if parsed else ():
@@ -69,13 +69,13 @@ class Sources:
         return None
 
     def implementation(self, kernel: str) -> str:
-        """Whose kernel it is, if its file is a known one of another library; else ""."""
+        """The implementation of the kernel, if its file is a known one of another library; else ""."""
         texts = (self._recorded[file] for file in self._recorded if not _LIBRARY.search(file))
         found = (self._known.get(_sha256(text)) for text in texts)
         return next((one.implementation for one in found if one and kernel in one.stages), "")
 
     def fillers(self) -> dict[str, tuple[str, ...]]:
-        """Stage of waiting -> functions that end the wait, by every file that has any."""
+        """Stage of waiting -> functions that end the wait, from all files."""
         found: dict[str, tuple[str, ...]] = {}
         for file in (*self._recorded, *self._excerpts):
             parsed = None if _LIBRARY.search(file) else self._file(file)
@@ -105,7 +105,7 @@ def _sha256(text: str) -> str:
 
 
 def _same(text: str, known: Mapping[int, str]) -> bool:
-    """Whether a file has the lines that are known of it."""
+    """Whether a file has these known lines."""
     lines = text.splitlines()
     return all(number <= len(lines) and lines[number - 1].strip() == line.strip() for number, line in known.items())
 

@@ -1,13 +1,13 @@
-"""Which stage of the algorithm a source line belongs to, found in the source itself.
+"""Finds the stage of a source line in the source itself.
 
-A kernel's file declares it, so that editing a kernel moves nothing and a report of an older version keeps its meaning:
+A kernel's file declares its stages, so that reports of older versions keep their meaning:
 
     STAGES = {"take_ticket": "ticket", "scalar": "caller"}   every @jit function of the file
     WAITS = {"full": "waiting.chunk"}                          what `mbarrier.wait(shared.full...)` waits for
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
 Lines of "caller", of libraries and of a function's header (the compiler's own) have no stage: `attribute` gives them
-that of their neighbours.  For files of other libraries a table says the same, by the hash of the file
+that of their neighbours.  For files of other libraries a table has the same information, by the hash of the file
 (`operators/known_sources.py`).  In any other file every function is a stage of its own name.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from ssdprof.operators.known_sources import KnownSource
 
 CALLER = "caller"
-IDLE_WARPS = "idle warps"  # without a role in this program, before it or after it
+IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
 UNKNOWN = "unknown"
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
 _ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")
@@ -30,7 +30,7 @@ _ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")
 
 @dataclass(frozen=True)
 class Place:
-    """stage: None for a line that belongs to whoever called it.  header: between a function's name and its body."""
+    """stage: None for a line that belongs to the calling function.  header: between a function's name and its body."""
 
     function: str = ""
     stage: str | None = None
@@ -46,7 +46,7 @@ class Function:
     body: int
     last: int
     stage: str | None
-    specialized: bool  # calls warp_specialize: some of its warps have no role
+    specialized: bool  # calls warp_specialize: some warps have no role
     starts: tuple[tuple[int, str], ...] = ()
 
     def stage_at(self, line: int) -> str | None:
@@ -56,7 +56,7 @@ class Function:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """functions: of the file, innermost last.  waits: lines that wait, and the stage that this is.
+    """functions: of the file, innermost last.  waits: lines that wait, with the stage.
     fillers: that stage -> functions that end the wait.  labelled: its stages are known, from itself or a table.
     """
 
@@ -68,7 +68,7 @@ class SourceFile:
 
     def place(self, line: int) -> Place:
         found = [function for function in self.functions if function.first <= line <= function.last]
-        if not found:  # no code is here: the compiler named the wrong line or file
+        if not found:  # no code on this line: the compiler named the wrong line or file
             return Place("", UNKNOWN)
         function = found[-1]
         if line < function.body:
@@ -79,7 +79,7 @@ class SourceFile:
 
 
 def parse(text: str, known: KnownSource | None = None) -> SourceFile:
-    """The functions and stages of a file.  A text that is no Python has none.
+    """The functions and stages of a file.  A text that is not Python has none.
 
     known: its entry in a table; None: the file itself names its stages, if it does.
     """
@@ -101,7 +101,7 @@ def parse(text: str, known: KnownSource | None = None) -> SourceFile:
 
 
 def _marks(lines: Sequence[str]) -> dict[int, str]:
-    """The stages that begin at a remark in the file, by line."""
+    """The stages that begin at a comment in the file, by line."""
     found = ((number, _MARK.match(line)) for number, line in enumerate(lines, start=1))
     return {number: mark[1] for number, mark in found if mark}
 
@@ -132,12 +132,12 @@ def _is_jit(decorator: ast.expr) -> bool:
 
 
 def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
-    """The dict of that name; None if there is none.  In a user's file the name may stand for anything."""
+    """The dict of that name; None if there is none.  In a user's file it may be any object."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             try:
                 value = ast.literal_eval(node.value)
-            except ValueError:  # no literal
+            except ValueError:  # not a literal
                 return None
             return {str(key): str(stage) for key, stage in value.items()} if isinstance(value, dict) else None
     return None

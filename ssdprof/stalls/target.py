@@ -1,9 +1,9 @@
-"""The process that ncu watches: one layer's captured tensors, one call inside an NVTX range, and nothing else.
+"""The process that ncu profiles: one layer's captured tensors, and one call inside an NVTX range.
 
     python -m ssdprof.stalls.target FOLDER --layer N --seqlen N --implementation NAME --launched FILE
 
 Small, because ncu saves and restores the device memory that the process can reach between its passes.  FILE gets, as
-JSON, a `Launched`, what one call launches; if that cannot be, a `Refusal`.
+JSON, a `Launched` with the launches of the call, or a `Refusal`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The message of an error for the user; its type decides the exit code of the command."""
+    """The message of an error for the user.  Its type determines the exit code of the command."""
     if isinstance(error, SsdprofError):
         return Refusal(message=error.message, hint=error.hint, exit_code=error.exit_code)
     if isinstance(error, torch.OutOfMemoryError):
@@ -82,9 +82,9 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def call_at(named: Named, inputs: Any, wanted: PrecisionRecord) -> Call:
-    """The call at the wanted precision; of an implementation that lacks it, at the most alike of its own.
+    """The call at the requested precision, or at the most similar one of an implementation that lacks it.
 
-    Raises MissingCapabilityError if the implementation is not there.
+    Raises MissingCapabilityError if the implementation is unavailable.
     """
     found = named.precisions(operators.of(inputs).costed.dims(inputs).dtype, (wanted,))
 
@@ -96,9 +96,9 @@ def call_at(named: Named, inputs: Any, wanted: PrecisionRecord) -> Call:
 
 @torch.no_grad()
 def warm_up(named: Named, call: Call) -> Launched:
-    """Compile and settle everything, so that the profiled call only launches.
+    """Compile and tune everything, so that the profiled call only launches.
 
-    A library tunes itself in its first call: only a later one launches what it launches from then on.
+    A library tunes itself in its first call, so only later calls have its final launches.
     """
     call.run()
     with recorded_launches() as launches, counted_launches() as count:
@@ -117,7 +117,7 @@ def warm_up(named: Named, call: Call) -> Launched:
 
 @torch.no_grad()
 def profiled(call: Call) -> None:
-    """The one call that ncu sees."""
+    """The call that ncu profiles."""
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push(RANGE)  # type: ignore[no-untyped-call]
     call.run()

@@ -1,9 +1,9 @@
-"""What NVIDIA's ncu-report package finds in a file, in a process of its own.
+"""Reads a file with NVIDIA's ncu-report package, in a separate process.
 
     python -m ssdprof.stalls.unpack FILE OUT         OUT gets the launches, as JSON
 
-The process is separate because the package is compiled code: a damaged file can crash it, and so does a whole file
-where torch is loaded too (with 2025.3.1).  So this module imports neither torch nor anything that does.
+The process is separate because the package is compiled code: a damaged file can crash it, and an intact file
+crashes it if torch is loaded too (with 2025.3.1).  So this module imports neither torch nor anything that does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def parse(text: str) -> tuple[RawKernel, ...]:
-    """What `main` wrote."""
+    """Reads the output of `main`."""
     return tuple(
         RawKernel(**(fields | {"points": tuple(Point(**point) for point in fields["points"])}))
         for fields in json.loads(text)
@@ -78,7 +78,7 @@ def _kernel(action: Any) -> RawKernel:
 
 
 def _value(metric: Any) -> Value | None:
-    """In base units; None for a metric that is named but has no number."""
+    """A metric's value in base units; None if it has no number."""
     value = metric.value()
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -1,4 +1,4 @@
-"""What is searched for: from shapes or stored captures to problems, with their inputs on the GPU."""
+"""Makes tuning problems from shapes or stored captures, with their inputs on the GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ssdprof.tuning.search import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Inputs that are not made yet.  layer: equal for those of one layer, which may share a find."""
+    """Inputs that are created later.  layer: equal for inputs of one layer, which may share a find."""
 
     shape: str
     tokens: str
@@ -36,7 +36,7 @@ class Workload:
 
 
 def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> tuple[Workload, ...]:
-    """Inputs of any shape, as `ssdprof bench` draws them."""
+    """Random inputs of any shape, as in `ssdprof bench`."""
     return tuple(
         Workload(
             shape=cell.shape.name,
@@ -51,10 +51,10 @@ def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) 
 def captured(
     operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device
 ) -> tuple[Workload, ...]:
-    """The operator's middle layer in a folder of captures, or of a run that has kept its captures, at each length.
+    """The operator's middle layer in a folder of captures, or in a run with stored captures, at each length.
 
-    Decode steps are left out: the kernels that are tuned are made for prompts.
-    seqlens: those wanted; None for all that there are.  Raises BadInputError if there is no such layer.
+    Decode steps are left out, because the tuned kernels are made for prompts.
+    seqlens: lengths; None: all.  Raises BadInputError if there is no such layer.
     """
     folder = Path(where).expanduser()
     if not is_capture(folder):
@@ -93,7 +93,7 @@ def captured(
 def problems(
     operator: Operator[Any], sources: Sequence[Workload], intermediates: schema.Intermediates
 ) -> Iterator[Problem]:
-    """The problems of one layer's sources: one for each, or one for all that share a find."""
+    """The problems of one layer's sources: one for each, or one for all if they share a find."""
     waiting: dict[str, list[tuple[Workload, Any]]] = {}
     for source in sources:
         inputs = source.load()

@@ -1,4 +1,4 @@
-"""What `ssdprof tune` finds and keeps."""
+"""Records of `ssdprof tune`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ssdprof.schema import Environment, Intermediates, Interval, Record
 
 
 class Find(Record):
-    """A configuration that was right, and faster than the committed one on one GPU.
+    """A configuration that passed, and was faster than the committed one on one GPU.
 
     device_ratio: the committed one's time over this one's, with its interval; over several lengths a geometric mean.
     created: ISO 8601, UTC.
@@ -23,7 +23,7 @@ class Find(Record):
 
     @property
     def reason(self) -> str:
-        """What a report shows where the find is used."""
+        """The reason shown in reports that use the find."""
         return f"tuned on this GPU, {self.created[:10]}"
 
     def for_kernels(self, gpu: str) -> Use:
@@ -31,9 +31,9 @@ class Find(Record):
 
 
 class Finds(Record):
-    """What the cache holds for one GPU.
+    """The cached finds of one GPU.
 
-    kernels: a hash of each operator's sources; for others a find means nothing.
+    kernels: the hash of each operator's sources; finds are valid only for these sources.
     """
 
     schema_version: Literal[2] = 2
@@ -45,10 +45,10 @@ class Finds(Record):
 
 
 class Trial(Record):
-    """One candidate.  change: from the committed configuration, in words; empty for that one itself.
+    """One candidate.  change: the difference from the committed configuration, in words; empty for that one itself.
 
     device_us: of the call, or the geometric mean over the lengths that share the configuration; None if it was not
-        timed, and then `why` says why not.
+        timed; then `why` is the reason.
     device_ratio: the committed one's time over this one's, sampled in turns with it.
     """
 
@@ -62,7 +62,7 @@ class Trial(Record):
 
 
 class Outcome(Record):
-    """One search.  tokens: in words, "1 x 8,192".  find: None if the committed configuration stays, and `why`."""
+    """One search.  tokens: in words, "1 x 8,192".  find: None if the committed one stays; `why`: the reason."""
 
     shape: str
     tokens: str
@@ -74,7 +74,7 @@ class Outcome(Record):
 
 
 class PlannedSearch(Record):
-    """What a search would try first.  candidates: what each changes in the committed configuration."""
+    """The first candidates of a search.  candidates: the changes in the committed configuration."""
 
     shape: str
     tokens: str  # in words, "1 x 8,192"
@@ -83,7 +83,7 @@ class PlannedSearch(Record):
 
 
 class TuneReport(Record):
-    """left_out: what was not searched, each with the reason."""
+    """left_out: searches that were skipped, each with the reason."""
 
     schema_version: Literal[2] = 2
     kind: Literal["tune"] = "tune"

@@ -1,4 +1,4 @@
-"""The whole tuning: one search after the other, within a budget, on record after each."""
+"""The whole tuning: runs one search after the other, within a budget, and reports after each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ssdprof.tuning.search import Problem, search
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """budget: seconds of wall clock after which no search begins; None for no end."""
+    """budget: seconds of wall clock after which no search begins; None: no limit."""
 
     operator: Operator[Any]
     sources: tuple[Workload, ...]
@@ -45,7 +45,7 @@ def tune(
 ) -> TuneReport:
     """Search for every source.  on_outcome: called with the report after each search.
 
-    What does not fit into the GPU's memory, or into the budget, is left out and named.
+    Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
     began = time.monotonic()
     bench = CudaBench(device)
@@ -79,13 +79,13 @@ def _left_out(report: TuneReport, what: str) -> TuneReport:
 
 
 def listed(request: TuneRequest) -> Iterator[Problem]:
-    """What `tune` would search for."""
+    """The searches that `tune` would run."""
     for sources, intermediates in _groups(request):
         yield from problems(request.operator, sources, intermediates)
 
 
 def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Workload], schema.Intermediates]]:
-    """Sources of one layer, which share a find if the portable kernel runs them."""
+    """Sources grouped by layer; those of a layer share a find if the portable kernel runs them."""
     for _, same_layer in groupby(request.sources, key=lambda source: source.layer):
         sources = tuple(same_layer)
         for intermediates in request.intermediates:

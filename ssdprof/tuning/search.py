@@ -1,4 +1,4 @@
-"""One search: a configuration for one kind of call, kept only if it is right and faster than the committed one."""
+"""One search: finds a configuration for one kind of call that passes and is faster than the committed one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ssdprof.operators.tuning import Calls, Config
 from ssdprof.schema import Intermediates, Verdict
 from ssdprof.tuning.records import Find, Outcome, Trial
 
-MARGIN = 0.01  # a find is faster by more than that, with 95 % confidence: from day to day a GPU differs by as much
+MARGIN = 0.01  # a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
 SCREENING = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf)
 DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 
@@ -31,9 +31,9 @@ Run = Callable[[Any, Config], Output]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What one find is for.
+    """The subject of one search.
 
-    inputs: of one call, or one for each length that shall share the find
+    inputs: of one call, or one for each length that shares the find
     tokens: of them, in words
     """
 
@@ -55,7 +55,7 @@ class Problem:
 
 
 def difference(config: Config, committed: Config) -> str:
-    """In words: "segment 43, ring 2"; empty if there is none."""
+    """The difference in words: "segment 43, ring 2"; empty if there is none."""
     before = asdict(committed)
     return ", ".join(
         f"{name} {value}" for name, value in asdict(config).items() if name != "reason" and value != before[name]
@@ -63,9 +63,9 @@ def difference(config: Config, committed: Config) -> str:
 
 
 def search(problem: Problem, bench: Bench, run: Run | None = None) -> Outcome:
-    """Go over one axis after the other, each from the best so far; then time the best against the committed one.
+    """Search one axis after the other, each from the best so far; then time the best against the committed one.
 
-    run: how a configuration is run, if not by the problem.  Allocates, compiles and launches.
+    run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
     """
     return _Search(problem, bench, run or problem.run).outcome()
 
@@ -77,7 +77,7 @@ class _Search:
         self._bench = bench
         self._run = run
         self._committed = replace(problem.committed, reason="")
-        self._wrong: dict[Config, str] = {}  # as checked -> why; empty: right
+        self._wrong: dict[Config, str] = {}  # configuration for the short input -> error; empty: passed
         self._trials: dict[Config, Trial] = {}
 
     def outcome(self) -> Outcome:
@@ -96,7 +96,7 @@ class _Search:
         )
 
     def _best(self) -> tuple[Config, str]:
-        """The fastest in a few rounds; (.., why) if not even the committed configuration can be timed."""
+        """The fastest in a few rounds; (.., why) if the committed configuration cannot be timed."""
         best = self._committed
         if not self._right([best]):
             return best, f"the committed configuration: {self._trials[best].why}"
@@ -119,7 +119,7 @@ class _Search:
         assert trial.device_ratio is not None
         assert trial.device_interval is not None
         if trial.device_interval.low <= 1 + MARGIN:
-            return None, f"the fastest was not {MARGIN:.0%} faster beyond doubt"
+            return None, f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
         slower = self._slower_lengths(best)
         if slower:
             return None, f"the fastest was slower at {slower} tokens"
@@ -136,10 +136,10 @@ class _Search:
         )
         return find, ""
 
-    # --- right
+    # --- accuracy
 
     def _right(self, configs: Sequence[Config]) -> list[Config]:
-        """Those that the oracle passes on a short input; the others get their trial, which says why not."""
+        """The configurations that pass on a short input; the others get a trial with the reason."""
         longest = self._problem.inputs[-1]
         short = self._tuning.short(longest)
         as_checked = {config: self._tuning.for_short(config, longest) for config in configs}
@@ -163,8 +163,8 @@ class _Search:
         return right
 
     def _wrong_at_length(self, config: Config) -> str:
-        """Why the output is wrong on the very inputs that were timed, or on others that a find would serve; empty if it
-        is right."""
+        """The error of the output on the timed inputs, or on others to which a find would apply; empty if it
+        passes."""
         others = self._tuning.also_judged(config, self._problem.inputs[-1])
         for inputs in (*self._problem.inputs, *others):
             call = self._call(config, inputs)
@@ -186,14 +186,14 @@ class _Search:
             plan=lambda: Plan(variant=kernel, launches=1),
         )
 
-    # --- fast
+    # --- speed
 
     def _sample(
         self, configs: Sequence[Config], plan: SamplingPlan, inputs: Sequence[Any] | None = None
     ) -> dict[Config, Samples]:
-        """Device times in turns, of each configuration the geometric mean over the inputs (None: the problem's).
+        """Device times in turns: for each configuration the geometric mean over the inputs (None: the problem's).
 
-        Without those that cannot be timed, whose trials say why not.
+        Configurations that cannot be timed are left out, and their trials have the reason.
         """
         own = self._problem.inputs if inputs is None else inputs
 
@@ -204,7 +204,7 @@ class _Search:
         return device_times(calls, self._bench, plan, on_untimed=untimed)
 
     def _slower_lengths(self, config: Config) -> str:
-        """Those of several inputs on which the configuration loses."""
+        """The lengths at which the configuration is slower, if there are several inputs."""
         slower = []
         for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
             samples = self._sample([self._committed, config], DECIDING, [inputs])
@@ -230,7 +230,7 @@ class _Search:
 
 
 def _faster(best: Config, samples: Mapping[Config, Samples]) -> Config:
-    """The fastest; `best` if no other is certainly faster."""
+    """The fastest; `best` if no other is faster with confidence."""
     fastest = min(samples, key=lambda config: median_us(samples[config]))
     if best in samples and _verdict(samples[best], samples[fastest], smallest_difference=0.0) != "faster":
         return best

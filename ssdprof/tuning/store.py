@@ -1,4 +1,4 @@
-"""The file that keeps what was found on a GPU, in the user's cache, and whether what it says still holds."""
+"""Stores finds in the user's cache, one file per GPU model, and checks whether they are still valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdprof.tuning.records import Finds, Outcome
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/ssdprof/tuned, else under ~/.cache; as the XDG rules have it, a relative path does not count."""
+    """$XDG_CACHE_HOME/ssdprof/tuned, else under ~/.cache.  The XDG rules ignore a relative path."""
     wanted = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = wanted if wanted.is_absolute() else Path.home() / ".cache"
     return base / "ssdprof" / "tuned"
@@ -25,7 +25,7 @@ def file_of(gpu: Gpu) -> Path:
 
 
 def load(gpu: Gpu) -> tuple[Finds | None, str]:
-    """What was found on a GPU of this name.  (None, "") if nothing was; (None, why) if it does not hold any more."""
+    """The finds for GPUs of this name.  (None, "") if there are none; (None, why) if they are no longer valid."""
     file = file_of(gpu)
     if not file.is_file():
         return None, ""
@@ -43,7 +43,7 @@ def load(gpu: Gpu) -> tuple[Finds | None, str]:
 
 
 def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
-    """Add what the outcomes found, and forget what was known about the same calls before, and what holds no more.
+    """Store the finds of these outcomes, and delete earlier ones for the same calls and invalid ones.
 
     Raises MissingCapabilityError if the file cannot be written.
     """
@@ -68,7 +68,7 @@ def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
 
 
 def clear() -> tuple[Path, ...]:
-    """Forget everything, of every GPU.  Returns the files that are gone."""
+    """Delete the finds of all GPUs.  Returns the deleted files."""
     gone = tuple(sorted(folder().glob("*.json")))
     for file in gone:
         try:

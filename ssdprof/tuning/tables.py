@@ -23,7 +23,7 @@ READING = (
 
 
 def terminal(report: TuneReport) -> RenderableType:
-    """Every search, then what it comes to."""
+    """All searches, then a summary."""
     parts: list[RenderableType] = []
     for table in tables(report):
         parts += [SplitTable(table, rest="--json"), ""]
@@ -40,7 +40,7 @@ def tables(report: TuneReport) -> Iterator[Table]:
 
 
 def planned(problems: Iterable[Problem]) -> Iterator[PlannedSearch]:
-    """What would be tried first, a record for each setting that is varied; later candidates begin with the best."""
+    """The first candidates, a record for each varied setting; later candidates start from the best one."""
     for problem in problems:
         for axis in problem.operator.tunable.axes(problem.committed):
             options = axis(problem.committed, problem.inputs[-1])

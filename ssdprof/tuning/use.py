@@ -1,4 +1,4 @@
-"""A command takes what was tuned on this GPU, and says so."""
+"""Applies the finds of this GPU in a command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
 
 
 def use_saved(say: Callable[[str], None]) -> Path | None:
-    """From now on, kernels in this process take what was found on the current GPU.  Returns the file that says what.
+    """From now on, kernels in this process use the finds for the current GPU.  Returns their file.
 
-    Says how much that is, or why what was found is ignored; says nothing where nothing was found.
+    Prints their number, or the reason if they are ignored; prints nothing if there are none.
     """
     gpu = current_gpu()
     if gpu is None:
@@ -36,7 +36,7 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
 
 
 def use_file(file: Path) -> None:
-    """The same in another process, with the file that `use_saved` has looked at."""
+    """The same in another process, with the file that `use_saved` returned."""
     _use(Finds.model_validate_json(file.read_text(encoding="utf-8")))
 
 

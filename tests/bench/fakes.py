@@ -181,3 +181,7 @@ def report(*cases: BenchCase, **fields: Any) -> BenchReport:
         "cells": (cell,),
     }
     return BenchReport(**(made | fields))
+
+
+def gated(done: BenchReport, **limits: object) -> BenchReport:
+    return done.model_copy(update={"gates": schema.Gates.model_validate(limits)})

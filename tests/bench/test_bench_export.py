@@ -10,14 +10,13 @@ from pathlib import Path
 import junitparser
 import pytest
 from command_line import call
-from fakes import contender, measured, report
+from fakes import contender, gated, measured, report
 from lxml import etree
 from typer.testing import CliRunner
 
 from ssdprof.bench.schema import BenchReport, LeftOut, dump
 from ssdprof.cli import app
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.schema import Gates
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -43,10 +42,6 @@ def done() -> BenchReport:
 def export(done: BenchReport, *words: str) -> tuple[int, str, str]:
     Path("bench.json").write_text(dump(done))
     return call("export", "bench.json", *words)
-
-
-def gated(done: BenchReport, **limits: object) -> BenchReport:
-    return done.model_copy(update={"gates": Gates.model_validate(limits)})
 
 
 def junit(done: BenchReport) -> dict[str, junitparser.TestCase]:
@@ -79,7 +74,7 @@ def test_junit_excuses_another_library_and_names_a_broken_gate(done: BenchReport
         f"min-speedup 4: {FUSED}: 3.1x over unfused",
         "min-speedup 4: a cell: left out: no time",
     ]
-    (whole,) = tests["everything that was asked for is there"].result
+    (whole,) = tests["all requested cases are present"].result
     assert whole.message == "this bench did not reach its end"
 
 

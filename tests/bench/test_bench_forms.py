@@ -125,7 +125,7 @@ def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> N
     assert registry.get("gdn", "fused").plan(inputs, Precision()).variant == "recurrent"
     plan = portable.present.plan(inputs, Precision())
     assert (plan.variant, plan.launches) == ("interpreter", 2)
-    assert plan.reason.startswith("asked for; ")
+    assert plan.reason.startswith("requested; ")
     (judged,) = judge(line_up(GDN, cell("gdn"), (EXACT_FP32,), (portable,), ())[-1].entries(GDN, inputs))
     assert judged.verdict.status == "passed", judged.verdict.reason
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from capture.exact import FP32_ROUNDING, difference, oracle
 
 from ssdprof import operators
 from ssdprof.capture.cache import cache_name
@@ -16,22 +17,11 @@ from ssdprof.capture.layout import token_major
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.operators.ssd.door import bind_step
 from ssdprof.schema import Serving
 
 LENGTH = 40
 STEPS = 2
-FP32_ROUNDING = 5e-5  # of the largest value
-
-
-def oracle(inputs: Any) -> Any:
-    return (gdn_recurrence if isinstance(inputs, GDNInputs) else ssd_recurrence)(inputs, torch.float64)
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
 
 
 def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,27 +5,19 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from capture.exact import FP32_ROUNDING, difference, oracle
 
 from ssdprof.capture.cache import cache_name
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.ssd.reference import ssd_recurrence
 
 LENGTH = 70  # two chunks and a bit
-FP32_ROUNDING = 5e-5  # of the largest value: a few hundred roundings through the layers
 
 
 def logits(model: Any, **kwargs: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(tiny_models.prompt(LENGTH), use_cache=False, **kwargs).logits
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest deviation, relative to the largest value."""
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -38,8 +30,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
     def observe(call: OperatorCall) -> Result:
         out, final_state = call.run_original()
         seen.append(call.site)
-        recurrence = gdn_recurrence if isinstance(call.inputs, GDNInputs) else ssd_recurrence
-        assert difference(out, recurrence(call.inputs, torch.float64)[0]) < FP32_ROUNDING
+        assert difference(out, oracle(call.inputs)[0]) < FP32_ROUNDING
         assert final_state is None
         return out, final_state
 

@@ -287,7 +287,7 @@ def test_a_batch_is_cut_from_the_text_with_the_special_token_in_front_of_every_r
     assert (prompt.seqlen, prompt.batch) == (10, 3)
     assert ids[:, 0].tolist() == [0, 0, 0]
     assert ids[:, 1:].flatten().tolist() == alone[0, 1:28].tolist()
-    assert "3 pieces of it one behind the other" in prompt.source
+    assert "3 pieces of it one after the other" in prompt.source
 
 
 def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from capture.exact import FP32_ROUNDING, difference, oracle
 from operators import toy
 
 from ssdprof import operators
@@ -16,13 +17,10 @@ from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.layout import packed
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import Prompt, Serving
 
 LENGTH = 50
-FP32_ROUNDING = 5e-5
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
 
 
@@ -42,10 +40,6 @@ def capture(
     return found, summary
 
 
-def oracle(inputs: Any) -> Any:
-    return (gdn_recurrence if isinstance(inputs, GDNInputs) else ssd_recurrence)(inputs, torch.float64)
-
-
 def state_of(inputs: Any) -> torch.Tensor | None:
     state: torch.Tensor | None = inputs.initial_state if isinstance(inputs, GDNInputs) else inputs.initial_states
     return state
@@ -53,7 +47,7 @@ def state_of(inputs: Any) -> torch.Tensor | None:
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     assert one.shape == other.shape
-    assert float((one.double() - other.double()).abs().max() / other.double().abs().max()) < FP32_ROUNDING
+    assert difference(one, other) < FP32_ROUNDING
 
 
 @pytest.mark.parametrize("name", NAMES)

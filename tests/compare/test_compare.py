@@ -254,7 +254,7 @@ def test_where_nothing_was_compared_nothing_passed(compared: Callable[..., Compa
 
 def test_a_run_that_is_not_whole_offends(compared: Callable[..., Comparison]) -> None:
     part = compared(run(), run(state="partial"), "match:-0.1")
-    assert offences(part) == {"match:-0.1": [": NEW is not whole: this run did not reach its end"]}
+    assert offences(part) == {"match:-0.1": [": NEW is incomplete: this run did not reach its end"]}
     assert compared(run(), run(state="partial")).passed
     assert compared(run(state="partial"), run(), "match:-0.1").passed
 
@@ -274,7 +274,7 @@ def test_benches(compared: Callable[..., Comparison]) -> None:
     found = compared(a_bench(100.0), a_bench(110.0), "slower:3%", "memory:5%")
     assert offences(found) == {
         "slower:3%": ["tiny, bf16, 1 x 40, fused, exact, fp32 states: 1.1 times BASE's time [1.1, 1.1]"],
-        "memory:5%": [": no case could be judged: BASE has no such figure"],
+        "memory:5%": [": no case could be judged: BASE has no such value"],
     }
     assert [pair.verdict for pair in found.pairs] == ["no difference", "slower"]
     assert found.new.kind == "bench"

@@ -79,7 +79,7 @@ def test_conditions_on_answers(condition: str, found: str) -> None:
 
 def test_answers_that_one_run_lacks() -> None:
     (judged,) = compared(run(), run(), "kl:1").conditions
-    assert judged.offenders[0].found == "no case could be judged: BASE has no such figure"
+    assert judged.offenders[0].found == "no case could be judged: BASE has no such value"
     broken = answered(status="nonfinite", bands=())
     (judged,) = compared(answered(), broken, "kl:1").conditions
     assert str(judged.offenders[0]) == f"kl:1: {ROW}: 0.001 nats in BASE; nonfinite in NEW"

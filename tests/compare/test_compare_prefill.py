@@ -170,7 +170,7 @@ def test_what_base_timed_and_new_did_not_offends() -> None:
     ]
     late = FUSED.model_copy(update={"call": None, "speedup": None})
     assert len(offences(compared(BASE, of(UNFUSED, late), "slower:90%"))) == 1
-    assert "NEW is not whole" in offences(compared(BASE, report("partial"), "slower:90%"))[0]
+    assert "NEW is incomplete" in offences(compared(BASE, report("partial"), "slower:90%"))[0]
     lost = LeftOutLength(seqlen=131_072, reason="spent")
     assert not offences(compared(BASE, of(UNFUSED, FUSED, left_out=(lost,)), "slower:90%"))
 

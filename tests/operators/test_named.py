@@ -183,7 +183,7 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
         ("kernels_of_a_user:g", "has no 'g'"),
         ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
         (":g", "':g' names no module."),
-        ("kernels_of_a_user:number", "is no function, but of type int"),
+        ("kernels_of_a_user:number", "is not a function, but of type int"),
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
 )

@@ -301,8 +301,8 @@ def test_a_measurement_has_one_recorded_report() -> None:
         ("fig11", "fig11 needs an NVIDIA GPU", "and --recorded takes a report that exists."),
         ("--page fig11", "--page is about all results", "Give it alone"),
         ("--page --from x.json", "--page is about all results", "Give it alone"),
-        ("fig11 --from x.json --out y", "--from writes beside its result", "Give it alone"),
-        ("fig11 --from x.json --recorded chunks=y", "--from writes beside its result", "Give it alone"),
+        ("fig11 --from x.json --out y", "--from writes into the folder of its result", "Give it alone"),
+        ("fig11 --from x.json --recorded chunks=y", "--from writes into the folder of its result", "Give it alone"),
     ],
 )
 def test_words_that_it_cannot_follow(monkeypatch: pytest.MonkeyPatch, words: str, message: str, hint: str) -> None:

@@ -168,7 +168,7 @@ def test_a_missing_profile_shows_what_triton_knows() -> None:
     text = shown(report)
     assert "No stalls: ncu is not on this machine." in text
     assert "_fused_kernel" in text
-    assert "What Triton knows" in text
+    assert "Resources of the kernels, from Triton" in text
 
 
 def test_every_stage_part_and_reason_has_words() -> None:

@@ -104,7 +104,7 @@ def test_the_version_is_read_and_an_old_one_refused() -> None:
     assert ncu.check_version("Copyright (c)\nVersion 2025.3.1.0 (build 36398880) (public-release)") == "2025.3.1.0"
     with pytest.raises(MissingCapabilityError, match=r"2022\.4\.1 is too old: it must be 2023\.1 or newer"):
         ncu.check_version("Version 2022.4.1 (build 1)")
-    with pytest.raises(MissingCapabilityError, match="does not say its version"):
+    with pytest.raises(MissingCapabilityError, match="does not report its version"):
         ncu.check_version("hello")
 
 

@@ -120,7 +120,7 @@ def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
 
 
 def test_inputs_of_another_kernel_have_nothing_to_vary() -> None:
-    with pytest.raises(BadInputError, match="taken by the recurrent kernel"):
+    with pytest.raises(BadInputError, match="The recurrent kernel runs these inputs"):
         TUNING.kernel(inputs_of(1))
     assert TUNING.kernel(inputs_of(64)) == "portable"
 

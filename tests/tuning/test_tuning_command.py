@@ -93,7 +93,7 @@ def test_from_words_to_a_file() -> None:
     assert found.tokens == "1 x 40, bf16; 1 x 100, bf16"
     assert found.find is not None
     assert found.find.settings.values["num_warps"] == 8
-    assert "1 of 1 searches found something" in err
+    assert "1 of 1 searches found a faster configuration" in err
 
     said: list[str] = []
     use.use_saved(said.append)

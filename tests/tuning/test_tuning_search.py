@@ -60,7 +60,7 @@ def test_the_committed_choice_stays_unless_beaten_by_more_than_one_percent() -> 
 
     outcome = found(hopper_problem(), Fake(cost))
     assert outcome.find is None
-    assert "not 1% faster beyond doubt" in outcome.why
+    assert "not 1% faster with 95 % confidence" in outcome.why
     assert trials(outcome, "faster") == []
     ratios = {trial.settings.values["segment"]: trial.device_ratio for trial in trials(outcome, "no difference")}
     assert ratios[4] == pytest.approx(100 / 99.2, rel=0.003)

@@ -1,4 +1,4 @@
-"""The default text: a megabyte of English reference prose that never changes; README.md says where it is from."""
+"""The default text: a megabyte of English reference prose that never changes; README.md names its source."""
 
 import hashlib
 import lzma
@@ -21,7 +21,7 @@ def load() -> bytes:
 
 
 def held_out() -> bytes:
-    """The part on which the demo model is judged.  It stands first, so that short prompts are new to that model."""
+    """The part on which the demo model is evaluated.  It comes first, so that short prompts are new to that model."""
     return load()[:HELD_OUT_BYTES]
 
 

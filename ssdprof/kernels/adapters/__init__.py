@@ -1,1 +1,1 @@
-"""What the adapters of other libraries' kernels share, whatever the operator."""
+"""Code shared by the adapters of other libraries' kernels, for all operators."""

@@ -1,4 +1,4 @@
-"""A name for a library that states no version."""
+"""A version string for a library without a version."""
 
 from __future__ import annotations
 

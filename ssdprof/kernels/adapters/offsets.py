@@ -1,4 +1,4 @@
-"""How far into a tensor a kernel must be able to point."""
+"""The largest offset in a tensor that a kernel computes."""
 
 from __future__ import annotations
 

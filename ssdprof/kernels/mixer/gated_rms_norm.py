@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The gated RMS norm behind an operator, over groups of neighbouring channels.
+"""The gated RMS norm after an operator, over groups of neighbouring channels.
 
     gate first:  y = x * silu(gate),  out = y / sqrt(mean(y^2) + eps) * weight        Mamba-2
     norm first:  out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)                gated delta rule

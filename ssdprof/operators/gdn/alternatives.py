@@ -1,4 +1,4 @@
-"""Forms of ours that a bench times only when they are named: a kernel that `fused` does not choose."""
+"""Forms of `fused` that a bench times only when they are named: a kernel that `fused` would not choose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 
 class _Forced:
-    """`fused` with one kernel, whatever others there are."""
+    """`fused` with a fixed kernel."""
 
     def __init__(self, variant: Variant) -> None:
         self._variant = variant
@@ -34,7 +34,7 @@ class _Forced:
     def plan(self, inputs: GDNInputs, precision: Precision) -> Plan:
         self._refuse_unsupported(inputs)
         found = self._variant.plan(Call(inputs=inputs, precision=precision))
-        return replace(found, reason=f"asked for; {found.reason}")
+        return replace(found, reason=f"requested; {found.reason}")
 
     def _prepare(self, inputs: GDNInputs, precision: Precision) -> Launch:
         inputs.check()

@@ -28,7 +28,7 @@ def bind(
     cu_seqlens: torch.Tensor | None = None,
     **dropped: Any,  # noqa: ARG001
 ) -> BoundCall:
-    """What `mixer` asks of the operator; arguments of its forward that mean nothing to the operator are dropped."""
+    """The call of `mixer` as inputs; arguments of its forward that have no effect on the operator are dropped."""
     copies = _head_copies(mixer, q, k, v)
     inputs = GDNInputs(
         q=q[:, :, ::copies],
@@ -52,7 +52,7 @@ def bind(
 
 
 def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """How often the mixer repeated each q and k head before the call, by the number of key heads that it has itself.
+    """How often the mixer repeated each q and k head before the call, from the number of its own key heads.
 
     Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.  The strides of
     such a capture are those of every n-th head.  Raises ValueError if the heads are not copies.

@@ -1,4 +1,4 @@
-"""GDN inputs, distributed as those of a trained layer."""
+"""Random GDN inputs, distributed as in a trained layer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WAYS = {
 
 
 def draw(cell: Cell, device: torch.device) -> GDNInputs:
-    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its largest.
+    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its maximum.
 
-    "contiguous" tensors, or "views" as a model passes them: q, k and v side by side in one tensor.  Packed and very
-    short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes of all that.
+    "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
+    short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
     """
     shape, dtype = cell.shape, dtype_named(cell.dtype)
     assert isinstance(shape, GDNShape)
@@ -71,7 +71,7 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
 def _tensors(
     shape: GDNShape, layout: Layout, batch: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v with nothing in them yet."""
+    """Uninitialised q, k and v."""
     key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
     sizes = (key, key, value)
     if layout == "contiguous":

@@ -24,7 +24,7 @@ def _fla_recurrent(_checkout: Path | None) -> Peer:
 
 
 def _fla_operator() -> ModuleType:
-    """fla's operator, with its calls to other libraries turned off: what is timed as fla is its own.
+    """fla's operator, with its calls to other libraries turned off, so that fla's own kernels are timed.
 
     Raises ImportError if it is not installed, and if it was imported before with these calls on.
     """

@@ -1,4 +1,4 @@
-"""What a precision allows an implementation to lose: the gated delta rule, rounded at every place that may round.
+"""The gated delta rule in one precision: rounded at every place where that precision allows a rounding.
 
 This is the `lo` of the comparison (docs/measuring.md).  It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024
 (arXiv:2412.06464), section 3.3, with chunks of 64 positions whatever the call's chunk size, in plain torch.  Everything
@@ -36,7 +36,7 @@ _FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
 
 @dataclass(frozen=True, kw_only=True)
 class GDNGate:
-    """What every precision shares: the running sum of g in each chunk, (c, h, CHUNK) in fp32; the padding has g = 0."""
+    """Shared by all precisions: the running sum of g in each chunk, (c, h, CHUNK) in fp32; the padding has g = 0."""
 
     g_cumsum: torch.Tensor
 
@@ -126,5 +126,5 @@ def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
 
 
 def _tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """As a tensor core reads an fp32 operand: its low 13 bits are dropped."""
+    """An fp32 operand as a tensor core reads it: without its low 13 bits."""
     return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)

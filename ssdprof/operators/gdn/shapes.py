@@ -15,7 +15,7 @@ _ORDER = "Order: key heads / value heads x K x V."
 
 @dataclass(frozen=True, kw_only=True)
 class GDNShape(GDNSizes):
-    """name: what the user called it.  largest_beta: 2 where eigenvalues may be negative."""
+    """name: as the user typed it.  largest_beta: 2 if eigenvalues may be negative."""
 
     name: str
     largest_beta: float = 1.0

@@ -1,4 +1,4 @@
-"""Forms of ours that a bench times only when they are named."""
+"""Forms of `recurrent` that a bench times only when they are named."""
 
 from __future__ import annotations
 

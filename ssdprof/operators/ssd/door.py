@@ -32,7 +32,7 @@ def bind(
     return_final_states: bool = False,
     **dropped: Any,  # noqa: ARG001
 ) -> BoundCall:
-    """What `mixer` asks of the operator; arguments of its forward that mean nothing to the operator are dropped."""
+    """The call of `mixer` as inputs; arguments of its forward that have no effect on the operator are dropped."""
     low, high = dt_limit
     inputs = SSDInputs(
         x=x,
@@ -52,7 +52,7 @@ def bind(
 
 
 def _limit_remark(mixer: nn.Module, passed: tuple[float, float]) -> str:
-    """That the config's limits of dt are not those that the model passes; empty if they are, or if it has none."""
+    """A sentence if the config's limits of dt differ from those that the model passes; else empty."""
     stated = getattr(getattr(mixer, "config", None), "time_step_limit", None)
     if stated is None or tuple(map(float, stated)) == passed:
         return ""
@@ -77,9 +77,9 @@ def bind_step(
     dt_softplus: bool = False,
     **dropped: Any,  # noqa: ARG001
 ) -> BoundCall:
-    """What `mixer` asks for one token: x (b, h, p), B and C (b, g, n), and dt, A, D and dt_bias repeated over channels.
+    """A call of `mixer` for one token: x (b, h, p), B and C (b, g, n), and dt, A, D and dt_bias repeated over channels.
 
-    The state is updated in place, so nothing is returned beside the output.  The limits of dt are not among the
+    The state is updated in place, so only the output is returned.  The limits of dt are not among the
     arguments: a model applies them to prompts only.
     """
     inputs = SSDInputs(
@@ -119,7 +119,7 @@ def stand_in(inputs: SSDInputs) -> Output:
 
 
 def scalars(inputs: SSDInputs) -> dict[str, Scalar]:
-    """JSON has no infinity: a limit of dt that is None is none."""
+    """The scalars in JSON, which has no infinity: None means no limit of dt."""
     found = tensors.scalars(inputs)
     low, high = (limit if math.isfinite(limit) else None for limit in found.pop("dt_limit"))
     return found | {"dt_limit_low": low, "dt_limit_high": high}

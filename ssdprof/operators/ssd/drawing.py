@@ -1,4 +1,4 @@
-"""SSD inputs, distributed as those of a trained layer."""
+"""Random SSD inputs, distributed as in a trained layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ssdprof.operators.ssd.shapes import GRAMMAR, SHAPES, SSDShape, parse
 SEED = 0
 STEPS = (1e-3, 1e-1)  # of dt at a raw dt of 0: log-uniform, as models are initialised
 SLOWEST, FASTEST = -1.0, -16.0  # A
-CHUNK_SIZES = (128, 256)  # those that callers of unfused kernels give
+CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
 def draw(cell: Cell, device: torch.device) -> SSDInputs:
     """x, raw dt, B, C, D ~ N(0, 1); A uniform; dt_bias the inverse softplus of a log-uniform step; softplus on.
 
-    "contiguous" tensors, or "views" as a model passes them: x, B and C side by side in one tensor, dt in the input
-    projection's.  Packed and very short sequences have initial states ~ N(0, 1) too.
+    "contiguous" tensors, or "views" as a model passes them: x, B and C as slices of one tensor, dt as a slice of
+    the input projection.  Packed and very short sequences have initial states ~ N(0, 1) too.
     """
     shape, dtype = cell.shape, dtype_named(cell.dtype)
     assert isinstance(shape, SSDShape)
@@ -62,7 +62,7 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
 def _tensors(
     shape: SSDShape, layout: Layout, batch: int, seqlen: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, B, C, dt with nothing in them yet."""
+    """Uninitialised x, B, C and dt."""
     sizes = _sizes(shape)
     if layout == "contiguous":
         x, B, C, dt = (torch.empty(batch, seqlen, *size, dtype=dtype, device=device) for size in sizes)

@@ -1,4 +1,4 @@
-"""What is right for SSD: the fp64 oracle in blocks, and the same with every rounding that a precision allows."""
+"""The judgement of SSD: the fp64 oracle in blocks, and the operator with every rounding that a precision allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a precision allows an implementation to lose: the SSD operator with a rounding at every place that may round.
+"""The SSD operator in one precision: rounded at every place where that precision allows a rounding.
 
 This is the `lo` of the comparison (docs/measuring.md).  It is the chunked algorithm of Dao and Gu 2024
 (arXiv:2405.21060), section 6, in plain torch, at the chunk size `SSDInputs.power_of_two_chunk`.  Everything is
@@ -9,7 +9,7 @@ computed in fp32 and rounded
     as the output     to the input's dtype
     if relaxed: decays, C B^T, dt and their products     to 16 bit (the input's dtype; bfloat16 for fp32 inputs)
 
-No kernel is imitated beyond that and nothing here is fitted: an implementation that rounds at fewer places only gets
+It imitates no kernel and nothing is fitted: an implementation that rounds at fewer places only gets
 closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that loses most, one addend after
 the other.
 """
@@ -29,7 +29,7 @@ from ssdprof.operators.rounding import gpu_exp, split_chunks
 
 @dataclass(frozen=True, kw_only=True)
 class SSDGate:
-    """What every precision shares: dt and the running sum of dt A in each chunk, (c, g, r, q) in fp32.
+    """The part that all precisions share: dt and the running sum of dt A in each chunk, (c, g, r, q) in fp32.
 
     Heads are split into (g, r), r heads of one group.  The last chunk is padded with dt = 0, which neither decays nor
     adds.

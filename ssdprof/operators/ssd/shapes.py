@@ -15,7 +15,7 @@ _ORDER = "Order: heads x P x N x groups."
 
 @dataclass(frozen=True, kw_only=True)
 class SSDShape(SSDSizes):
-    """name: what the user called it."""
+    """name: as the user typed it."""
 
     name: str
 

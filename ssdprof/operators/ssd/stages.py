@@ -1,4 +1,4 @@
-"""The stages of SSD, in the order of the algorithm, and what their parts are called."""
+"""The stages of SSD, in the order of the algorithm, and the names of their parts."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""A run's report in the formats that other programs read.  Each module renders one; none of them writes a file."""
+"""A run's report in the formats that other programs read.  Each module renders one format, and writes no file."""

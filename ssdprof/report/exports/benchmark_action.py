@@ -1,7 +1,7 @@
 """The JSON that github-action-benchmark reads: https://github.com/benchmark-action/github-action-benchmark.
 
 `smaller` is for its tool customSmallerIsBetter, `bigger` for customBiggerIsBetter.  Cases that did not pass are left
-out: they have no number that may stand in a series.
+out, because they have no valid number.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Column = Callable[[Row], object]
 
 
 def render(exported: Exported) -> str:
-    """What there is no value for is empty; floats are as exact as they were stored."""
+    """Missing values are empty; floats have their stored precision."""
     columns = dict(_of_prefill() if exported.kind == "prefill" else _columns())
     if exported.kind == "run":
         columns |= _answers()
@@ -39,7 +39,7 @@ def _columns() -> Iterator[tuple[str, Column]]:
 
 
 def _answers() -> Iterator[tuple[str, Column]]:
-    """What stands in the rows of the whole model."""
+    """The cells of rows of the whole model."""
     yield "KL, mean [nats]", lambda row: row.answers and row.answers.kl_mean
     yield "KL, p99 [nats]", lambda row: row.answers and row.answers.kl_p99
     yield "KL, max [nats]", lambda row: row.answers and row.answers.kl_max
@@ -99,7 +99,7 @@ def _speed() -> Iterator[tuple[str, Column]]:
 
 
 def _by_warm_clock() -> Iterator[tuple[str, Column]]:
-    """Empty unless `--clock warm` was asked for."""
+    """Times by the warm clock; empty without `--clock warm`."""
 
     def time(row: Row) -> WarmTiming | None:
         return row.timing.warm if row.timing else None
@@ -116,7 +116,7 @@ def _by_warm_clock() -> Iterator[tuple[str, Column]]:
 
 
 def _spread(name: str, of: Callable[[Row], Spread | None]) -> Iterator[tuple[str, Column]]:
-    """Single samples; empty in reports from before their spread was recorded."""
+    """Spread of single samples; empty in older reports without it."""
     yield f"{name}, min [µs]", lambda row: found.min_us if (found := of(row)) else None
     yield f"{name}, P95 [µs]", lambda row: found.p95_us if (found := of(row)) else None
     yield f"{name}, max [µs]", lambda row: found.max_us if (found := of(row)) else None

@@ -1,4 +1,4 @@
-"""What the formats for programs read: a run, a bench or prefill times, whichever it was made from."""
+"""The input of the export formats, made from a run, a bench or prefill times."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ssdprof.schema.rows import Row, of_answers, of_run
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """identity: tells it from others of its kind.  subject: the model, or the operator of a bench.
-    place: names of the columns that say where a row belongs.  places: their values, for each row.
-    excused: numbers of rows that did not pass and do not count, such as those of another library.
-    verdict, errors, caveats: lines; `errors` name what keeps it from passing.
+    """identity: unique among results of its kind.  subject: the model, or the operator of a bench.
+    place: names of the columns that identify a row.  places: their values, for each row.
+    excused: indices of rows whose failure does not count, such as those of another library.
+    verdict, errors, caveats: lines; `errors` are the reasons why it did not pass.
     answer_gates: names of the limits of a model's answers.
-    incomplete: why it is not whole; empty if it is.
-    markdown: the report, in about as many bytes as it is given.
+    incomplete: why it is incomplete; empty if it is complete.
+    markdown: (limit in bytes) -> the report.
     """
 
     kind: Literal["run", "bench", "prefill"]

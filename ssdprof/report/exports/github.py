@@ -1,4 +1,4 @@
-"""What a job of GitHub Actions shows: a step summary, annotations and outputs, within GitHub's limits.
+"""The output for a GitHub Actions job: a step summary, annotations and outputs, within GitHub's limits.
 
 https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
 """
@@ -12,14 +12,15 @@ from ssdprof.report import markdown
 from ssdprof.report.exports.exported import Exported
 
 SUMMARY_BYTES = 1024 * 1024  # of a step; GitHub shows nothing of a longer one
-MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub drops the others without a word
+MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
 _CUT = "\n\nCut here: a step summary of GitHub holds 1 MiB.  `ssdprof export --format markdown` writes all of it.\n"
 
 
 def step_summary(exported: Exported, used_bytes: int = 0) -> str:
-    """The report as Markdown.  used_bytes: what the step's summary holds already.  Too long a report is cut, and says
-    so; if there is no room for that either, nothing is left to append."""
+    """The report as Markdown.  used_bytes: present size of the step's summary.
+
+    A report that is too long is cut, with a note; empty if there is no room for the note."""
     room = SUMMARY_BYTES - used_bytes
     text = exported.markdown(min(markdown.LIMIT_BYTES, room))
     encoded = text.encode()
@@ -32,13 +33,13 @@ def step_summary(exported: Exported, used_bytes: int = 0) -> str:
 
 
 def workflow_commands(exported: Exported) -> Iterator[str]:
-    """Annotations, a line each: errors for what keeps it from passing, warnings for its caveats."""
+    """Annotations, one line each: errors for the reasons why it did not pass, warnings for its caveats."""
     yield from _commands("error", f"ssdprof: {exported.subject}", exported.errors)
     yield from _commands("warning", f"ssdprof: {exported.subject}", exported.caveats)
 
 
 def outputs(exported: Exported) -> dict[str, str]:
-    """Outputs of the step.  The last three are the worst of the rows that gates judge, and empty if there are none."""
+    """Outputs of the step.  The last three are the worst values of rows that gates judge; empty without such rows."""
     rows = [row for row in exported.rows if row.gated and row.status == "passed"]
     speedups = [speedup[0] for row in rows if (speedup := row.over_baseline)]
     errors = [row.out for row in rows if row.out]

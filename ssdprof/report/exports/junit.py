@@ -14,12 +14,12 @@ from ssdprof.report.exports.exported import Exported
 from ssdprof.schema.rows import Row
 
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
-_FAILURES = ("inaccurate", "nonfinite")  # what a comparison found; other ends are errors
+_FAILURES = ("inaccurate", "nonfinite")  # results of a comparison; other statuses are errors
 _ANSWERS = ("failure", "error", "skipped")
 
 
 def render(exported: Exported) -> str:
-    """A suite of the cases, and one of what the whole had to hold."""
+    """One suite for the cases, and one for the gates and the state of the whole."""
     cases = [_case(row, excused=number in exported.excused) for number, row in enumerate(exported.rows)]
     root = Element("testsuites")
     for number, (name, tests) in enumerate({"cases": cases, exported.kind: list(_whole(exported))}.items()):
@@ -36,7 +36,7 @@ def _suite(exported: Exported, number: int, name: str, tests: Sequence[Element])
         package="ssdprof",
         name=f"{_clean(exported.subject)}: {name}",
         timestamp=exported.created[:19],
-        hostname="localhost",  # a report holds no host's name
+        hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
         failures=str(counts["failure"]),
         errors=str(counts["error"]),
@@ -76,7 +76,7 @@ def _case(row: Row, *, excused: bool) -> Element:
 
 
 def _whole(exported: Exported) -> Iterator[Element]:
-    whole = _test(exported.kind, "everything that was asked for is there")
+    whole = _test(exported.kind, "all requested cases are present")
     if exported.incomplete:
         _answer(whole, "error", "incomplete", exported.incomplete)
     yield whole
@@ -92,7 +92,7 @@ def _test(group: str, name: str, seconds: float = 0.0) -> Element:
 
 
 def _answer(test: Element, tag: str, kind: str, text: str) -> None:
-    """The first line is the message, which many readers show alone."""
+    """The failure of a test.  Its first line is the message, because many readers show only that."""
     SubElement(test, tag, type=kind, message=_clean(text.splitlines()[0])).text = _clean(text)
 
 

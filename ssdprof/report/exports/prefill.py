@@ -1,4 +1,4 @@
-"""Prefill times as the formats for programs read them."""
+"""Prefill times in the form that exports read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as one HTML file that opens from a disk and needs no network."""
+"""The report as one self-contained HTML file."""
 
 from ssdprof.report.html.page import render, render_document
 

@@ -1,4 +1,4 @@
-"""Tables for a page: what a cell looks like, and by which number a click on its column sorts."""
+"""Tables of a page: the appearance of cells, and their sort keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TONES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """key: what a column is sorted by; empty takes the text.  tone: "good", "bad" or none."""
+    """key: the sort key; empty: the text.  tone: "good", "bad" or none."""
 
     text: str
     key: str
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class View:
-    """grouped: rows stand under headings and keep their order.  sortable: of the others, if a cell holds a number."""
+    """grouped: rows are under headings and keep their order.  sortable: not grouped, and a cell has a number."""
 
     title: str
     headers: tuple[tuple[str, str], ...]  # text, alignment
@@ -47,7 +47,7 @@ class View:
 
 
 def view(table: Table, section: str = "") -> View:
-    """Without its title where the section has the same."""
+    """The table, without its title if the section has the same title."""
     rows = tuple(Row(_cells(table, row), index in table.headings) for index, row in enumerate(table.rows))
     grouped = bool(table.headings)
     return View(
@@ -67,7 +67,7 @@ def _cells(table: Table, row: tuple[str, ...]) -> tuple[Cell, ...]:
 
 
 def sort_key(text: str) -> str:
-    """The number that a cell begins with, in its smallest unit, if it is one: "12.4 ms" -> "12400.0"."""
+    """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" -> "12400.0"."""
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
         return ""

@@ -15,7 +15,7 @@ from ssdprof.schema import CaseResult, LayerRef, TensorAccuracy
 
 @dataclass(frozen=True)
 class HeatCell:
-    """heat: 0 to 1.  hover: where the error is largest, in words."""
+    """heat: 0 to 1.  hover: the place of the largest error, as text."""
 
     text: str
     heat: float

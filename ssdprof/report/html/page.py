@@ -1,4 +1,4 @@
-"""A run's report, and what is known of its stalls, as a page."""
+"""A run's report, and its stalls if there are any, as a page."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ssdprof.schema import RunReport
 from ssdprof.schema.stalls import StallReport
 
 _POWER = re.compile(r"\d[\d.]*e-\d+")
-_LAYERED = 3  # lengths whose heat map and positions are shown; the tables have all
+_LAYERED = 3  # lengths with a heat map and a plot of positions; the tables have all
 
 
 @dataclass(frozen=True)
 class Picture:
-    """titled: the picture, a wide one, shows its title itself."""
+    """titled: the picture is wide and includes its title."""
 
     title: str
     svg: Markup
@@ -38,7 +38,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Block:
-    """Something on the page; the template draws it by its kind."""
+    """An element of the page; the template draws it by its kind."""
 
     kind: str  # "table", "note", "text", "pictures", "heat", "list"
     content: object
@@ -46,7 +46,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page.  folded: behind its title."""
+    """A section of the page.  folded: collapsed under its title."""
 
     title: str
     anchor: str
@@ -56,20 +56,20 @@ class Part:
 
 
 class Pictures:
-    """Numbers pictures, so that their ids are their own."""
+    """Numbers pictures, so that their ids are unique."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def __call__(self, title: str, svg: str | None, *, titled: bool = False) -> Iterator[Picture]:
-        """Nothing if there is no picture."""
+        """A block with the picture; none if there is no picture."""
         if svg is not None:
             self._count += 1
             yield Picture(title, Markup(inline(svg, f"p{self._count}-", title)), titled)
 
 
 def render(report: RunReport, stalls: StallReport | None = None) -> str:
-    """One HTML file.  stalls: what the run's folder knows of them."""
+    """One HTML file.  stalls: the stall report in the run's folder."""
     document, pictures = compose(report), Pictures()
     parts = [*_run_parts(report, document, pictures)]
     if stalls is not None:
@@ -78,7 +78,7 @@ def render(report: RunReport, stalls: StallReport | None = None) -> str:
 
 
 def render_document(document: Document, *, good: tuple[str, ...], version: str) -> str:
-    """A document without pictures as one HTML file.  good: how a line begins that holds no bad news."""
+    """A document without pictures as one HTML file.  good: prefixes of verdict lines without a failure."""
     return _page(document, [_part(section, ()) for section in document.sections], good, version)
 
 
@@ -103,7 +103,7 @@ def _page(document: Document, parts: Iterable[Part], good: tuple[str, ...], vers
 
 
 def _unbroken(text: str) -> Markup:
-    """A browser would end a line within "1e-3"."""
+    """Prevent line breaks within numbers such as "1e-3"."""
     return Markup(_POWER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
 
 
@@ -181,7 +181,7 @@ def _block(block: Table | Figure | Note | str, section: str) -> Block:
 
 
 def _unique(parts: Iterable[Part]) -> list[Part]:
-    """Each with an anchor of its own: what was profiled may have a section of the same title as what ran."""
+    """Sections with unique anchors: the stall report may have a section with the same title as the run's report."""
     seen: dict[str, int] = {}
     found = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""A picture of matplotlib as part of a page: its ids belong to it alone, and its black is the page's text colour."""
+"""Embeds an SVG of matplotlib in a page: makes its ids unique, and uses the page's text colour for black."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DROPPED = ("metadata", "title")
 def inline(svg: str, prefix: str, title: str) -> str:
     """An <svg> element for the body of a page.
 
-    prefix: put in front of every id, so that pictures on one page do not share any.  title: for readers of screens.
+    prefix: of every id, so that pictures on one page share none.  title: for screen readers.
     """
     root = ElementTree.fromstring(svg)
     for element in root.iter():
@@ -23,7 +23,7 @@ def inline(svg: str, prefix: str, title: str) -> str:
         element.attrib = {_local(name): _value(_local(name), text, prefix) for name, text in element.attrib.items()}
     for size in ("width", "height"):
         root.attrib.pop(size, None)
-    width = float(root.attrib["viewBox"].split()[2]) * 4 / 3  # of points of 1/72 inch to the page's pixels
+    width = float(root.attrib["viewBox"].split()[2]) * 4 / 3  # from points of 1/72 inch to the page's pixels
     root.attrib |= {"role": "img", "style": f"max-width: {width:.0f}px"}
     name = ElementTree.Element("title")
     name.text = title
@@ -32,7 +32,7 @@ def inline(svg: str, prefix: str, title: str) -> str:
 
 
 def _local(name: str) -> str:
-    """Without its namespace: in a page, <svg> and href have their meaning without one."""
+    """The name without its namespace, which HTML does not need for <svg> and href."""
     return name.rpartition("}")[2]
 
 

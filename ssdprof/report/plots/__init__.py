@@ -1,1 +1,1 @@
-"""Pictures of a report, as SVG: the same bytes for the same report.  Every number in them is in the tables too."""
+"""Plots of a report as SVG, with the same bytes for the same report.  The tables have all of their numbers too."""

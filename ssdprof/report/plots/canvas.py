@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# dark enough on white, light enough on black, and apart from each other without colour vision as far as nine can be
+# readable on white and on black, and, as far as nine colours can be, distinct without colour vision
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
 GREY = "#777777"
-NARROW = (5.2, 3.4)  # inches: its text is readable where a page is 400 pixels wide
+NARROW = (5.2, 3.4)  # inches: readable on a page that is 400 pixels wide
 _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "ssdprof",
     "svg.fonttype": "none",
@@ -38,7 +38,7 @@ def draw(paint: Callable[[Figure], None], size: tuple[float, float] = NARROW) ->
 
 
 def plain(figure: Figure) -> Axes:
-    """Axes without a frame at the top and at the right."""
+    """Remove the frame of the axes at the top and at the right."""
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return axes

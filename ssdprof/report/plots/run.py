@@ -1,4 +1,4 @@
-"""Pictures of a run: speed over length, where the error sits along positions, the roofline."""
+"""Plots of a run: speed over length, error along positions, roofline."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def speedups(found: Sequence[Group]) -> str | None:
 
 
 def device_times(found: Sequence[Group]) -> str | None:
-    """Device time of every series over the length of whole prompts; None for a single length, whose times a table shows
-    as well."""
+    """Device time of every series over the length of whole prompts; None for a single length, for
+    which the table is enough."""
     whole = [group for group in found if group.call is None]
     points = _timed(whole, baseline=True)
     if len(whole) < 2 or not points:
@@ -90,9 +90,9 @@ def device_times(found: Sequence[Group]) -> str | None:
 
 
 def along_positions(group: Group) -> str | None:
-    """RMS error of the output against fp64 in slices of the positions, the worst layer's in each, beside the floor.
+    """RMS error of the output against fp64 in slices of the positions, the worst layer's in each, with the floor.
 
-    None if no case recorded it, as before it was, and for decode steps, which have one position.
+    None if no case recorded it, as in older reports, and for decode steps, which have one position.
     """
     if group.steps:
         return None
@@ -159,7 +159,7 @@ def largest_errors(group: Group) -> str | None:
 
 
 def roofline(found: Sequence[Group], ceilings: Ceilings | None) -> str | None:
-    """Arithmetic per byte that must move and per second, under the ceilings measured in the run.  None if untimed.
+    """Operations per byte and per second, under the ceilings measured in the run.  None if untimed.
 
     A point for each series and length, coloured by its implementation.
     """
@@ -212,7 +212,7 @@ def _compared(group: Group) -> list[Series]:
 
 
 def _timed(found: Sequence[Group], *, baseline: bool) -> dict[str, list[tuple[Group, TotalSpeed]]]:
-    """Label of a series -> its times at each length, the shortest first.  baseline: with those of the baseline."""
+    """Label of a series -> its times at each length, the shortest first.  baseline: include the baseline."""
     points: dict[str, list[tuple[Group, TotalSpeed]]] = {}
     for group in sorted(found, key=lambda group: group.seqlen):
         for series in group.series():
@@ -250,7 +250,7 @@ def _roofline_point(series: Series) -> tuple[float, float] | None:
 
 
 def _errors(speeds: Sequence[TotalSpeed]) -> list[list[float]]:
-    """How far the intervals reach below and above the ratios."""
+    """Lengths of the intervals below and above the ratios."""
     pairs = [(speed.device.ratio, speed.device.interval) for speed in speeds]
     return [
         [ratio - interval.low if ratio and interval else 0.0 for ratio, interval in pairs],

@@ -1,4 +1,4 @@
-"""Where warps stall: stages as bars, kernels under their roofline."""
+"""Plots of stalls: stages as bars, kernels under their roofline."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _stage(design: Design, name: str) -> str:
 def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
     """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
 
-    reasons: every one, in the order in which they get a colour, so that pictures of one report agree; the last ones
-    share one.
+    reasons: all reasons in the order of their colours, which is the same in all plots of a report; the last ones
+    share a colour.
     """
     shown, rest = reasons[:_MOST_REASONS], reasons[_MOST_REASONS:]
 
@@ -64,8 +64,8 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
 def roofline(report: StallReport) -> str | None:
     """Arithmetic, on tensor cores and in fp32, per byte of DRAM, and per second.  None if no kernel's are known.
 
-    The roofs are those of the chip at the clock that it ran at, as ncu says: DRAM's bandwidth, and the tensor cores'
-    rate for the operand type of the kernel that computes most.
+    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
+    type of the kernel with the most operations.
     """
     points = [(kernel, point) for kernel in report.kernels if (point := _point(kernel))]
     if not points:
@@ -87,7 +87,7 @@ def roofline(report: StallReport) -> str | None:
             axes.plot(roof, [min(peak, at * bandwidth / 1e3) for at in roof], color=GREY, linewidth=1.5)
             axes.text(ridge, peak * 1.1, f"tensor cores {peak:,.0f} TFLOP/s", fontsize=8, color=GREY)
             middle = (low * ridge) ** 0.5
-            axes.text(  # below the rising line, which leaves its right to it
+            axes.text(  # below the rising line, where there is free space
                 middle * 1.2, middle * bandwidth / 1e3, f"DRAM {bandwidth:,.0f} GB/s",
                 fontsize=8, color=GREY, va="top",
             )  # fmt: skip
@@ -103,7 +103,7 @@ def roofline(report: StallReport) -> str | None:
 
 
 def _label(kernel: KernelStalls, tflops: float) -> str:
-    """matplotlib leaves out of a legend what begins with an underscore."""
+    """A label without a leading underscore, which matplotlib would leave out of the legend."""
     return f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
 
 

@@ -1,4 +1,4 @@
-"""Records -> tables: what is in them, not how they are drawn."""
+"""Turns records into tables.  Renderers draw them."""
 
 from ssdprof.report.tables import accuracy, answers, brief, listing, prefill, run, speed, stall_origin, stalls, warm
 from ssdprof.report.tables.table import Figure, Note, Table

@@ -1,4 +1,4 @@
-"""How exact: one column per precision, as in the table of the fused SSD kernel's authors, with fp64 beside it."""
+"""Tables of accuracy: one column per precision, as in the article on the fused SSD kernel, and fp64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def floor(accuracy: TensorAccuracy) -> Deviation | None:
 def match(group: Group, implementation: str, tensor: TensorName) -> Table | None:
     """Match percentages and errors of one tensor, all layers of the group pooled; None if nothing was compared.
 
-    For the baseline itself, the columns are its precisions that are compared with its exact one.
+    For the baseline itself, the columns are its other precisions, compared with its exact one.
     """
     against = vs_baseline if implementation == group.baseline else vs_oracle
     series = tuple(s for s in group.series(implementation) if pool(s.cases, tensor, against))
@@ -83,7 +83,7 @@ def by_layer(group: Group, implementation: str) -> Table | None:
 
 
 def largest(group: Group, implementation: str) -> Table | None:
-    """Where the largest differences are, over all layers of the group, and of their chunks or steps."""
+    """The largest differences and their positions, over all layers of the group and their chunks or steps."""
     several = group.calls > len(group.layers)
     rows = []
     for tensor in TENSORS:
@@ -131,7 +131,7 @@ def _comparisons(
 
 
 def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -> list[tuple[str, ...]]:
-    """worst: of what an error is the worst, after a comma; empty if there is only one."""
+    """worst: ", worst layer" or ", worst call"; empty if there is only one."""
 
     def row(label: str, cell: Callable[[Pooled], str]) -> tuple[str, ...]:
         return (label, *(cell(p) if p else fmt.MISSING for p in pooled), cell(beside) if beside else "")

@@ -1,4 +1,4 @@
-"""What implementations do to a model's answers: over all positions, in bands of positions, and layer by layer."""
+"""Changes of a model's answers: over all positions, in bands of positions, and layer by layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def total(answers: Answers) -> Table | None:
 
 
 def by_position(answers: Answers) -> Table | None:
-    """Every case in bands of positions; None for a prompt that is shorter than two."""
+    """Every case in bands of positions; None for a prompt with a single band."""
     rows = []
     for case in answers.cases:
         if case.layer is None:
@@ -68,7 +68,7 @@ def by_position(answers: Answers) -> Table | None:
 
 
 def by_layer(answers: Answers) -> Table | None:
-    """The mean divergence with one layer at a time, the largest first; None if no layer was alone."""
+    """The mean divergence with one layer at a time, the largest first; None without --per-layer."""
     alone = [case for case in answers.cases if case.layer is not None]
     if not alone:
         return None
@@ -87,7 +87,7 @@ def by_layer(answers: Answers) -> Table | None:
 
 
 def facts(answers: Answers) -> Iterator[tuple[str, str]]:
-    """For the table of what ran."""
+    """Rows for the table "What ran"."""
     used = "" if answers.peak_bytes is None else f", peak memory {fmt.size(answers.peak_bytes)} of the GPU"
     took = fmt.duration(answers.seconds * 1e6)
     yield (
@@ -98,7 +98,7 @@ def facts(answers: Answers) -> Iterator[tuple[str, str]]:
 
 
 def verdict(answers: tuple[Answers, ...], failures: tuple[str, ...]) -> Iterator[str]:
-    """A line each on what failed, or one on what passed."""
+    """One line for each failure, or one line if all passed."""
     for why in failures:
         yield f"FAILED: the answers of {why}."
     judged = sum(len(one.judged) for one in answers)

@@ -1,4 +1,4 @@
-"""The two tables of a screen: a row for each length, implementation and precision that is compared."""
+"""The two tables of the screen: one row for each length, compared implementation and precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cells = tuple[str, ...]
 
 
 def speed(found: Sequence[Group]) -> Table | None:
-    """None if nothing was timed."""
+    """Speeds; None if nothing was timed."""
     found = [group for group in found if any(_rows([group], _speed))]
     rows = list(_rows(found, _speed))
     if not rows:
@@ -47,7 +47,7 @@ def accuracy(found: Sequence[Group]) -> Table | None:
 
 
 def _table(title: str, found: Sequence[Group], headers: Cells, rows: list[tuple[Cells, Cells]]) -> Table:
-    """What is the same in every row is in the title.  A second column of names takes the room of the last number."""
+    """A table whose title has the values equal in all rows.  A second column of names replaces the last number."""
     names = ("tokens", "implementation", "precision")
     layers = {len(group.layers) for group in found}
     where = [fmt.plural(layers.pop(), "layer")] if len(layers) == 1 else []

@@ -1,4 +1,4 @@
-"""What two runs, benches or records of prefill times have, side by side."""
+"""Tables that compare two runs, benches or prefill results."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def unpaired(pairs: Sequence[Pair]) -> Table | None:
 
 
 def _untimed(pair: Pair) -> bool:
-    """Whether nothing is to be said of a case but that neither run had a GPU."""
+    """Whether a case passed in both runs and was timed in neither."""
     return pair.verdict == "not timed" and all(row and row.status == "passed" for row in (pair.base, pair.new))
 
 
@@ -200,7 +200,7 @@ def _table(
     *,
     words: int = 0,
 ) -> Table | None:
-    """A row for each pair.  words: how many columns after the names hold words; the others hold numbers."""
+    """A row for each pair.  words: number of text columns after the names; the others are numbers."""
     if not pairs:
         return None
     return Table(

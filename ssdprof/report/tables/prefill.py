@@ -1,4 +1,4 @@
-"""Prefill times of the whole model, and the parts of a model that they go to."""
+"""Tables of prefill times: of the whole model and of its parts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ READING = Note(
     "waited for the host; negative where the profiled prefill took longer than the timed ones."
 )
 _IDLE = "GPU idle"
-_AGREE = 0.1  # how far a prediction may be from what was measured, relative, without a word on it
-_WORTH = 0.02  # of the difference to a prediction: what a part is named for
+_AGREE = 0.1  # relative difference of prediction and measurement above which the report explains it
+_WORTH = 0.02  # share of the difference from which a part is named
 _NAME = 60  # characters of a kernel's name
 
 
@@ -73,7 +73,7 @@ def times(prefill: Prefill) -> Table | None:
 
 
 def parts(prefill: Prefill, length: PrefillLength) -> Table | None:
-    """Where each prefill's time goes; a column adds up to its call time."""
+    """The time of each part of the prefill; a column adds up to its call time."""
     cases = [case for case in length.cases if case.parts and case.call]
     if not cases:
         return None
@@ -90,7 +90,7 @@ def parts(prefill: Prefill, length: PrefillLength) -> Table | None:
 
 
 def ran(prefill: Prefill) -> Table | None:
-    """Which kernels computed each part: those that took longest, with each surroundings of the baseline."""
+    """The kernels of each part: those with the longest times, for each surroundings of the baseline."""
     rows = []
     for length in prefill.lengths[-1:]:
         for case in length.cases:
@@ -120,7 +120,7 @@ def ran(prefill: Prefill) -> Table | None:
 
 
 def failures(prefill: Prefill) -> Iterator[str]:
-    """What was not timed, and why."""
+    """Prefills that were not timed, with the reasons."""
     for length in prefill.lengths:
         for case in length.cases:
             at = fmt.tokens(length.seqlen, length.batch)
@@ -136,7 +136,7 @@ def failures(prefill: Prefill) -> Iterator[str]:
 
 
 def steps(prefill: Prefill) -> Table | None:
-    """Where the time of the command went."""
+    """The time of each step of the command."""
     if not prefill.steps:
         return None
     return Table(
@@ -149,7 +149,7 @@ def steps(prefill: Prefill) -> Table | None:
 
 
 def differences(prefill: Prefill) -> Iterator[str]:
-    """Where a prediction and what was measured are further apart than 10 %: the parts that the difference lies in."""
+    """Sentences on predictions that differ from the measurement by more than 10 %, with the parts responsible."""
     for length in prefill.lengths:
         for case in length.cases:
             base = length.baseline_of(case, prefill.baseline)
@@ -167,7 +167,7 @@ def differences(prefill: Prefill) -> Iterator[str]:
 
 
 def _where(length: PrefillLength, case: PrefillCase, base: PrefillCase) -> str:
-    """What each part gained beyond the prediction.  The gains of all parts and of the idle GPU are that of the call."""
+    """The gain of each part beyond the prediction.  The gains of parts and idle GPU add up to that of the call."""
     if not case.parts or not base.parts or case.alone_us is None or base.alone_us is None:
         return ""
     expected = length.operator_calls * (base.alone_us - case.alone_us)
@@ -185,7 +185,7 @@ def _where(length: PrefillLength, case: PrefillCase, base: PrefillCase) -> str:
 
 
 def operator_share(length: PrefillLength, case: PrefillCase) -> float | None:
-    """Percent of the call that the operators take, by the device time of one layer's alone."""
+    """Share of the operators in the call, in percent, from the device time of one layer alone."""
     if case.alone_us is None or case.call is None:
         return None
     return 100 * length.operator_calls * case.alone_us / case.call.median_us

@@ -1,4 +1,4 @@
-"""What ran, where, and what went wrong."""
+"""Tables of the subject, the machine, the launches and the failures of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdprof.report.tables import answers
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import CaseResult, Clocks, Environment, Launch, PrecisionRecord, Prompt, RunReport
 
-_MOST_ROWS = 40  # a run that fails everywhere fails for the same reason
+_MOST_ROWS = 40  # if all cases fail, they have the same reason
 _LONGEST_REASON = 300  # characters
 _PRECISION = "intermediates,\nstates"
 _RESOURCES = ("registers", "spills", "shared")
@@ -30,7 +30,7 @@ def facts(report: RunReport) -> Table:
 
 
 def launches(report: RunReport) -> Table | None:
-    """Every kernel as it was launched; equal ones once."""
+    """Every kernel as it was launched, without duplicates."""
     used: dict[tuple[str, ...], list[CaseResult]] = {}
     for case in report.cases:
         for launch in case.launches:
@@ -62,12 +62,12 @@ def failures(report: RunReport) -> Table | None:
 
 
 def remarks(report: RunReport) -> Table | None:
-    """Every case that passed and has something to be said about it."""
+    """Every case that passed with a remark."""
     return _cases(report, "Remarks on cases that passed", lambda case: case.status == "passed" and bool(case.reason))
 
 
 def gpu(environment: Environment) -> Iterator[tuple[str, str]]:
-    """What it is and what drives it."""
+    """The GPU and its driver."""
     found = environment.gpu
     if found is None:
         yield "GPU", "none"
@@ -87,7 +87,7 @@ def versions(environment: Environment, **others: str) -> tuple[str, str]:
 
 
 def tuned(plans: Sequence[tuple[str, str]]) -> str:
-    """The cases, (implementation, why it ran as it did), that did not take the committed configuration."""
+    """A phrase on the cases, (implementation, reason of the plan), that did not use the committed configuration."""
     found = Counter(
         f"{implementation}: {part}"
         for implementation, plan in plans
@@ -146,7 +146,7 @@ _SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"
 
 
 def clocks(clocks: Clocks) -> str:
-    """Before and after the timed region, and whether the GPU held back."""
+    """Clocks before and after the timed region, and throttling."""
     pairs = (
         f"SM {clocks.sm_mhz[0]:,} MHz before, {clocks.sm_mhz[1]:,} after",
         f"memory {clocks.memory_mhz[0]:,} to {clocks.memory_mhz[1]:,} MHz",
@@ -185,7 +185,7 @@ def _baselines(report: RunReport) -> str:
 
 
 def _served(report: RunReport) -> str:
-    """All prompts of a run are served in one way."""
+    """A phrase on how the prompts were run, which is the same for all."""
     ranks = report.asked.tensor_parallel if report.asked else 1
     found = (serving_words(one.serving, batch=one.batch, tensor_parallel=ranks) for one in report.prompts)
     return "; ".join(dict.fromkeys(words for words in found if words))
@@ -210,7 +210,7 @@ def _launch_cells(launch: Launch) -> tuple[str, ...]:
 
 
 def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[PrecisionRecord]) -> str:
-    """Which prompts and precisions a launch belongs to, if not to all."""
+    """The prompts and precisions of a launch, or "all"."""
     used_tokens = sorted({case.dims.seqlen for case in cases}, reverse=True)
     used = sorted({case.precision for case in cases}, key=precision_order)
     parts = []
@@ -223,7 +223,7 @@ def _uses(cases: list[CaseResult], tokens: set[int], precisions: set[PrecisionRe
 
 
 def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) -> Table | None:
-    """The wanted cases; those that differ only in the layer or the prompt share a row."""
+    """The selected cases; cases that differ only in the layer or the prompt share a row."""
     places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
     for group in groups(report):
         for case in filter(wanted, group.cases):

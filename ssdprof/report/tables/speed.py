@@ -1,4 +1,4 @@
-"""How fast: one row per implementation and precision, of one layer or of all together."""
+"""Tables of speed: one row per implementation and precision, for one layer or the sum of all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READING = Note(
 
 
 def total(group: Group) -> Table | None:
-    """Every series, its layers added up; None if nothing was timed."""
+    """Every series, summed over its layers; None if nothing was timed."""
     found = [(series, total_speed(series)) for series in group.series()]
     if not any(speed for _, speed in found):
         return None

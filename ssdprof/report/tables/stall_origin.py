@@ -1,4 +1,4 @@
-"""Where a report about stalls comes from, and whether it can be trusted."""
+"""The origin of a report on stalls, and its self-checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARKS = {"failed": "NO"}
 
 
 def facts(report: StallReport) -> Table:
-    """What was profiled, on which machine, by which command; of a report from elsewhere, its files."""
+    """The profiled layer, the machine and the command; for a report made elsewhere, its files."""
     return Table(
         title="What was profiled",
         headers=("", "ssdprof stalls"),
@@ -47,7 +47,7 @@ def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
 
 
 def checks(report: StallReport) -> Table | None:
-    """The self-checks, those of kernels after those of files.  What holds of a kernel is one row."""
+    """The self-checks of files, then of kernels.  The passed checks of a kernel share a row."""
     rows = [("report", check.name, *_mark(check)) for check in report.checks]
     for kernel in report.kernels:
         rows += _of_kernel(kernel)
@@ -55,7 +55,7 @@ def checks(report: StallReport) -> Table | None:
         return None
     return Table(
         title="Self-checks",
-        headers=("of", "what must hold", "", "detail"),
+        headers=("what", "requirement", "result", "detail"),
         rows=tuple(rows),
         align=("left", "left", "left", "left"),
         keys=1,
@@ -77,7 +77,7 @@ def _mark(check: SelfCheck) -> tuple[str, str]:
 
 
 def _detail(kernel: KernelStalls, status: str) -> str:
-    """How many samples it is about, and how many of them were not on a line of their own stage."""
+    """The number of samples, and the share of those on lines without a stage."""
     if status != "ok":
         return "not collected"
     total = sum(kernel.samples.values())

@@ -1,4 +1,4 @@
-"""Where warps wait: kernels, stages and reasons, lines."""
+"""Tables of stalls: kernels, stages, reasons and lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READING = Note(
 
 
 def kernels(report: StallReport) -> Table | None:
-    """What each launch used and how fast it was."""
+    """The resources and the speed of each launch."""
     if not report.kernels:
         return None
     return Table(
@@ -70,7 +70,7 @@ def resources(report: StallReport) -> Table | None:
 
 
 def by_stage(design: Design) -> Table | None:
-    """Stage x reason: the rows of one design, parts of a stage under their sum."""
+    """Stage x reason for one design, with the parts of a stage under their sum."""
     if not design.is_sampled:
         return None
     shown = [reason for reason, _ in design.all().most[:_MOST_REASONS]]
@@ -94,7 +94,7 @@ def by_stage(design: Design) -> Table | None:
 
 
 def side_by_side(found: Sequence[Design]) -> Table | None:
-    """Stage by stage: what each design spends on it."""
+    """The time of each stage in each design."""
     sampled = [design for design in found if design.is_sampled and design.duration_us is not None]
     if len(sampled) < 2:
         return None
@@ -127,7 +127,7 @@ def reasons(design: Design) -> Table | None:
 
 
 def averages(report: StallReport) -> Table | None:
-    """Reasons of the kernels of which no warp was sampled, side by side."""
+    """Stall reasons of kernels without samples."""
     found = [kernel for kernel in report.kernels if kernel.average]
     if not found:
         return None
@@ -146,7 +146,7 @@ def averages(report: StallReport) -> Table | None:
 
 
 def hottest(design: Design) -> Table | None:
-    """The ten lines with most of the busy time."""
+    """The ten lines with the largest share of the busy time."""
     if not design.lines:
         return None
     return Table(
@@ -174,7 +174,7 @@ def hints(found: Sequence[Design]) -> Table | None:
 
 
 def launched(report: StallReport) -> Table | None:
-    """What Triton knows by itself, where there are no stalls."""
+    """The resources that Triton reports, if there are no stalls."""
     rows = [
         (one.implementation, one.variant, launch.kernel, *_known(launch), fmt.share(occupancy))
         for one in (report.subject.launched if report.subject else ())
@@ -183,7 +183,7 @@ def launched(report: StallReport) -> Table | None:
     if not rows:
         return None
     return Table(
-        title="What Triton knows of the kernels",
+        title="Resources of the kernels, from Triton",
         headers=("implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy"),
         rows=tuple(rows),
         align=columns(3, 4),
@@ -249,7 +249,7 @@ def _idle(design: Design) -> str:
 
 
 def _grid(grid: tuple[int, int, int]) -> tuple[int, ...]:
-    """Without trailing ones."""
+    """The grid without trailing ones."""
     sizes = list(grid)
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()

@@ -1,4 +1,4 @@
-"""A table before it is drawn."""
+"""The data of a table, which renderers draw."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Align = Literal["left", "right"]
 
 @dataclass(frozen=True)
 class Note:
-    """How to read what stands above it."""
+    """An explanation of the table above it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture beside the document; a terminal shows none."""
+    """A picture next to the document; not shown on a terminal."""
 
     title: str
     file: str
@@ -27,8 +27,8 @@ class Figure:
 class Table:
     """Strings in rows; a renderer draws them.
 
-    keys: leading columns that say what a row is about; they are repeated where a wide table is split.
-    headings: indices of rows that are the title of those below them: all cells but the first are empty.
+    keys: number of leading columns that identify a row; they are repeated if a wide table is split.
+    headings: indices of rows that are titles of the rows below; all cells except the first are empty.
     wraps: index of the column whose text may run over several lines.
     A header may hold line breaks.
     """
@@ -48,7 +48,7 @@ class Table:
 
 
 def columns(left: int, right: int) -> tuple[Align, ...]:
-    """Alignment of a table that begins with words and ends with numbers."""
+    """Alignment of a table with text columns followed by number columns."""
     words: list[Align] = ["left"] * left
     numbers: list[Align] = ["right"] * right
     return (*words, *numbers)

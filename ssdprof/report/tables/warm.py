@@ -1,4 +1,4 @@
-"""How fast by the second clock: calls back to back, with a warm cache; the default clocks beside it."""
+"""Times by the warm clock, calls back to back with a warm cache, next to the default clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTE = (
 
 
 def total(group: Group) -> Table | None:
-    """Every series whose layers were all timed by it, added up; None if there is none."""
+    """Every series with all layers timed by the warm clock, summed; None if there is none."""
     rows, calls = [], 0
     for series in group.series():
         speed = total_speed(series)

@@ -43,7 +43,7 @@ def test_nothing_is_wrong_with_answers_within_their_limits() -> None:
     report = answered(AnswerGate(max_kl=1.0))
     assert "::error" not in "".join(github.workflow_commands(from_run(report)))
     found = parsed(report)
-    assert found.keys() == {ROW, "everything that was asked for is there", "max-kl 1"}
+    assert found.keys() == {ROW, "all requested cases are present", "max-kl 1"}
     assert all(case.is_passed for case in found.values())
 
 
@@ -60,7 +60,7 @@ def test_a_limit_that_does_not_hold(gate: AnswerGate, name: str, why: str) -> No
     (line,) = [line for line in github.workflow_commands(from_run(report)) if line.startswith("::error")]
     assert "::FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: " in line
     found = parsed(report)
-    assert found["everything that was asked for is there"].is_passed
+    assert found["all requested cases are present"].is_passed
     (result,) = found[name].result
     assert result.message.startswith(f"{name}: {ROW}: ")
     assert result.message.endswith(why)

@@ -106,9 +106,9 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
     assert found.type == "gate"
     assert found.message == f"min-speedup 2.5: {FUSED}: 2.4x over unfused exact, fp32 states"
     assert tests["max-rms-ratio 9"].is_passed
-    (whole,) = tests["everything that was asked for is there"].result
+    (whole,) = tests["all requested cases are present"].result
     assert whole.message == "this run did not reach its end"
-    (empty,) = parsed(small(cases=()))["everything that was asked for is there"].result
+    (empty,) = parsed(small(cases=()))["all requested cases are present"].result
     assert empty.message == "Nothing was compared."
 
 

@@ -63,7 +63,7 @@ def test_junit_has_a_test_for_each_prefill_and_for_the_gate() -> None:
     (failure,) = tests["min-speedup 2.5"].result
     assert (code, failure.message) == (1, BROKEN)
     code, tests = junit(DONE.model_copy(update={"state": "partial"}))
-    (error,) = tests["everything that was asked for is there"].result
+    (error,) = tests["all requested cases are present"].result
     assert (code, error.message) == (1, "The command did not reach its end.")
 
 

@@ -1,4 +1,4 @@
-"""What `ssdprof tune` may vary of the fused GDN kernels."""
+"""The configurations of the fused GDN kernels that `ssdprof tune` may vary."""
 
 from ssdprof.operators.gdn.tuning.tuning import TUNING
 

@@ -1,4 +1,4 @@
-"""What is tried: from a configuration of the portable kernel, others that differ from it in one respect."""
+"""Candidates: configurations of the portable kernel that differ from a given one in one respect."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LARGEST_STATE = 256 * 128  # numbers that a program holds in registers; more ar
 
 
 def axes() -> tuple[Axis, ...]:
-    """In the order in which they are searched; each begins with the best of the one before."""
+    """The axes in search order; each starts from the best candidate of the previous one."""
     return (_slices, _segments, _warps, _stages, _blocks_of_k, _chunks, _factors)
 
 
 def _slices(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
-    """How much of V a program holds, and which way round."""
+    """How much of V a program holds, and in which orientation."""
     key_dim, widest = inputs.q.shape[3], _block(inputs.v.shape[3])
     for block_v, v_rows in product((16, 32, 64, 128), (True, False)):
         if block_v <= widest and block_v * _block(key_dim) <= _LARGEST_STATE:

@@ -29,12 +29,12 @@ class PortableSettings(Record):
 
 
 def settings_of(config: PortableConfig) -> Settings:
-    """What is stored of a configuration."""
+    """The stored form of a configuration."""
     return Settings(kernel=KERNEL, values={name: getattr(config, name) for name in PortableSettings.model_fields})
 
 
 def config_of(settings: Settings, reason: str) -> PortableConfig:
-    """The inverse; pydantic's ValidationError for values that no kernel takes, ValueError for another kernel's."""
+    """The inverse of `settings_of`.  pydantic's ValidationError for invalid values, ValueError for another kernel."""
     if settings.kernel != KERNEL:
         raise ValueError(f"no settings of a {settings.kernel!r} kernel of gdn are known")
     return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

@@ -19,20 +19,20 @@ from ssdprof.operators.gdn.tuning.settings import KERNEL, config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
 from ssdprof.schema import Intermediates
 
-CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first judged
+CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 
 _launches: LaunchCache[PortableLaunch] = LaunchCache()
 
 
 class GDNTuning:
-    """The portable kernel; its finds are for one length and one number of sequences each."""
+    """Tunes the portable kernel; each find is for one length and one number of sequences."""
 
     def kernel(self, inputs: GDNInputs) -> str:
         name = variants.choose(variants.Call(inputs=inputs, precision=Precision())).name
         if name != KERNEL:
             raise BadInputError(
-                f"These inputs are taken by the {name} kernel, of which nothing is varied.",
-                f"Only configurations of the {KERNEL} kernel are searched for.",
+                f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
+                f"For GDN, ssdprof tunes only the {KERNEL} kernel.",
             )
         return name
 
@@ -69,12 +69,12 @@ class GDNTuning:
         return replace(inputs, **{name: getattr(inputs, name)[:, :short] for name in ("q", "k", "v", "g", "beta")})
 
     def for_short(self, config: PortableConfig, inputs: GDNInputs) -> PortableConfig:
-        """Cut into segments if the whole sequence is."""
+        """The configuration for `short`: cut into segments if the whole sequence is."""
         chunks = -(-self.short(inputs).length // config.chunk)
         return replace(config, segment=min(config.segment, max(1, chunks // 2)))
 
     def also_judged(self, config: PortableConfig, inputs: GDNInputs) -> Sequence[GDNInputs]:  # noqa: ARG002
-        """A find serves inputs of one size only."""
+        """None: a find applies to inputs of one size only."""
         return ()
 
     def use(self, finds: Iterable[Use]) -> None:

@@ -1,4 +1,4 @@
-"""What `ssdprof tune` may vary of the fused SSD kernels."""
+"""The configurations of the fused SSD kernels that `ssdprof tune` may vary."""
 
 from ssdprof.operators.ssd.tuning.tuning import TUNING
 

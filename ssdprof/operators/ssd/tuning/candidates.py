@@ -1,4 +1,4 @@
-"""What is tried: from a configuration, others that differ from it in one respect."""
+"""Candidates: configurations that differ from a given one in one respect."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Config = HopperConfig | PortableConfig
 Axis = Callable[[Config, SSDInputs], Iterable[Config]]
 
 _CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
-_HOPPER_SHARED_BYTES = 227 << 10  # that one program may have
+_HOPPER_SHARED_BYTES = 227 << 10  # per program
 _LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
 
 
 def axes(config: Config) -> tuple[Axis, ...]:
-    """In the order in which they are searched; each begins with the best of the one before.
+    """The axes in search order; each starts from the best candidate of the previous one.
 
-    Not varied are the registers of the Hopper kernel's roles: on an H200 no other division was faster, and most were
+    The registers of the Hopper kernel's roles are not an axis: on an H200 no other division was faster, and most were
     slower, by up to 11 % (benchmarks/log/ssd.md).
     """
     if isinstance(config, HopperConfig):
@@ -75,7 +75,7 @@ def _long_segments_first(config: HopperConfig, inputs: SSDInputs) -> Iterator[Ho
 
 
 def _recomputed(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
-    """No segment waits for another; the first pass of each goes over all that is before it."""
+    """Segments that wait for no other one: the first pass of each covers everything before it."""
     if nchunks(inputs) > LONGEST_RECOMPUTED:
         return
     for cuts in (2, 3, 4):
@@ -110,7 +110,7 @@ def _cut(config: HopperConfig, segments: Segments) -> HopperConfig:
 
 
 def _rings(config: HopperConfig, inputs: SSDInputs) -> Iterator[HopperConfig]:
-    """What fits into shared memory."""
+    """Rings that fit into shared memory."""
     for ring, score_ring in product((2, 3, 4, 5), (2, 3)):
         if shared_bytes(ring, score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES:
             yield replace(config, ring=ring, score_ring=score_ring)
@@ -143,7 +143,7 @@ def _blocks_of_p(config: PortableConfig, inputs: SSDInputs) -> Iterator[Portable
 
 
 def _blocks_of_n(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
-    """Shorter sums than the committed ones, never longer: those are less exact."""
+    """Sums at most as long as the committed ones, because longer sums are less exact."""
     for block_n in (64, 128):
         if block_n < min(config.block_n, inputs.B.shape[3]):
             yield replace(config, block_n=block_n)
@@ -155,7 +155,7 @@ def _stages(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
 
 
 def _cuts(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
-    """More segments, or fewer; shorter ones, or longer."""
+    """More or fewer segments, shorter or longer ones."""
     for times in (0.5, 2, 4):
         yield replace(config, max_segments=max(1, int(config.max_segments * times)))
     for times in (0.5, 2):

@@ -51,13 +51,13 @@ class PortableSettings(Record):
 
 
 def settings_of(config: HopperConfig | PortableConfig) -> Settings:
-    """What is stored of a configuration."""
+    """The stored form of a configuration."""
     kernel, kind = ("hopper", HopperSettings) if isinstance(config, HopperConfig) else ("portable", PortableSettings)
     return Settings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
 
 
 def config_of(settings: Settings, reason: str) -> HopperConfig | PortableConfig:
-    """The inverse; pydantic's ValidationError for values that no kernel takes."""
+    """The inverse of `settings_of`.  pydantic's ValidationError for invalid values."""
     if settings.kernel == "hopper":
         return HopperConfig(**HopperSettings.model_validate(settings.values).model_dump(), reason=reason)
     return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

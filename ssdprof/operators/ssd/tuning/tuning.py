@@ -24,11 +24,11 @@ from ssdprof.operators.ssd.tuning.settings import config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
 from ssdprof.schema import Intermediates
 
-CHECKED_CHUNKS = 16  # of 64 positions: a candidate is first judged on so many
+CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
 
 
 class SSDTuning:
-    """Two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer."""
+    """Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer."""
 
     def kernel(self, inputs: SSDInputs) -> str:
         return "portable" if hopper_config.unsupported(inputs) else "hopper"
@@ -77,7 +77,7 @@ class SSDTuning:
         return replace(inputs, **cut, z=None if inputs.z is None else inputs.z[:, :short])
 
     def for_short(self, config: Config, inputs: SSDInputs) -> Config:
-        """Cut into segments if the whole sequence is."""
+        """The configuration for `short`: cut into segments if the whole sequence is."""
         if not isinstance(config, HopperConfig):
             return config
         if config.count(nchunks(inputs)) == 1:
@@ -90,11 +90,11 @@ class SSDTuning:
         )
 
     def also_judged(self, config: Config, inputs: SSDInputs) -> Sequence[SSDInputs]:
-        """A find for the portable kernel serves packed sequences too, and is judged on a few."""
+        """A find for the portable kernel also applies to packed sequences, and is verified on a few."""
         return () if isinstance(config, HopperConfig) else (self._packed(inputs),)
 
     def _packed(self, inputs: SSDInputs) -> SSDInputs:
-        """The beginning of the first sequence as three packed ones."""
+        """The beginning of the first sequence, cut into three packed sequences."""
         short = self.short(inputs)
         length = short.x.shape[1]
         alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
