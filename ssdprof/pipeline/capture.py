@@ -33,7 +33,7 @@ def capture(
     folder = out or store.default_folder(subject.ref, loaded.prompts, subject.layers)
     with (
         limits.memory_errors(),
-        _told(store_in(folder, subject, loaded, overwrite=overwrite), subject.calls) as writer,
+        _reporting_interrupt(store_in(folder, subject, loaded, overwrite=overwrite), subject.calls) as writer,
         watcher.step("Capturing layers", subject.calls) as advance,
     ):
         run_model(subject, loaded, writer.add, lambda _: advance(1))
@@ -41,7 +41,7 @@ def capture(
 
 
 @contextmanager
-def _told(writer: store.CaptureWriter, calls: int) -> Iterator[store.CaptureWriter]:
+def _reporting_interrupt(writer: store.CaptureWriter, calls: int) -> Iterator[store.CaptureWriter]:
     """The writer's context; an interrupt says what is kept.  calls: to be captured."""
     try:
         with writer:

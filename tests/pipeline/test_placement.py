@@ -265,7 +265,12 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
     copied: list[int] = []
-    monkeypatch.setattr(placement, "copy_bytes_per_s", lambda _, most: copied.append(most) or 2e9)
+
+    def copy_bytes_per_s(_: object, most: int) -> float:
+        copied.append(most)
+        return 2e9
+
+    monkeypatch.setattr(placement, "copy_bytes_per_s", copy_bytes_per_s)
     assert "measured after the download" in placement_words(priced(Placed(record=record), None))
     found = priced(Placed(record=record), granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
