@@ -1,1 +1,1 @@
-"""What the adapters of other libraries' kernels share, whatever the operator."""
+"""Shared code of the adapters for kernels of other libraries, for all operators."""
