@@ -6,8 +6,10 @@ import torch
 
 
 def is_there_one() -> bool:
-    """Whether there is a GPU.  Uses NVML if possible, and does not start the driver: a process forked after the driver
-    was started could not use it."""
+    """Whether there is a GPU.
+
+    Asks NVML if possible, which does not start the driver: a process forked after its start could not use the driver.
+    """
     return torch.cuda.device_count() > 0
 
 

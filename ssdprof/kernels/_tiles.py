@@ -1,4 +1,4 @@
-"""TMA descriptors of tiles of tensors.  Creating one for a tensor repeats no checks."""
+"""TMA descriptors of tiles of tensors.  They are built and checked once, and later calls only set the tensor."""
 
 from __future__ import annotations
 

@@ -73,7 +73,10 @@ def _compiled(
     kernel: Any, prune: Callable[..., list[triton.Config]] | None, configs: list[triton.Config],
     arguments: dict[str, Any], **options: Any,
 ) -> list[triton.Config]:  # fmt: skip
-    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures."""
+    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures.
+
+    It does so only if it has no choice for the call yet.
+    """
     kept = configs if prune is None else prune(configs, arguments, **options)
 
     def compile_all() -> None:

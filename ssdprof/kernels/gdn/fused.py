@@ -1,4 +1,4 @@
-"""The gated delta rule in one to four launches: the public function and the torch operator.
+"""The gated delta rule in few launches: the public function and the torch operator.
 
 `gdn_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `GDNInputs`.
 `variants.py` chooses the kernel.

@@ -38,10 +38,10 @@ class GDNInputs:
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
     chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence i is
-        q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  Its values are not read on the host.
+        q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its values.
     q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
-    Raises ValueError that names the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
+    Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
 
     q: torch.Tensor

@@ -67,7 +67,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 def use(finds: Iterable[Find]) -> None:
-    """Use exactly these finds from now on, in this process.  Of two for the same calls, the later one applies."""
+    """Use exactly these finds from now on, in this process.  If two are for the same calls, the later one applies."""
     _portable.clear()
     _portable.update({(find.gpu, find.calls): find.config for find in finds})
     for listener in _listeners:

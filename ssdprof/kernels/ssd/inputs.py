@@ -33,10 +33,10 @@ class SSDInputs:
     chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk` or their own
     initial_states: (b, h, p, n); one per sequence if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
-        x[:, cu_seqlens[i]:cu_seqlens[i+1]].  Its values are not read on the host.
+        x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
-    Raises ValueError that names the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+    Raises ValueError, naming the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
 
     x: torch.Tensor

@@ -176,7 +176,7 @@ def segment_of(
         lead = lead_of(bounds_ptr + head.to(gl.int64) * slots + sequence.slot, (count - 1) * K, enough)
         first = boundary(s, count, lead, length)
         nchunks = boundary(s + 1, count, lead, length) - first
-    exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, which copies its state
+    exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state
     row = gl.to_tensor(-1)
     if bounds_ptr is None:
         back = gl.to_tensor(0)

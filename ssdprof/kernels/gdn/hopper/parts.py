@@ -147,7 +147,7 @@ def parts_of(
     for k in range(count):
         t = program + k * programs
         row = gl.sum((upto <= t // (2 * PARTS)).to(gl.int32), 0)
-        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)  # 0 where the segment before begins its sequence
+        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)  # 0 if that segment begins its sequence
         sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
     role_barrier()

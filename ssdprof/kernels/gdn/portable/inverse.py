@@ -10,7 +10,7 @@ Every entry of these products is an entry of an inverse, which stays small even 
 would compute powers of L, which do not stay small.
 
 Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands in MERGE.  fp16 has
-the precision of tf32 and costs half, but its range is sufficient only for normalised keys.
+the precision of tf32 and costs half, but its range is guaranteed to be sufficient only for normalised keys.
 """
 
 from __future__ import annotations

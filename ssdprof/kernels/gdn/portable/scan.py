@@ -9,9 +9,9 @@ X (state_factor), W (out_factor), d (rows) and d_end (chunks) come from `factors
 products depend on each other: K S and X^T Y.
 
 One program owns one slice of V of one head of one segment.  A segment that does not begin its sequence needs the state
-that enters it.  The program computes it by starting earlier, without output: at the chunk from which the bounds reduce
-the norm of any state to at most 2^-24, less than a rounding of fp32, or at the sequence's start.  No program waits for
-another.
+that enters it.  The program computes it by starting at an earlier chunk, without output.  From that chunk to the
+segment, the norm of any state falls to at most 2^-24 of itself, less than a rounding of fp32.  If there is no such
+chunk, the program starts at the sequence's start.  No program waits for another.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | state_factor, out_factor, rows, chunks | cu_seqlens (sequences + 1)
       initial_states (sequences, HV, K, V)

@@ -6,7 +6,8 @@ value differs between the lanes.  So a load from an address that depends on it r
 product reads the operand for these rows, and a lane continues when its own mbarrier completes.  Therefore no condition
 around a barrier of all threads, or around an operation that Triton compiles to one, may depend on the lane number.
 
-With one role per lane the same code would be compiled twice.  This takes half as long again, and is not faster.
+With one role per lane, the same code would be compiled twice.  Compiling would take half as long again, and the kernel
+would not be faster.
 """
 
 from triton.experimental import gluon

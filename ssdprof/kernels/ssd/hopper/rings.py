@@ -128,8 +128,8 @@ def product_layout(columns, warps):
 def weight_places(ring, turn):
     """Slots for weights of the first pass, if its chunk ring has `ring` slots.
 
-    The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.  The extra slots
-    prevent that they overwrite unread weights.
+    The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.  There are enough
+    slots that they do not overwrite unread weights.
     """
     return (ring + 3 - turn) // 2 * 2
 

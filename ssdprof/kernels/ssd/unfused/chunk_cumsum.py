@@ -90,8 +90,8 @@ def _chunk_cumsum_kernel(
     b_dt = tl.where(m, b_dt, 0.0)
 
     # --- cumulative log decay
-    # later stages subtract these sums, and their rounding becomes a relative error of the decay.  It is visible with
-    # fp32 inputs, whose sums are therefore in fp64 and rounded once, but not with 16-bit inputs
+    # later stages subtract these sums, so that their rounding becomes a relative error of the decay.  It is not visible
+    # with 16-bit inputs.  With fp32 inputs it is, so their sums are computed in fp64 and rounded once
     SUM_DTYPE: tl.constexpr = tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
     b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
     b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
