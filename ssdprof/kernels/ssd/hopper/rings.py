@@ -2,14 +2,15 @@
 """Shared memory of `hopper_kernel.py`: ring buffers and mbarriers of all roles.
 
     gates       2 warps   chunk_cumsum: computes dt and the decays of a chunk, for both lanes
-    loads       1 warp    loads B, C and x of a chunk through TMA
+    loads       1 warp    loads B, C and x of a chunk through TMA, the copy engine
     stores      1 warp    stores the outputs of a chunk through TMA
     scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass it computes the gates
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps per lane
 
 Each role is in a file `role_*.py`; `units` is in `role_states.py` and `first_pass.py`.  A unit is a head, or a slice of
 64 of a head's P.  A program has two lanes (`lanes.py`): two units of one group, or, if N is 256, the two halves of N of
-one unit, which exchange parts of the output (`halves.py`).
+one unit, which exchange parts of the output (`halves.py`).  Weights of positions are in `weights.py`, the work of a
+program in `assignment.py`, and states that segments publish in `look_back.py`.
 
 Mbarriers synchronise the roles.  `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
 `written`/`unwritten` the output of each lane, and `told` the flags that continue the first pass.
