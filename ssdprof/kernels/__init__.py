@@ -1,6 +1,6 @@
 """Bundled kernels, usable without the rest of ssdprof.  Imports nothing of ssdprof outside this package.
 
-Importing this package imports nothing heavy; a name below imports what it needs when it is first used.
+Importing this package is cheap.  Each name below is imported with its dependencies at first use.
 
     from ssdprof.kernels import ssd_fused
     out, final_states = ssd_fused(x, dt, A, B, C, D=D, dt_bias=dt_bias, dt_softplus=True)
@@ -44,7 +44,7 @@ _HOME = {
     "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused.five_launches",
 }
-# operator -> name -> the module that registers it, in the order in which they are listed
+# operator -> name -> the module that registers it, in the order of `names`
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "ssd": {
         "reference": "reference",
@@ -66,7 +66,7 @@ __all__ = ["get", "names", *_HOME]
 
 
 def get(operator: str, name: str) -> Implementation:
-    """The implementation registered as `name`; KeyError names those that there are."""
+    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered names."""
     from ssdprof.kernels import registry
 
     _register_bundled()
@@ -74,7 +74,7 @@ def get(operator: str, name: str) -> Implementation:
 
 
 def names(operator: str) -> list[str]:
-    """Names of an operator's implementations: the bundled ones, the oracle first, then others as they registered.
+    """Names of an operator's implementations: the bundled ones, the oracle first, then others by registration.
 
     Imports no torch.
     """

@@ -1,8 +1,8 @@
-"""Launching a compiled kernel by the CUDA driver itself, with parameters that stay where they are.
+"""Launches a compiled kernel through the CUDA driver, with parameters in fixed memory.
 
-At each launch, Triton's launcher encodes every descriptor again and takes some eighty Python objects apart, which is
-most of what a launch costs on the host.  Here Triton makes only the first launch.  After it, the kernel's parameters
-are written once, and a later launch writes the addresses of its tensors.  Triton encodes a descriptor once for each
+At each launch, Triton's launcher encodes every descriptor again and unpacks some eighty Python objects.  This is most
+of the host's time for a launch.  Here only the first launch goes through Triton.  Then the kernel's parameters are
+written once, and each later launch writes only the addresses of its tensors.  Triton encodes a descriptor once per
 address.
 """
 
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import triton
 
 _WARP = 32
-_MOST_ENCODED = 256  # addresses for which the encoded descriptor is kept: more than a model has layers
-_SCRATCH = 2  # parameters at the end, at most: addresses of scratch memory, which Triton allocates if a kernel needs it
-_SLOT = 8  # bytes of a parameter that is not a descriptor
+_MOST_ENCODED = 256  # addresses per descriptor whose encoding is kept: more than a model has layers
+_SCRATCH = 2  # most parameters at the end for addresses of scratch memory, which Triton allocates if a kernel needs it
+_SLOT = 8  # bytes per parameter that is not a descriptor
 
 Address = ctypes.c_uint64
 SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 class Map(ctypes.Structure):
-    """An encoded descriptor: CUtensorMap, at a multiple of 64 bytes."""
+    """An encoded descriptor: CUtensorMap, aligned to 64 bytes."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
@@ -35,9 +35,9 @@ class Field(NamedTuple):
     """A parameter of a kernel.
 
     kind: its ctypes type
-    value: if it is a number
-    place: the index of its tensor or descriptor among the tensors of a launch
-    meta: if it is a descriptor, what Triton needs to encode it
+    value: its value, if it is a number
+    place: index of its tensor or descriptor among the tensors of a launch
+    meta: Triton's data for encoding it, if it is a descriptor
     """
 
     kind: Any
@@ -64,7 +64,7 @@ class Driver:
 
 @cache
 def cuda_driver() -> Driver | None:
-    """None where there is no CUDA driver, or one from before 12.4."""
+    """The driver, or None without a CUDA driver of version 12.4 or newer."""
     try:
         return Driver()
     except (OSError, AttributeError):
@@ -72,9 +72,9 @@ def cuda_driver() -> Driver | None:
 
 
 class DirectLaunch:
-    """A compiled kernel and its parameters.  A call writes those that depend on addresses.
+    """A compiled kernel and its parameters.  A call writes the parameters that depend on addresses.
 
-    tensors: those of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not recognised.
+    tensors: of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not recognised.
     """
 
     def __init__(self, driver: Driver, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]) -> None:
@@ -203,13 +203,13 @@ def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
 def parameter_count(ptx: str) -> int:
     """Parameters of a module's only kernel.
 
-    The driver tells their number only by an error for the first one too many, which `compute-sanitizer` would report.
+    The driver reveals the number only by an error for the first index beyond it, which `compute-sanitizer` reports.
     """
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 
 
 def _sizes(driver: Driver, function: int, count: int) -> list[int]:
-    """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are not so many."""
+    """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are fewer than `count`."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
 
     def of(index: int) -> int:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way for a while."""
+"""A pause of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Nothing is collected in between.  Afterwards it is as it was."""
+    """Disable garbage collection in the context, and restore its state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Properties of GPUs that kernels depend on.  Cached: a query takes a good part of the time before a launch."""
+"""Properties of GPUs that kernels depend on.  They are cached, because a query takes much of the time of a launch."""
 
 from functools import cache
 
@@ -6,7 +6,10 @@ import torch
 
 
 def is_there_one() -> bool:
-    """Asked without starting the driver, where NVML answers: a process forked afterwards could not use it."""
+    """Whether there is a GPU.
+
+    Asks NVML if possible, which does not start the driver: a process forked after its start could not use the driver.
+    """
     return torch.cuda.device_count() > 0
 
 
@@ -16,7 +19,7 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def sm_count(tensor: torch.Tensor) -> int:
-    """Multiprocessors."""
+    """Number of multiprocessors."""
     return _properties(tensor.get_device())[1]
 
 
@@ -27,7 +30,7 @@ def _properties(index: int) -> tuple[tuple[int, int], int]:
 
 
 def name(tensor: torch.Tensor) -> str:
-    """ "NVIDIA H200"; "cpu" where there is no GPU."""
+    """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor on the CPU."""
     return _name(tensor.get_device())
 
 

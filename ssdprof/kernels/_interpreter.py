@@ -1,7 +1,7 @@
-"""Triton's interpreter, turned on for this process and made to follow the GPU in bfloat16.
+"""Turns on Triton's interpreter for this process, and patches it to compute bfloat16 as a GPU does.
 
-The interpreter keeps bfloat16 as bare 16-bit integers: it multiplies them as integers and rounds towards zero.  Here
-bfloat16 operands are widened to fp32, and results are rounded to nearest even, as a GPU does.
+The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards zero.  The patch
+widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def interpret() -> None:
-    """Interpret the kernels defined from now on, and Triton's own device functions, defined when it was imported."""
+    """Interpret all kernels defined from now on, and Triton's own device functions, which its import has defined."""
     triton.knobs.runtime.interpret = True
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("triton.language"):
@@ -33,17 +33,17 @@ def interpret() -> None:
 
 
 def skip_idle_work() -> None:
-    """Leave out what the interpreter does at every call and to no effect; it takes longer than small blocks do.
+    """Skip work of the interpreter that has no effect and takes longer than the computation of small blocks.
 
-    At every call of a device function it searches Triton's language for the functions to replace, which the launch has
-    replaced already.  And it computes whether a 32-bit sum or product overflows, but drops the answer unless its
-    option `debug` is set.
+    At every call of a device function, it searches Triton's language for functions to replace, although the launch has
+    replaced them already.  It also checks 32-bit sums and products for overflow, but drops the result unless its option
+    `debug` is set.
     """
 
     def patch_builtin(pkg: Any, *rest: Any) -> None:
         names = _builtins(pkg)
         if not names or not tl.core.is_builtin(getattr(pkg, names[0])):
-            return  # a launch in progress has replaced all of them
+            return  # a launch in progress has replaced them all
         for name in names:
             member = getattr(pkg, name)
             if tl.core.is_builtin(member):
@@ -61,7 +61,7 @@ def _builtins(pkg: Any) -> tuple[str, ...]:
 
 
 def follow_bfloat16() -> None:
-    """Replace the interpreter's casts, products and element-wise operations where a bfloat16 takes part."""
+    """Replace the interpreter's casts, products and element-wise operations that involve bfloat16."""
     builder: Any = InterpreterBuilder
     cast, binary, dot = builder.cast_impl, builder.binary_op, builder.create_dot
 
@@ -85,13 +85,13 @@ def follow_bfloat16() -> None:
 
 
 def _widen(handle: Any) -> Any:
-    """The same values in fp32 if they are bfloat16."""
+    """Convert bfloat16 values to fp32, and leave others unchanged."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _narrow(values: npt.NDArray[np.float32]) -> Any:
-    """fp32 values as bfloat16, rounded to nearest even."""
+    """Round fp32 values to nearest even bfloat16."""
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)

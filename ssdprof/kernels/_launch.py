@@ -1,8 +1,8 @@
-"""Launching a kernel again without looking for its compiled form again.
+"""Launches a kernel repeatedly without searching for its compiled form again.
 
-Triton finds it by the type, the alignment and the value of every argument, at every launch; on the host that is most of
-what a launch costs.  Where all of them are known to be as they were, what Triton returned the first time is launched,
-by `_direct.py` if that is possible.
+At every launch, Triton finds the compiled form by the type, alignment and value of every argument.  This is most of the
+host's time for a launch.  If these properties are known to be unchanged, this module launches the compiled kernel that
+Triton returned the first time, through `_direct.py` if possible.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ssdprof.kernels._garbage import no_garbage_collection
 from ssdprof.kernels._triton_hash import wait_for_hash
 
 _FIXED = {
-    "enable_fp_fusion": True,  # else a setting of Triton chooses, which from Triton 3.10 on is to be off
-    "sanitize_overflow": False,  # or Triton builds, and drops again, a check of every integer sum and product
+    "enable_fp_fusion": True,  # otherwise a setting of Triton decides, which will be off from Triton 3.10 on
+    "sanitize_overflow": False,  # otherwise Triton builds, and drops again, a check of every integer sum and product
 }
-_MOST = 4096  # kept launches; a call with new sizes adds a few
+_MOST = 4096  # most kept launches; a call with new sizes adds a few
 _kept: dict[Hashable, Launcher] = {}
 Kept = TypeVar("Kept")
 
 
 class Launcher:
-    """A kernel with all settled but its tensors and the number of programs.
+    """A kernel with all arguments except its tensors and the number of programs.
 
-    scalars: the arguments that follow the tensors, tuples of strides among them
-    options: the compile-time arguments, in the kernel's order, and launch options such as num_warps
+    scalars: the arguments after the tensors, including tuples of strides
+    options: compile-time arguments, in the kernel's order, and launch options such as num_warps
 
-    From one launch to the next nothing may change that Triton specialises on: the current device, and which tensors are
-    None, of which dtype, and at an address that is a multiple of 16.  See `place`.  Settings of Triton that change what
-    it compiles, such as its debug mode, are those of the first launch.
+    Properties on which Triton specialises must be the same in all launches: the current device, and for each tensor
+    whether it is None, its dtype, and whether its address is a multiple of 16 (see `place`).  Triton settings that
+    affect compilation, such as its debug mode, are those of the first launch.
     """
 
     def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -46,9 +46,9 @@ class Launcher:
 
     def __call__(self, programs: int, *tensors: Any) -> None:
         grid = (programs, 1, 1)
-        if self._compiled is None:  # the first launch; under the interpreter, every one
+        if self._compiled is None:  # the first launch; in the interpreter, every launch
             wait_for_hash()
-            # compiling makes so many objects that all of the process's are looked through in between: a twentieth of it
+            # compiling creates so many objects that garbage collection would take a twentieth of the time
             with no_garbage_collection():
                 self._compiled = self._kernel[grid](*tensors, *self._scalars, **self._options, **_FIXED)
             if self._compiled is not None:
@@ -58,15 +58,15 @@ class Launcher:
 
 
 def place(tensor: torch.Tensor | None) -> Hashable:
-    """What the choice of a compiled kernel has to do with a tensor of which only the address is handed over."""
+    """The properties of a tensor that select a compiled kernel, if the kernel receives only its address."""
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
 
 
 def launch(
     kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple[Any, ...], **options: Any
 ) -> None:
-    """`kernel[(programs,)](*tensors, *scalars, **options)`, on the current device, which must be the tensors'."""
-    # 0, 0.0 and False are equal, and are different arguments
+    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be that of the tensors."""
+    # the key has the types too, because 0, 0.0 and False are equal but different arguments
     key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
     launcher = _kept.get(key)
     if launcher is None:
@@ -82,14 +82,14 @@ def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class LaunchCache(Generic[Kept]):
-    """What was found out about a call, by its signature: most of a call's time on the host."""
+    """Prepared launches by the signature of a call.  Preparing is most of a call's time on the host."""
 
     def __init__(self, most: int = 4096) -> None:
         self._most = most
         self._kept: dict[Hashable, Kept] = {}
 
     def get(self, signature: Hashable, prepare: Callable[..., Kept], *arguments: Any) -> Kept:
-        """The one kept for `signature`; else what `prepare(*arguments)` returns, kept from now on."""
+        """The launch kept for `signature`.  If there is none, keep and return `prepare(*arguments)`."""
         launch = self._kept.get(signature)
         if launch is None:
             if len(self._kept) >= self._most:

@@ -1,4 +1,4 @@
-"""Descriptors by which Hopper's copy engine reads and writes tiles of tensors, made without a copy and kept."""
+"""TMA descriptors of tiles of tensors.  They are built and checked once, and later calls only set the tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 class _Base:
-    """What a descriptor is over: a tensor, taken to begin `ahead` bytes before it does."""
+    """The base of a descriptor: a tensor, with an address `ahead` bytes before its own."""
 
     __slots__ = ("ahead", "dtype", "tensor")
 
@@ -28,7 +28,7 @@ class _Base:
 
 
 class _Descriptor:
-    """A descriptor without a tensor.  `of` gives it one."""
+    """A descriptor without a tensor.  `of` returns a copy with one."""
 
     def __init__(
         self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int
@@ -39,7 +39,7 @@ class _Descriptor:
         )
 
     def of(self, tensor: torch.Tensor | Part) -> TensorDescriptor:
-        """Without another check of shape and strides."""
+        """The descriptor of `tensor`.  Shape and strides are not checked again."""
         copy = object.__new__(TensorDescriptor)
         base = _Base(tensor, self._ahead) if self._ahead else tensor
         copy.__dict__.update(self._descriptor.__dict__, base=base)
@@ -47,7 +47,7 @@ class _Descriptor:
 
 
 def tensor_of(descriptor: TensorDescriptor) -> Any:
-    """The tensor that a descriptor of this module is over."""
+    """The tensor of a descriptor of this module."""
     base = descriptor.base
     return base.tensor if isinstance(base, _Base) else base
 
@@ -55,15 +55,16 @@ def tensor_of(descriptor: TensorDescriptor) -> Any:
 class Tiles(_Descriptor):
     """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 
-    Beyond a sequence's end the copy engine reads zeros and writes nothing.  A tile begins at (sequence, k, position,
-    column).  Where sequences are packed, it begins at (row after the sequence's last, k, l - length + position,
-    column), so that the third coordinate of an end is always l.  With the first coordinate it counts l rows too many,
-    and so the descriptor begins l rows before the tensor; nothing is read at an address before the tensor's own.
+    Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).
 
-    like: of the tensor's dtype, batch and length
+    For packed sequences, a tile begins at (end, k, l - length + position, column), where `end` is the row after the
+    sequence's last one.  The third coordinate of a sequence's end is then always l.  The two coordinates together count
+    l rows too many, so the descriptor begins l rows before the tensor.  No address before the tensor is read.
+
+    like: a tensor with the dtype, batch and length
     strides: of b, l and k, in elements
     sizes: of k and columns
-    block: a tile's k, positions and columns
+    block: k, positions and columns of a tile
     """
 
     def __init__(
@@ -80,19 +81,19 @@ class Tiles(_Descriptor):
 
 
 class Rows(_Descriptor):
-    """Tiles (rows, columns) of a contiguous tensor that is taken to be (count, columns)."""
+    """Tiles (rows, columns) of a contiguous tensor that is viewed as (count, columns)."""
 
     def __init__(self, dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> None:
         super().__init__(dtype, (count, block[1]), (block[1], 1), block, 0)
 
 
 def row_stride(tensor: torch.Tensor) -> int:
-    """Elements from one position of (b, l, ...) to the next.  PyTorch's own stride is arbitrary if l is 1."""
+    """Stride between positions of (b, l, ...), in elements.  PyTorch's own stride is arbitrary if l is 1."""
     return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 
 def steps(tensor: torch.Tensor, step: int) -> Strides:
-    """From one sequence to the next, of which there may be one, from one position to the next, and `step`."""
+    """Strides between sequences and between positions, valid also for a single sequence, and `step`."""
     row = row_stride(tensor)
     return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
 
@@ -104,5 +105,5 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """How a tile lies in shared memory.  Kept: finding it out takes longer than all else that prepares a launch."""
+    """Layout of a tile in shared memory.  Cached, because computing it takes most of the preparation of a launch."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])

@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""What every kernel file shares: the choice of interpreter or GPU, dtypes, products and strided offsets.
+"""Shared code of all kernel files: the choice of interpreter or GPU, dtypes, products and strided offsets.
 
-Without an NVIDIA GPU, kernels run in Triton's interpreter, on the CPU.  Triton reads that choice when a kernel is
-defined, so it is made here, before any kernel file is imported.  Triton's own TRITON_INTERPRET, if set, decides
-instead.
+Without an NVIDIA GPU, kernels run in Triton's interpreter on the CPU.  Triton reads this choice when a kernel is
+defined, so this module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET has precedence.
 """
 
 import math
@@ -27,12 +26,12 @@ if INTERPRETED:
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# How tl.dot multiplies fp32 operands: each as the sum of two tf32 numbers, three products, fp32 accumulation.  Close to
-# fp32 on tensor cores; plain tf32 keeps 3 digits.  16-bit operands are multiplied as they are.
+# Input precision of tl.dot for fp32 operands: each is the sum of two tf32 numbers, with three products and fp32
+# accumulation.  The result is close to fp32; plain tf32 keeps 3 digits.  It does not affect 16-bit operands.
 DOT_PRECISION = tl.constexpr("tf32x3")
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-SERIES = tl.constexpr(-0.125)  # from here to 0, five terms of expm1's series are exact in fp32 to 5e-9 of 1
+SERIES = tl.constexpr(-0.125)  # from here to 0, five terms of expm1's series have an error below 5e-9
 
 STAGES = {
     "ptr_offset": "caller",
@@ -45,7 +44,7 @@ STAGES = {
 
 @triton.jit
 def ptr_offset(index, strides):
-    """Element offset of `index` in a tensor with `strides` (two tuples of one length), in int64."""
+    """Element offset of `index` in a tensor with `strides` (two tuples of equal length), in int64."""
     offset = tl.zeros((), tl.int64)
     for axis in tl.static_range(len(strides)):
         offset += tl.cast(index[axis], tl.int64) * strides[axis]
@@ -54,9 +53,9 @@ def ptr_offset(index, strides):
 
 @triton.jit
 def in_units(strides, UNIT: tl.constexpr):
-    """Strides that the compiler then knows to be multiples of UNIT, as they are, but for the last (`strides_unit`).
+    """Make known to the compiler that all strides except the last are multiples of UNIT (`strides_unit`).
 
-    It sees by itself whether a stride is a multiple of 16.
+    The compiler itself detects only multiples of 16.
     """
     if UNIT == 1 or UNIT == 16:
         return strides
@@ -70,16 +69,16 @@ def in_units(strides, UNIT: tl.constexpr):
 
 @triton.jit
 def decay_exp2(log2_decay):
-    """2 ** log2_decay, at most 1: rounding of a difference of cumulative sums cannot push it past.  NaN stays NaN."""
+    """2 ** log2_decay, clamped to 1, because a rounded difference of cumulative sums may exceed it.  NaN stays NaN."""
     return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def decay_exp(log_decay):
-    """exp(log_decay), at most 1, for states that decay at every position.  NaN stays NaN.
+    """exp(log_decay), clamped to 1, for states that decay at every position.  NaN stays NaN.
 
-    A GPU's exp2 is off by some 2e-8 in one direction, so that a state that keeps most of itself over a thousand
-    positions would be off by 2e-5.  Decays close to 1 are therefore rounded from a series.
+    A GPU's exp2 has a bias of about 2e-8, so that a state with decays close to 1 would have an error of 2e-5 after a
+    thousand positions.  Decays close to 1 are therefore computed from a series.
     """
     v = tl.minimum(log_decay, 0.0, propagate_nan=tl.PropagateNan.ALL)
     series = v * (1.0 + v * (1 / 2 + v * (1 / 6 + v * (1 / 24 + v * (1 / 120)))))

@@ -1,6 +1,6 @@
-"""One allocation for what a call needs beyond its outputs.
+"""The workspace of a call: one allocation for everything except its outputs.
 
-A launch takes an address and a dtype.  On the host these cost a tenth of a tensor, or of a view of one.
+A launch needs only an address and a dtype.  On the host, these take a tenth of the time of a tensor or a view.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT = 512  # bytes: that of torch's own allocations on a GPU
+ALIGNMENT = 512  # bytes, as torch's own allocations on a GPU
 
 
 class Place(NamedTuple):
-    """Where a part lies in a workspace, in bytes, and of which dtype it is."""
+    """Offset and size of a part in a workspace, in bytes, and its dtype."""
 
     begin: int
     nbytes: int
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 
 class Part:
-    """A part of a workspace, as a launch takes it: an object with a dtype and an address."""
+    """A part of a workspace, as an argument of a launch: an object with a dtype and an address."""
 
     __slots__ = ("_address", "_memory", "_place", "dtype")
 
@@ -34,22 +34,22 @@ class Part:
         return self._address
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        """A view of it, if it is of fp32, as the workspace is."""
+        """A strided view.  Requires an fp32 part, because the workspace is fp32."""
         return self._memory.as_strided(shape, strides, self._place.begin // self._memory.element_size())
 
     def tensor(self) -> torch.Tensor:
-        """A view of its elements, in one dimension."""
+        """A one-dimensional view."""
         begin, nbytes, dtype = self._place
         return self._memory.view(torch.uint8)[begin : begin + nbytes].view(dtype)
 
 
 def part(memory: torch.Tensor | None, place: Place | None) -> Part | None:
-    """None where there is no place, as a launch takes it."""
+    """The part at `place`; None, which a launch accepts, without a place or a workspace."""
     return None if memory is None or place is None else Part(memory, place)
 
 
 class Layout:
-    """Places one after the other, each at a multiple of `ALIGNMENT`."""
+    """Consecutive places, each aligned to `ALIGNMENT`."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -60,5 +60,5 @@ class Layout:
         return place
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """The workspace, uninitialised, in fp32."""
+        """An uninitialised fp32 tensor for the workspace."""
         return torch.empty(self.nbytes // 4, dtype=torch.float32, device=device)

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Where the chunks of a call lie: by arithmetic for a batch, by a table made on the device for packed sequences.
+"""Locations of the chunks of a call: computed for a batch, in a table on the device for packed sequences.
 
-A chunk has `power_of_two_chunk` positions and never crosses a sequence.  ceil(l / chunk) + sequences chunks
-are always enough for packed sequences, so that nothing has to be read on the host; those that are not needed are empty
-and stand at the end of the table.
+A chunk has `power_of_two_chunk` positions and never crosses the boundary of two sequences.  For packed sequences,
+ceil(l / chunk) + sequences chunks are always sufficient, so that the host reads no lengths.  Unused chunks are empty
+and at the end of the table.
 
-Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks; the last one also those
-of the empty chunks.
+Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks, and the last program
+also those of the empty chunks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import triton.language as tl
 import ssdprof.kernels._triton  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
 from ssdprof.kernels._launch import launch
 
-_BLOCK = 128  # sequences or chunks per loop turn
+_BLOCK = 128  # sequences or chunks per iteration
 
 STAGES = {"chunk_span": "caller", "_chunk_table_kernel": "setup"}
 
 
 class Sequences(Protocol):
-    """The part of an operator's inputs that says where its sequences lie."""
+    """The part of an operator's inputs that locates its sequences."""
 
     @property
     def length(self) -> int:
@@ -48,9 +48,9 @@ class Sequences(Protocol):
 class Chunks:
     """The chunks of one call.
 
-    count: per row of the batch; an upper bound if packed
-    spans: (count, 2) int64, first position and the one after the last; None for a batch
-    bounds: (sequences + 1) int64: chunks bounds[i] .. bounds[i+1]-1 are those of sequence i; None for a batch
+    count: chunks per row of the batch; an upper bound for packed sequences
+    spans: (count, 2) int64: first position, and the position after the last; None for a batch
+    bounds: (sequences + 1) int64: sequence i has chunks bounds[i] .. bounds[i+1]-1; None for a batch
     """
 
     size: int
@@ -78,14 +78,14 @@ class Chunks:
 
 
 def chunk_count(inputs: Sequences) -> int:
-    """Chunks per row of the batch; if packed, at most so many are needed."""
+    """Chunks per row of the batch; an upper bound for packed sequences."""
     whole = triton.cdiv(inputs.length, inputs.power_of_two_chunk)
     return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
 
 
 @triton.jit
 def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
-    """(start, length) of chunk i_c in its row, in int64 and int32; length <= 0 for a chunk that is not needed."""
+    """(start, length) of chunk i_c in its row, in int64 and int32; length <= 0 for an unused chunk."""
     if spans_ptr is None:
         start = tl.cast(i_c, tl.int64) * CHUNK_SIZE
         length = seqlen - start
@@ -101,7 +101,7 @@ def _chunk_table_kernel(
     cu_seqlens_stride, sequences, count,
     CHUNK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # --- chunks of the sequences before mine
+    # --- chunks of earlier sequences
     i_s = tl.program_id(0)
     first = tl.zeros((), tl.int64)
     for block_start in range(0, i_s, BLOCK):
@@ -112,7 +112,7 @@ def _chunk_table_kernel(
         end = tl.load(p + cu_seqlens_stride, mask=m_s, other=0)
         first += tl.sum(tl.cdiv(end - begin, CHUNK_SIZE).to(tl.int64))
 
-    # --- mine
+    # --- chunks of this program's sequence
     p = cu_seqlens_ptr + i_s.to(tl.int64) * cu_seqlens_stride
     begin = tl.load(p).to(tl.int64)
     end = tl.load(p + cu_seqlens_stride).to(tl.int64)
@@ -124,7 +124,7 @@ def _chunk_table_kernel(
         tl.store(spans_ptr + 2 * o_c, start, mask=o_c < after)
         tl.store(spans_ptr + 2 * o_c + 1, tl.minimum(start + CHUNK_SIZE, end), mask=o_c < after)
 
-    # --- nobody's
+    # --- unused chunks
     if i_s == sequences - 1:
         tl.store(bounds_ptr + sequences, after)
         for block_start in range(after, count, BLOCK):

@@ -1,4 +1,4 @@
-"""What the oracles of all operators share: their output comes in blocks of positions, sequence after sequence."""
+"""Shared code of the oracles: they return their output in blocks of positions, sequence after sequence."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A piece of the output, and the state that follows it.
+    """A block of the output, and the state after it.
 
     out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
     state: (heads, ...) after position stop - 1; the sequence's final state if `last`
-    sequence: row of the initial and final states; equals batch unless the inputs are packed
+    sequence: row of the initial and final states; equals `batch` unless the inputs are packed
     """
 
     sequence: int
     batch: int
     start: int
     stop: int
-    last: bool  # of its sequence
+    last: bool  # whether it is the last block of its sequence
     out: torch.Tensor
     state: torch.Tensor
 
@@ -37,14 +37,14 @@ class Stretch:
     stop: int
 
     def cut(self, block: int) -> Iterator[Stretch]:
-        """Pieces of at most `block` positions, in order; at least one, which is empty if the stretch is."""
+        """Pieces of at most `block` positions, in order.  An empty stretch has one empty piece."""
         for start in range(self.start, max(self.stop, self.start + 1), block):
             stop = min(start + block, self.stop)
             yield Stretch(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
 
 
 def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[Stretch]:
-    """Every sequence of a (batch, length, ...) tensor, in order.
+    """The sequences of a (batch, length, ...) tensor, in order.
 
     Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... = length.
     """

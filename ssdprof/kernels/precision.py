@@ -1,4 +1,4 @@
-"""The two things that an implementation may round: intermediates and inter-chunk states."""
+"""Precision of the two kinds of numbers that an implementation may round: intermediates and inter-chunk states."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ class Precision:
     """Dtypes inside an SSD implementation.
 
     intermediates: "exact" computes decays and their products with C B^T and with x in fp32, as the unfused original
-        does; "relaxed" computes those few in 16 bit (the input's dtype; bfloat16 for fp32 inputs).
+        does; "relaxed" computes them in 16 bit (the input's dtype; bfloat16 for fp32 inputs).
     state_dtype: the dtype in which states pass from chunk to chunk or from segment to segment.
     """
 

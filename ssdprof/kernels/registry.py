@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(Exception):
-    """An implementation refuses these inputs or this precision; the message names what it does not do."""
+    """An implementation does not support these inputs or this precision.  The message names the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How an implementation would run given inputs: what a report shows beside the number."""
+    """How an implementation would run given inputs.  Reports show it next to the times."""
 
     variant: str  # "portable", "hopper", "interpreter", ...
     launches: int  # kernels per call
     config: Mapping[str, int | str | bool] = field(default_factory=dict)
-    workspace_bytes: int = 0  # allocated beyond the outputs
-    reason: str = ""  # why this variant and configuration
+    workspace_bytes: int = 0  # memory allocated in addition to the outputs
+    reason: str = ""  # reason for this variant and configuration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)` launches nothing.
 
-    Both raise UnsupportedError for what the implementation does not do.
+    Both raise UnsupportedError for inputs that the implementation does not support.
     """
 
     operator: str
@@ -42,7 +42,7 @@ _implementations: dict[tuple[str, str], Implementation] = {}
 
 
 def register(implementation: Implementation) -> Implementation:
-    """Add an implementation; a second one of the same operator and name is an error."""
+    """Add an implementation.  Raises ValueError if the operator already has one of this name."""
     key = (implementation.operator, implementation.name)
     if key in _implementations:
         raise ValueError(f"{key[0]}/{key[1]} is registered already")
@@ -51,7 +51,7 @@ def register(implementation: Implementation) -> Implementation:
 
 
 def get(operator: str, name: str) -> Implementation:
-    """The implementation registered as `name`; KeyError names those that there are."""
+    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered names."""
     try:
         return _implementations[operator, name]
     except KeyError:

@@ -1,1 +1,1 @@
-"""Code shared by the adapters of other libraries' kernels, for all operators."""
+"""Shared code of the adapters for kernels of other libraries, for all operators."""

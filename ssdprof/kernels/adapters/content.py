@@ -1,4 +1,4 @@
-"""A version string for a library without a version."""
+"""A version string for a library that has none."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def content(file: Path) -> str:
-    """ "ssd_fused5.py, sha256 0123456789ab"."""
+    """Name and hash of a file, for example "ssd_fused5.py, sha256 0123456789ab"."""
     return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"

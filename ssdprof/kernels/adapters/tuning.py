@@ -1,9 +1,9 @@
-"""Tunes libraries that tune themselves, for each kind of call, in a short time.
+"""Control of libraries that tune themselves: separate choices for each kind of call, and faster tuning.
 
-Their tuners distinguish few sizes of the model and not the number of tokens, so the first call decides for all later
-ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The tuners still
-choose among the library's own configurations by measured times, but compile them in parallel, and measure each for a
-quarter of the usual time.
+Their tuners choose by few sizes of the model and not by the number of tokens, so that the first call decides for all
+later ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The tuners
+still choose among the library's own configurations by the times they measure.  But the configurations are compiled in
+parallel, and each is measured for a quarter of the usual time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
-SHORT = 8192  # tokens, whose tensors fit into the L2 cache of a large GPU
-_WARMUP_MS, _MEASURE_MS = 6, 25  # of each configuration; Triton's own are 25 and 100
+SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
+_WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
 
 
 class Tunings:
-    """Keeps the choices of the modules' tuners separate for each kind of call.
+    """Keeps the choices of the modules' tuners separately for each kind of call.
 
     Compiled kernels are shared by all kinds.
     """
@@ -40,7 +40,7 @@ class Tunings:
             _hasten(tuner)
 
     def use_for(self, kind: Hashable) -> None:
-        """Let the tuners see only what they chose for calls of this kind."""
+        """Let the tuners see only their choices for calls of this kind."""
         if kind == self._kind:
             return
         self._kind = kind
@@ -48,7 +48,7 @@ class Tunings:
             tuner.cache = choices
 
     def zero_before_each_try(self, argument: str) -> None:
-        """For kernels with counters in a buffer, which skip work if it is not zero at the start."""
+        """Zero a buffer before each measurement, for kernels that count in it and skip work if it is not zero."""
 
         def zero(arguments: dict[str, Any], reset_only: bool = False) -> None:  # noqa: ARG001
             arguments[argument].zero_()
@@ -58,7 +58,7 @@ class Tunings:
 
 
 def _tuner(thing: Any) -> Autotuner | None:
-    """The autotuner around a kernel, possibly inside of other wrappers, if there is one."""
+    """The autotuner around a kernel, possibly inside other wrappers; None if there is none."""
     while thing is not None and not isinstance(thing, Autotuner | type | ModuleType):
         thing = getattr(thing, "fn", None)
     return thing if isinstance(thing, Autotuner) else None
@@ -73,11 +73,14 @@ def _compiled(
     kernel: Any, prune: Callable[..., list[triton.Config]] | None, configs: list[triton.Config],
     arguments: dict[str, Any], **options: Any,
 ) -> list[triton.Config]:  # fmt: skip
-    """The configurations that `prune` leaves, compiled.  The tuner calls this before it measures."""
+    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures.
+
+    It does so only if it has no choice for the call yet.
+    """
     kept = configs if prune is None else prune(configs, arguments, **options)
 
     def compile_all() -> None:
-        # the tuner finds and reports compile errors itself
+        # ignored errors are raised again, and reported, when the tuner tries the configuration
         with triton.AsyncCompileMode(pool, ignore_errors=True):
             for config in kept:
                 kernel.run(**{**arguments, **options, **config.all_kwargs(), "warmup": True})

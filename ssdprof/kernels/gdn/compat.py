@@ -1,8 +1,7 @@
-"""`gdn_fused` behind the signatures of flash-linear-attention's gated delta rule: a change of one import.
+"""`gdn_fused` with the signatures of flash-linear-attention's gated delta rule, to be used by changing one import.
 
-Shapes as in `gdn_fused`; the result is (out, final_state), with None for the state unless output_final_state.  What the
-kernels do not do is refused by name, with UnsupportedError.  A g above 0 counts as 0, whereas in fla it makes the state
-grow.
+Shapes are those of `gdn_fused`.  The result is (out, final_state), with None for the state unless output_final_state.
+An unsupported option raises UnsupportedError, which names it.  A g above 0 counts as 0; in fla it makes the state grow.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FORMER = "transpose_state_layout"  # the former name of state_v_first
 
 
 def _takes_former_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Takes state_v_first by its former name too, with a DeprecationWarning; ValueError for both, as fla raises."""
+    """Accept state_v_first also by its former name, with a DeprecationWarning.  Raises ValueError for both, as fla."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +56,7 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """cu_seqlens_cpu, chunk_indices and, of kwargs, chunk_size are taken and have no influence.
+    """cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted without effect.
 
     Raises TypeError for unknown keywords.
     """
@@ -102,9 +101,9 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """g None: no decay.  beta None: ones.  `gdn_fused` goes token by token only where that is faster.
+    """g None: no decay.  beta None: ones.  `gdn_fused` runs token by token only if that is faster.
 
-    q, k and v of different dtypes are computed in the widest of them, and the output has v's.
+    If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has v's dtype.
     """
     _refuse(
         {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
@@ -136,7 +135,7 @@ _INSTEAD = {
 
 
 def _refuse(gate: dict[str, Any], **options: Any) -> None:
-    """Raises UnsupportedError that names the first option that is set."""
+    """Raises UnsupportedError, naming the first option that is set."""
     for name, value in (gate | options).items():
         if value is not None and value is not False:
             raise UnsupportedError(f"fused: no {name}; {_INSTEAD[name]}")

@@ -1,7 +1,7 @@
-"""The gated delta rule in as few launches as is fastest: the public function and the torch operator.
+"""The gated delta rule in few launches: the public function and the torch operator.
 
-`gdn_fused(...)` takes tensors, for people who only want the kernel; the registered implementation takes `GDNInputs`.
-Which kernel runs is decided in `variants.py`.
+`gdn_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `GDNInputs`.
+`variants.py` chooses the kernel.
 """
 
 from __future__ import annotations
@@ -41,31 +41,32 @@ def gdn_fused(
 
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
-    g: (B, T, HV), natural logarithm of the decay; above 0 it counts as 0.  That is not checked on the host.
-    beta: (B, T, HV), any value.  Where beta times the squared length of a key is above 2, the result may overflow to
-        NaN although the state stays small; `gdn_unfused` and `gdn_recurrent` have no such limit.
+    g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts as 0.
+    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2, the result may overflow to NaN
+        although the state stays small; `gdn_unfused` and `gdn_recurrent` have no such limit.
     scale: K ** -0.5 if None
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
-    cu_seqlens: (sequences + 1) int32 or int64, from 0 to T and never falling, for sequences packed along T; then B = 1.
-        Empty ones are allowed.  Its values are not read on the host, so wrong ones are not refused: positions of no
-        sequence are left unwritten, and for sequences that overlap or go past T, memory outside of the tensors may be
-        read and written.
-    q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these, and fp64.  Strides
-    are free.
+    cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to T, for sequences packed along T; then B = 1.
+        Empty sequences are allowed.  The host does not read the values, so wrong values are not rejected: positions
+        outside all sequences are not written, and for sequences that overlap or end past T, memory outside of the
+        tensors may be read and written.
+    q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these, and fp64.  Any
+    strides are allowed.
 
     precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States stay in fp32
-        registers for a whole sequence, so that state_dtype has no influence.
+        registers for a whole sequence, so that state_dtype has no effect.
     state_v_first: initial and final states have V before K
-    batch_invariant: a sequence's result is bitwise the same in a batch of any size, and in any pack.  Without it, how
-        sequences are cut, and whether short ones of a pack go token by token, depends on how many there are.  With it,
-        packed sequences are not cut, so a pack of few long ones takes longer.
+    batch_invariant: a sequence's result is bitwise the same in a batch of any size, and in any pack.  Without it, the
+        number of sequences affects how they are cut, and whether short packed ones run the recurrent kernel.  With it,
+        packed sequences are not cut, so that a pack of few long ones takes longer.
 
     Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences, HV, V, K) if
-    state_v_first, in fp32: bitwise the same in every call, whatever the other sequences of the batch or pack hold.  No
-    synchronisation with the host; may be captured in a CUDA graph; may be called under torch.compile(fullgraph=True).
+    state_v_first, in fp32.  They are bitwise the same in every call, and do not depend on the contents of other
+    sequences in the batch or pack.  The call does not synchronise with the host.  It may be captured in a CUDA graph,
+    and called under torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what no kernel does.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
     Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
     if torch.compiler.is_compiling():
@@ -128,7 +129,7 @@ def _fake(
     state_v_first: bool = False,
     _batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes and dtypes of what `_operator` returns."""
+    """Shapes and dtypes of the results of `_operator`."""
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)
@@ -141,9 +142,9 @@ def run(
     batch_invariant: bool = False,
     state_v_first: bool = False,
 ) -> GDNOutput:
-    """Output as v, final states (sequences, HV, K, V) in fp32, with V before K in memory if state_v_first.
+    """Output in v's dtype, final states (sequences, HV, K, V) in fp32, with V before K in memory if state_v_first.
 
-    Raises UnsupportedError for what no variant does.
+    Raises UnsupportedError for inputs that no variant supports.
     """
     refuse_gradient("fused", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
     signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
@@ -151,7 +152,7 @@ def run(
 
 
 def forget_launches() -> None:
-    """Choose kernels and configurations anew: for whoever changes what they are chosen from."""
+    """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
     _launches.forget()
 
 
@@ -171,7 +172,7 @@ def plan(
     *,
     batch_invariant: bool = False,
 ) -> Plan:
-    """Which kernel would run, how and why.  Allocates and launches nothing."""
+    """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
     refuse_unsupported("fused", inputs)
     call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
     return variants.choose(call).plan(call)

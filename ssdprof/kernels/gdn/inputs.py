@@ -1,4 +1,4 @@
-"""The operator's inputs and outputs, checked once."""
+"""Inputs and outputs of the operator.  Inputs are checked once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from ssdprof.kernels.tensor_signature import tensor_signature
 
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_DIM = 256  # of K and of V
+MAX_DIM = 256  # largest K and V
 
 
 class GDNOutput(NamedTuple):
-    """out: as v.  final_states: (sequences, HV, K, V) fp32."""
+    """out: shape and dtype of v.  final_states: (sequences, HV, K, V) fp32."""
 
     out: torch.Tensor
     final_states: torch.Tensor
@@ -38,10 +38,10 @@ class GDNInputs:
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
     chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence i is
-        q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  Its values are not read on the host.
+        q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its values.
     q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
-    Raises ValueError that names the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
+    Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
 
     q: torch.Tensor
@@ -57,7 +57,7 @@ class GDNInputs:
 
     @classmethod
     def unchecked(cls, **values: Any) -> GDNInputs:
-        """All fields by name, not checked: for a caller who knows the signature, or who calls `check` later."""
+        """All fields by name, without a check.  The caller knows the signature, or calls `check` later."""
         inputs = object.__new__(cls)
         inputs.__dict__.update(values)
         return inputs
@@ -66,7 +66,7 @@ class GDNInputs:
         self.check()
 
     def check(self, *, state_v_first: bool = False) -> None:
-        """Raises ValueError that names the argument that does not fit the others.
+        """Raises ValueError, naming the argument that does not fit the others.
 
         state_v_first: the caller's own initial_state has V before K, so the message names its shapes in that order
         """
@@ -117,7 +117,7 @@ class GDNInputs:
             raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
 
     def _check_state(self, state: torch.Tensor, *, v_first: bool) -> None:
-        """The shape of initial_state; messages name shapes as the caller has them, with V before K if v_first."""
+        """Check the shape of initial_state.  Messages name shapes in the caller's order, V before K if v_first."""
         shape, given = tuple(self.states_shape), tuple(state.shape)
         if given == shape:
             return
@@ -129,9 +129,9 @@ class GDNInputs:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for inputs that differ only in the values of their tensors and in their addresses, up to 16 bytes.
+        """Equal for inputs that differ only in the values of their tensors, and in addresses by a multiple of 16 bytes.
 
-        It decides whether inputs fit together, which kernels take them, and what Triton compiles for them.
+        It determines whether inputs fit together, which kernels run, and what Triton compiles.
         """
         return (
             *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
@@ -167,10 +167,10 @@ class GDNInputs:
 
     @property
     def scale_or_default(self) -> float:
-        """What multiplies q."""
+        """The factor of q."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
 
 
 def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with its last two sizes swapped, if it is that of states."""
+    """`shape` with its last two sizes swapped, if it has four."""
     return (*shape[:2], shape[3], shape[2]) if len(shape) == 4 else shape

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The gated delta rule token by token, in one launch with the state in registers: for decoding and short sequences.
+"""The gated delta rule token by token, in one launch, with the state in registers: for decoding and short sequences.
 
     S   = exp(g_t) S
     S   = S + k_t (beta_t (v_t - S^T k_t))^T
     out_t = S^T (scale q_t)
 
-All in fp32.  A call with one token reads and writes the states and little else; with T tokens it takes T dependent
-steps, whatever the GPU.  Any T works; from a few dozen tokens on, the chunked kernels are faster.
+All arithmetic is in fp32.  A call with one token moves little more than the states.  With T tokens it takes T dependent
+steps on any GPU.  Any T works; from a few dozen tokens on, the chunked kernels are faster.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
       cu_seqlens (sequences + 1)
@@ -40,18 +40,18 @@ STAGES = {"_gdn_recurrent_kernel": "setup"}
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """block_v: how much of V one program holds, a power of two."""
+    """block_v: slice of V per program, a power of two."""
 
     block_v: int = 32
     num_warps: int = 2
 
     @classmethod
     def choose(cls, inputs: GDNInputs) -> RecurrentConfig:
-        """At most 64 numbers of the state per thread: from K = 256 on, more would spill.
+        """At most 64 numbers of the state per thread: with K = 256, more would spill.
 
         On an H200 with K = V = 128 and one token, 32 values and 2 warps are the fastest for 16 and 64 sequences, and
-        3 % slower than 64 values and 4 warps for 256.  The number of sequences decides nothing, so that a sequence's
-        result does not depend on it.
+        3 % slower than 64 values and 4 warps for 256 sequences.  The choice does not depend on the number of sequences,
+        so that a sequence's result does not depend on it either.
         """
         block_v = min(cls.block_v, triton.next_power_of_2(inputs.v.shape[3]))
         state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
@@ -126,7 +126,7 @@ def _gdn_recurrent_kernel(
 
 
 class RecurrentLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
         self, inputs: GDNInputs, config: RecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
@@ -154,7 +154,7 @@ class RecurrentLaunch:
         )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             final_states = self._place_for_states(inputs)
             self._launcher(
@@ -174,11 +174,11 @@ _launches: LaunchCache[RecurrentLaunch] = LaunchCache()
 
 
 def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
-    """Output as v, final states in fp32; the work of T dependent steps, so for short T.
+    """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for short T.
 
-    in_place: the final states overwrite inputs.initial_state, in its dtype, and are that tensor.
+    in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is returned.
 
-    Raises ValueError if in_place has no initial_state to write to, or an expanded one, and UnsupportedError where the
+    Raises ValueError if in_place has no initial_state to write to, or an expanded one, and UnsupportedError if the
     kernel cannot run.
     """
     if in_place and inputs.initial_state is None:
@@ -199,7 +199,7 @@ def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
     return gdn_recurrent(inputs)
 
 
-_EQUALS = "; the same as exact with fp32 states"  # of every other precision, for a report to say
+_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:

@@ -1,11 +1,11 @@
-"""The oracle of the gated delta rule: the recurrence as it is written, and a chunked form for long inputs.
+"""The oracle of the gated delta rule: the plain recurrence, and a chunked form for long inputs.
 
-    u_t   = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        what the state does not yet know of v_t
+    u_t   = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        corrected value
     S_t   = exp(g_t) S_{t-1} + k_t u_t^T
     out_t = S_t^T (scale q_t)
 
-with g_t above 0 taken as 0.  Both are plain torch, run on CPU and GPU, and compute in the dtype that the caller asks
-for.
+A g_t above 0 counts as 0.  Both forms use only torch operations, run on CPU and GPU, and compute in a dtype that the
+caller chooses.
 
 Chunked form.  With d_ts = exp(g_{s+1} + ... + g_t), d_t the same from the chunk's start, and S the state that enters
 the chunk,
@@ -14,7 +14,7 @@ the chunk,
     u_t = beta_t (v_t - d_t S^T k_t - sum_{s<t} d_ts (k_t . k_s) u_s)
 
 so u solves a unit lower triangular system, (I + L) U = beta V - (beta d K) S with L_ts = beta_t d_ts (k_t . k_s).  Both
-right-hand sides are solved for every chunk at once, U = U0 - W S, and only S goes from chunk to chunk.
+right-hand sides are solved for all chunks at once, U = U0 - W S, and only S passes from chunk to chunk.
 Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 """
 
@@ -31,11 +31,11 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.segment_sums import segment_sums
 
-_CHUNK = 64  # positions per chunk of the chunked form: any value gives the same answer, this one little work
+_CHUNK = 64  # positions per chunk of the chunked form; the result does not depend on it, and 64 takes little work
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
-    """The recurrence, one position after the other: for short inputs.  Output and final states in `dtype`."""
+    """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = _initial_states(inputs, dtype)
     for stretch in _sequences(inputs):
@@ -52,10 +52,10 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
 
 
 def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[Block]:
-    """The chunked form, streamed: blocks of at most `block` positions, in order, sequence after sequence.
+    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
-    Every sequence yields at least one block (an empty one if it has no positions), and the last one carries its final
-    state.  Memory is that of a block: about 10 * block * HV * (K + V + _CHUNK) elements of `dtype`.
+    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
+    Memory for one block is about 10 * block * HV * (K + V + _CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = T.
     """
     initial_states = _initial_states(inputs, dtype)
@@ -75,7 +75,7 @@ def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: 
 
 
 def gdn_chunked(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> GDNOutput:
-    """`gdn_blocks`, put together.  Output and final states in `dtype`."""
+    """The blocks of `gdn_blocks` joined.  Output and final states in `dtype`."""
     return _collect(inputs, torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device), dtype, block)
 
 
@@ -93,8 +93,8 @@ def _collect(inputs: GDNInputs, out: torch.Tensor, dtype: torch.dtype, block: in
 class _Piece:
     """Positions of one sequence in the dtype of the computation, value heads before positions."""
 
-    q: torch.Tensor  # (HV, T, K), normalised if asked for, and scaled
-    k: torch.Tensor  # (HV, T, K), normalised if asked for
+    q: torch.Tensor  # (HV, T, K), normalised if use_qk_l2norm, and scaled
+    k: torch.Tensor  # (HV, T, K), normalised if use_qk_l2norm
     v: torch.Tensor  # (HV, T, V)
     g: torch.Tensor  # (HV, T), at most 0
     beta: torch.Tensor  # (HV, T)
@@ -143,19 +143,19 @@ def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _initial_states(inputs: GDNInputs, dtype: torch.dtype) -> torch.Tensor:
-    """(sequences, HV, K, V), a fresh tensor."""
+    """Initial states (sequences, HV, K, V) in a new tensor."""
     if inputs.initial_state is not None:
         return inputs.initial_state.to(dtype, copy=True)
     return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.v.device)
 
 
 def _sequences(inputs: GDNInputs) -> list[Stretch]:
-    """Every sequence of the inputs, in order."""
+    """The sequences of the inputs, in order."""
     return sequences(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
 
 
 def gdn_reference(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """The oracle as an implementation: computed in fp64 whatever the precision, then rounded once."""
+    """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
     out, final_states = _collect(inputs, out, torch.float64)
     return GDNOutput(out, final_states.float())

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the gated delta rule refuse."""
+"""Inputs that the Triton kernels of the gated delta rule reject."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdprof.kernels.registry import UnsupportedError
 
 
 def refuse_gradient(name: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raises UnsupportedError if one of the tensors wants a gradient."""
+    """Raises UnsupportedError if one of the tensors requires a gradient."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise UnsupportedError(f"{name}: forward only; call it under torch.no_grad() or detach the inputs")
 

@@ -1,11 +1,11 @@
-"""Configurations that were found faster on this GPU than the committed rule's, for the calls of the search.
+"""Configurations that a search has found to be faster on this GPU than those of the committed rule.
 
-Empty until a program fills it with `use`: the library reads no file, and without `use` the committed rule alone
-decides.  The `ssdprof` command fills it with what `ssdprof tune gdn` has saved.
+There are none until a program calls `use`.  The library reads no file, and without `use` only the committed rule
+applies.  The `ssdprof` command loads the configurations that `ssdprof tune gdn` has saved.
 
-A find depends on what the committed rule depends on and on nothing else: sizes, dtypes, the number of chunks and that
-of sequences.  A batch-invariant call takes what was found for one sequence.  Packed sequences keep the committed
-configuration: one rule for all.
+A find depends only on the properties on which the committed rule depends: sizes, dtypes, and the numbers of chunks and
+of sequences.  A batch-invariant call uses the find for one sequence.  Packed sequences keep the committed
+configuration, one rule for all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.precision import Precision
 
-CHUNK = 64  # positions in which lengths are told apart
+CHUNK = 64  # positions per chunk; finds distinguish lengths by chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """What all calls that share a find have in common.  nchunks: of 64 positions, in each of the sequences."""
+    """Common properties of all calls that share a find.  nchunks: chunks of 64 positions per sequence."""
 
     key_heads: int
     value_heads: int
@@ -55,7 +55,7 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class Find:
-    """gpu: torch's name of it."""
+    """gpu: torch's name of the GPU."""
 
     gpu: str
     calls: Calls
@@ -67,7 +67,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 def use(finds: Iterable[Find]) -> None:
-    """From now on, in this process, take these and no others.  If two are for the same calls, the later one counts."""
+    """Use exactly these finds from now on, in this process.  If two are for the same calls, the later one applies."""
     _portable.clear()
     _portable.update({(find.gpu, find.calls): find.config for find in finds})
     for listener in _listeners:
@@ -75,17 +75,17 @@ def use(finds: Iterable[Find]) -> None:
 
 
 def none() -> None:
-    """Take the committed configurations, as at the start."""
+    """Use the committed configurations, as at the start."""
     use(())
 
 
 def when_changed(listener: Callable[[], None]) -> None:
-    """Call `listener` after every `use`: for a caller that keeps what it has chosen from the finds."""
+    """Call `listener` after every `use`, for a caller that caches choices based on the finds."""
     _listeners.append(listener)
 
 
 def portable(inputs: GDNInputs, precision: Precision, *, batch_invariant: bool = False) -> PortableConfig | None:
-    """What was found for this call of the portable kernel, if anything was."""
+    """The find for this call of the portable kernel, or None."""
     if not _portable or inputs.cu_seqlens is not None:
         return None
     return _portable.get((_gpu.name(inputs.q), Calls.of(inputs, precision, batch_invariant=batch_invariant)))

@@ -1,6 +1,6 @@
-"""The kernels that `gdn_fused` chooses from, and how each is prepared for a call.
+"""The kernels of `gdn_fused`, and the preparation of their launches.
 
-The first one in `VARIANTS` that takes a call runs it.  A new kernel adds a `Variant`.
+The first entry of `VARIANTS` that supports a call runs it.  A new kernel adds a `Variant`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 
-_RECURRENT_LENGTH = 16  # positions of a sequence up to which going token by token is faster than a chunk
-_H200 = ((9, 0), 132)  # capability and multiprocessors: the interpreter cuts a call as an H200 does
+_RECURRENT_LENGTH = 16  # sequences of up to this many positions are faster token by token than in a chunk
+_H200 = ((9, 0), 132)  # capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
 
 Launch = Callable[[GDNInputs], GDNOutput]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a kernel is chosen and prepared from.
+    """The arguments for the choice and preparation of a kernel.
 
-    batch_invariant: a sequence's result must not depend on how many others there are
-    state_v_first: final states lie in memory with V before K
+    batch_invariant: a sequence's result must not depend on the number of others
+    state_v_first: V precedes K in the memory of final states
     """
 
     inputs: GDNInputs
@@ -47,8 +47,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """unsupported: what the kernel does not take of the inputs, or why it is not the one to take them; "" if it runs
-    prepare: everything about a call but its tensors
+    """unsupported: why the kernel does not support the inputs, or should not run them; "" if it runs
+    prepare: makes the launch, without tensors, of a call
     """
 
     name: str
@@ -58,8 +58,10 @@ class Variant:
 
 
 def _equals(call: Call) -> str:
-    """The precision that gives the same bits, if that is another one: states stay in fp32, and 16-bit inputs are
-    multiplied as they are with exact intermediates and with relaxed ones.  For a plan's reason."""
+    """The part of a plan's reason that names another precision with the same bits; "" if there is none.
+
+    States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
+    """
     exact = call.precision.exact or call.inputs.q.dtype != torch.float32
     if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
         return ""
@@ -67,7 +69,7 @@ def _equals(call: Call) -> str:
 
 
 def _recurrent_unsupported(inputs: GDNInputs) -> str:
-    """Packed lengths are not known on the host: as many tokens as sequences are taken for a step of each."""
+    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes a step of each."""
     most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
     length = inputs.v.shape[1]
     return "" if length <= most else f"more than {most} positions"
@@ -89,7 +91,7 @@ def _plan_recurrent(call: Call) -> Plan:
 
 
 def _hopper_cut(call: Call) -> HopperConfig:
-    """How `fused` cuts the call on a Hopper GPU."""
+    """The division of the call into programs on a Hopper GPU."""
     return HopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
 
 
@@ -132,7 +134,7 @@ def _plan_slices(call: Call) -> Plan:
 
 
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> PortableConfig:
-    """What the portable kernel takes if nothing was tuned."""
+    """The configuration of the portable kernel without tuning."""
     gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
     return PortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
@@ -171,10 +173,10 @@ VARIANTS = (RECURRENT, HOPPER, SLICES, PORTABLE)
 
 
 def choose(call: Call) -> Variant:
-    """The first of `VARIANTS` that takes the call: by the GPU, shapes, strides, alignment and dtypes.
+    """The first of `VARIANTS` that supports the call, by the GPU, shapes, strides, alignment and dtypes.
 
-    Packed calls that are to be batch invariant never go token by token: whether they would depends on the length of the
-    whole pack.
+    Packed, batch-invariant calls never run the recurrent kernel, because that choice depends on the length of the whole
+    pack.
     """
     whole_pack = call.batch_invariant and call.inputs.cu_seqlens is not None
     variants = [one for one in VARIANTS if not (whole_pack and one.name == "recurrent")]

@@ -4,12 +4,12 @@
     y[t, d]   = bias[d] + sum_{k < w} weight[d, k] * x[t - (w - 1) + k, d]
     out[t, d] = y[t, d] * sigmoid(y[t, d])   with silu, else y[t, d]
 
-Positions before the sequence are the initial state, or zeros.
+Positions before the sequence have the values of the initial state, or zeros.
 
 In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None | initial_state (b, d, w - 1) or None, oldest first
 Out:  out (b, l, d), contiguous, in x's dtype | final_state (b, d, w - 1) in x's dtype: the last w - 1 positions
 Grid: (b * l-blocks * d-blocks).  One program owns a block of positions of a block of channels.
-Sums are in fp32 and rounded once.  Oracle: `convolved` in tests/kernels/test_causal_conv1d.py.
+Sums in fp32 and rounds once.  Oracle: `convolved` in tests/kernels/test_causal_conv1d.py.
 Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 """
 
@@ -32,7 +32,7 @@ MAX_WIDTH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv1dConfig:
-    """block_d: channels; 128 in 16 bit are two cache lines.  block_l: positions."""
+    """block_d: channels per program; 128 in 16 bit are two cache lines.  block_l: positions per program."""
 
     block_l: int = 32
     block_d: int = 128
@@ -40,7 +40,7 @@ class CausalConv1dConfig:
 
     @classmethod
     def choose(cls, *, stateful: bool) -> CausalConv1dConfig:
-        """Addresses of an initial state need registers too: a quarter of the elements per thread."""
+        """With an initial state, a quarter of the elements per thread, because its addresses need registers too."""
         return cls(block_l=16, num_warps=8) if stateful else cls()
 
 
@@ -55,7 +55,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 @triton.jit
 def _load_positions(x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr):
-    """x[i_b, o_s, o_d] as it is, [positions, channels]; before the sequence the initial state, or 0."""
+    """x[i_b, o_s, o_d], [positions, channels], in x's dtype; before the sequence the initial state, or 0."""
     m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
     b_x = tl.load(x_ptr + ptr_offset((i_b, o_s[:, None], o_d[None, :]), x_strides), mask=m_x, other=0.0)
     if initial_ptr is not None:
@@ -70,7 +70,7 @@ def _causal_conv1d_kernel(
     x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides, length, channels,
     SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # --- which positions and channels are mine; neighbouring programs have neighbouring channels
+    # --- this program's positions and channels; neighbouring programs have neighbouring channels
     d_blocks, l_blocks = tl.cdiv(channels, BLOCK_D), tl.cdiv(length, BLOCK_L)
     i_l, i_b = (tl.program_id(0) // d_blocks) % l_blocks, tl.program_id(0) // d_blocks // l_blocks
     o_d = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -92,7 +92,7 @@ def _causal_conv1d_kernel(
     out_offset = ptr_offset((i_b, o_l[:, None], o_d[None, :]), out_strides)
     tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=(o_l < length)[:, None] & m_d[None, :])
 
-    # --- the last positions, for what follows the sequence
+    # --- final state: the last positions
     if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
         if i_l == l_blocks - 1:
             o_w = tl.arange(0, BLOCK_W)
@@ -114,9 +114,9 @@ def causal_conv1d(
     wants_final_state: bool = False,
     config: CausalConv1dConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, final_state); final_state is None unless it is wanted.  Shapes are in the module docstring.
+    """(out, final_state); final_state is None unless wants_final_state.  Shapes are in the module docstring.
 
-    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths that it does not take.
+    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths without support.
     """
     config = config or CausalConv1dConfig.choose(stateful=initial_state is not None)
     batch, length, channels = x.shape

@@ -7,7 +7,7 @@
 In:   x, gate (l, d) or (b, l, d), any strides | weight (d)
 Out:  out, as x, contiguous
 Grid: (blocks of b * l * groups rows).  One program owns whole groups: rows of group_size channels.
-Everything between is in fp32 and rounded once.  Oracle: `normed` in tests/kernels/test_gated_rms_norm.py.
+Computes in fp32 and rounds once.  Oracle: `normed` in tests/kernels/test_gated_rms_norm.py.
 Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv:2412.06464), section 3.4.
 """
 
@@ -34,7 +34,7 @@ class GatedRMSNormConfig:
 
     @classmethod
     def choose(cls, group_size: int) -> GatedRMSNormConfig:
-        """About 4,096 channels per program, 32 per thread; a larger group is one program's, with more threads."""
+        """About 4,096 channels per program, 32 per thread.  A larger group has its own program, with more threads."""
         block = triton.next_power_of_2(group_size)
         return cls(block_rows=max(1, 4096 // block), num_warps=min(16, max(4, block // 1024)))
 
@@ -85,7 +85,7 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """Launch the kernel.  Shapes are in the module docstring.
 
-    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes that it does not take.
+    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes without support.
     """
     config = config or GatedRMSNormConfig.choose(group_size)
     width = x.shape[-1]
@@ -115,5 +115,5 @@ def gated_rms_norm(
 
 
 def _three(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of (b, l, d); without a batch, of a single one."""
+    """Strides of (b, l, d); without a batch dimension, as for a batch of one."""
     return tensor.stride() if tensor.ndim == 3 else (0, *tensor.stride())

@@ -1,4 +1,4 @@
-"""What a call of a fused kernel allocates."""
+"""Outputs and workspace of a call of a fused kernel."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 
 
 class Buffers(NamedTuple):
-    """out and final_states are the outputs; the others are None where a call needs none."""
+    """out and final_states are the outputs.  The others are None if a call does not need them."""
 
-    out: torch.Tensor  # as x
+    out: torch.Tensor  # shape and dtype of x
     final_states: torch.Tensor  # (sequences, h, p, n) fp32
-    states: torch.Tensor | None  # what segments leave for others
-    sync: torch.Tensor | None  # int32, zero: tickets and flags
+    states: torch.Tensor | None  # states that segments pass to others
+    sync: torch.Tensor | None  # int32, zeroed: tickets and flags
     gates: torch.Tensor | None  # fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
-    """out is as large as x.  states, in state_dtype, sync, gates: elements.
+    """Sizes in elements: states (of state_dtype), sync and gates.  out has the size of x.
 
-    Torch aligns new tensors to far more than 16 bytes: no launch has to look where they are.
+    Torch aligns new tensors to far more than 16 bytes, so launches need not check their alignment.
     """
 
     final_states: tuple[int, ...]
@@ -45,7 +45,7 @@ class BufferSizes:
         )
 
     def allocate(self, x: torch.Tensor) -> Buffers:
-        """On the current stream.  The flags come first: the GPU zeroes them while the host prepares the launch."""
+        """Allocate on the current stream.  The flags come first, so that the GPU zeroes them during the host's work."""
         device = x.device
         sync = torch.zeros(self.sync, dtype=torch.int32, device=device) if self.sync else None
         states = torch.empty(self.states, dtype=self.state_dtype, device=device) if self.states else None
@@ -59,5 +59,5 @@ class BufferSizes:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes allocated beyond the outputs."""
+        """Bytes of the workspace, without the outputs."""
         return 4 * (self.sync + self.gates) + self.state_dtype.itemsize * self.states

@@ -1,4 +1,4 @@
-"""The fused kernel behind the signature of mamba_ssm's `mamba_chunk_scan_combined`: a change of one import."""
+"""The fused kernel with the signature of mamba_ssm's `mamba_chunk_scan_combined`, to be used by changing one import."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def mamba_chunk_scan_combined(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """out (b, l, h, p), or (out, final_states (b, h, p, n) fp32) if return_final_states.  Shapes as in `ssd_fused`.
 
-    A <= 0, which is not checked: a positive one counts as 0, no decay.
-    state_dtype None means fp32, where mamba_ssm takes C's dtype: here it costs nothing.  chunk_size has no influence.
-    Raises UnsupportedError for seq_idx, cu_seqlens and return_varlen_states: there they describe packed sequences
-    together, which `ssd_fused(cu_seqlens=...)` takes with one initial and one final state per sequence.
+    A must be at most 0.  This is not checked; a positive value counts as 0, no decay.
+    state_dtype None means fp32, which costs nothing here; mamba_ssm uses C's dtype.  chunk_size has no effect.
+    Raises UnsupportedError for seq_idx, cu_seqlens and return_varlen_states, which describe packed sequences in
+    mamba_ssm.  For these, call `ssd_fused(cu_seqlens=...)`, with one initial and one final state per sequence.
     """
     refused = {"seq_idx": seq_idx is not None, "cu_seqlens": cu_seqlens is not None}
     for name, given in (refused | {"return_varlen_states": return_varlen_states}).items():

@@ -1,12 +1,12 @@
-"""Which configuration each SSD kernel takes, by GPU, dtype and sizes, and why.  In a table, the first row that fits.
+"""The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that fits applies.
 
-Nothing is searched at a call: these rows are all that the library's functions go by.  Two things are not here.  How
-the Hopper kernel cuts a sequence into segments is a model of the time (`hopper/segments.py`).  And what
-`ssdprof tune ssd` has found for a shape on one GPU comes before these rows, where a program asks for it (`tuned.py`).
+A call searches nothing: the library's functions use only these rows, with two exceptions.  A model of the time divides
+sequences into segments for the Hopper kernel (`hopper/segments.py`).  Configurations that `ssdprof tune ssd` has found
+on a GPU take precedence, if a program loads them (`tuned.py`).
 
-On a GPU, "operands in shared memory" are those whose matrix instructions read them from there: majors 9, 10 and 11
-(H100, H200, B200).  On the others, majors 8 and 12 (A100, L4, RTX) and whatever comes after, operands pass through
-registers.  Measured on an H200: benchmarks/log/ssd.md.  Compiled for others: tests/kernels/test_*_compile.py.
+On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared memory.  On majors 8 and
+12 (A100, L4, RTX) and on later ones, operands pass through registers.  Measured on an H200: benchmarks/log/ssd.md.
+Compiled for others: tests/kernels/test_*_compile.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class CallSizes:
-    """The properties of a call that rows look at; a launcher gives those that the rows of its table ask for.
+    """The properties of a call that rows compare.  A launcher sets those that its table uses.
 
     major: of the GPU's compute capability.  wide: fp32 inputs.
     """
@@ -36,7 +36,10 @@ class CallSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Generic[Settings]):
-    """Fits a call on one of the majors, of these inputs and a gate or none, and of sizes up to these; None: any."""
+    """A configuration for calls on one of `majors`, with equal `wide` and `gate`, and sizes up to headdim and dstate.
+
+    None: any value.
+    """
 
     majors: tuple[int, ...] | None = None
     wide: bool | None = None
@@ -57,7 +60,7 @@ class Row(Generic[Settings]):
 
 
 def first_fit(table: Sequence[Row[Settings]], call: CallSizes) -> Row[Settings]:
-    """The last row of each table fits every call."""
+    """The first row that fits.  The last row of each table fits every call."""
     return next(row for row in table if row.fits(call))
 
 
@@ -92,7 +95,7 @@ HOPPER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """See `PortableConfig`.  block_p, block_n: at most."""
+    """See `PortableConfig`.  block_p, block_n: upper limits."""
 
     chunk: int
     block_p: int
@@ -150,12 +153,12 @@ PORTABLE = (
 )
 
 
-# --- the unfused kernels.  `chunk_cumsum` and `state_passing` are bound by memory and have one configuration each.
+# --- the unfused kernels.  `chunk_cumsum` and `state_passing` are memory bound and have one configuration each.
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateTile:
-    """See `ChunkStateConfig`.  Blocks: at most."""
+    """See `ChunkStateConfig`.  Blocks are upper limits."""
 
     block_p: int
     block_n: int
@@ -166,7 +169,7 @@ class StateTile:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoresTile:
-    """See `BmmChunkConfig`.  Blocks: at most."""
+    """See `BmmChunkConfig`.  Blocks are upper limits."""
 
     block: int
     block_n: int
@@ -174,7 +177,7 @@ class ScoresTile:
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTile:
-    """See `ChunkScanConfig`.  Blocks: at most."""
+    """See `ChunkScanConfig`.  Blocks are upper limits."""
 
     block_q: int
     block_p: int

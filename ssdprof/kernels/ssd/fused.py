@@ -1,8 +1,8 @@
 """SSD in one launch: the public function, the torch operator and the choice between kernels.
 
-A sequence of one position, a decode step, takes the kernel that goes position by position.
+Sequences of one position, decode steps, run the recurrent kernel.
 
-`ssd_fused(...)` takes tensors, for people who only want the kernel; the registered implementation takes `SSDInputs`.
+`ssd_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INF = float("inf")
 MAX_DSTATE = 256
 
 Launch = HopperLaunch | PortableLaunch | RecurrentLaunch
-_MOST_LAUNCHES = 4096  # of a few kilobytes each
+_MOST_LAUNCHES = 4096  # most kept launches, of a few kilobytes each
 _launches: dict[Hashable, Launch] = {}
 
 
@@ -61,24 +61,24 @@ def ssd_fused(
 
     x, z: (b, l, h, p)    dt: (b, l, h)    A, dt_bias: (h)    B, C: (b, l, g, n)    D: (h) or (h, p)
     initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
-    cu_seqlens: (sequences + 1) int32 or int64, from 0 to l and never falling, for sequences packed along l; then b = 1.
-        Empty ones are allowed.  Its values are not read on the host, so wrong ones are not refused: positions of no
-        sequence are left unwritten, and for sequences that overlap or go past l, memory outside of the tensors may be
-        read and written.
-    x, B, C and z share a dtype: fp32, fp16 or bf16.  Strides are free.
-    A <= 0.  That is not checked either: a positive one counts as 0, no decay.
-    chunk_size has no influence on the result: this kernel chunks as suits the GPU.
+    cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to l, for sequences packed along l; then b = 1.
+        Empty sequences are allowed.  The host does not read the values, so wrong values are not rejected: positions
+        outside all sequences are not written, and for sequences that overlap or end past l, memory outside of the
+        tensors may be read and written.
+    x, B, C and z share a dtype: fp32, fp16 or bf16.  Any strides are allowed.
+    A must be at most 0.  This is not checked; a positive value counts as 0, no decay.
+    chunk_size has no effect on the result, because this kernel chooses its own chunks.
     precision: one position per sequence is computed in fp32 at every precision, unless sequences are packed.
 
-    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it the Hopper kernel cuts
-        sequences by how many there are, or not at all, which is faster for large batches of short ones.
+    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it, the Hopper kernel
+        divides sequences depending on their number, or not at all, which is faster for large batches of short ones.
 
-    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32: bitwise the same in every call,
-    whatever the other sequences of the batch or pack hold.  A packed sequence's result depends on no other's length
-    either.  No synchronisation with the host; may be captured in a CUDA graph; may be called under
-    torch.compile(fullgraph=True).
+    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  They are bitwise the same in
+    every call, and do not depend on the contents of other sequences in the batch or pack.  The result of a packed
+    sequence does not depend on the lengths of others either.  The call does not synchronise with the host.  It may be
+    captured in a CUDA graph, and called under torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernel does not do.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
     tensors = (x, dt, A, B, C, D, z, dt_bias, initial_states)
@@ -148,7 +148,7 @@ def _fake(
     _state_dtype: torch.dtype,
     _batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes and dtypes of what `_operator` returns."""
+    """Shapes and dtypes of the results of `_operator`."""
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty(x.shape), x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=torch.float32)
 
@@ -159,9 +159,9 @@ def run(
     *,
     batch_invariant: bool = False,
 ) -> SSDOutput:
-    """Output as x, final states in fp32.  Raises UnsupportedError for what no variant does.
+    """Output in x's dtype, final states in fp32.  Raises UnsupportedError for inputs that no kernel supports.
 
-    What follows from the inputs' signature is found out once for each: most of a call's time on the host.
+    A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
     """
     signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant)
     launch = _launches.get(signature)
@@ -175,7 +175,7 @@ def run(
 
 
 def forget_launches() -> None:
-    """Choose kernels and configurations again at the next call of each signature."""
+    """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
     _launches.clear()
 
 
@@ -196,7 +196,7 @@ def plan(
     *,
     batch_invariant: bool = False,
 ) -> Plan:
-    """Which kernel would run, how and why.  Allocates and launches nothing."""
+    """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     if _is_step(inputs):
         return _step_plan(inputs, precision)
@@ -222,10 +222,10 @@ def plan(
 
 
 def _is_step(inputs: SSDInputs) -> bool:
-    """One position of each sequence: on an H200, position by position is faster for any number of sequences.
+    """Whether every sequence has one position.  On an H200, `recurrent` is then faster for any number of sequences.
 
-    Packed sequences take a chunked kernel: which kernel computes a sequence, and so its bits, must not depend on the
-    lengths of the others.
+    Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a sequence's result, and
+    must not depend on the lengths of the others.
     """
     return inputs.cu_seqlens is None and inputs.x.shape[1] == 1
 
@@ -246,13 +246,13 @@ def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: boo
 
 
 def _portable_config(inputs: SSDInputs, precision: Precision) -> PortableConfig:
-    # the interpreter has no registers to fit into: it takes what Hopper takes
+    # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(inputs.x) if inputs.x.is_cuda else (9, 0)
     return tuned.portable(inputs, precision) or PortableConfig.choose(inputs, chosen_for)
 
 
 def refuse_dstate(dstate: int) -> None:
-    """Raises UnsupportedError for a state size N that the fused kernels do not take."""
+    """Raises UnsupportedError for a state size N that the fused kernels do not support."""
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {dstate}")
 

@@ -1,4 +1,4 @@
-"""The operator's inputs and outputs, checked once."""
+"""Inputs and outputs of the operator.  Inputs are checked once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class SSDOutput(NamedTuple):
-    """out: as x.  final_states: (b, h, p, n) fp32, or (sequences, h, p, n) for packed inputs."""
+    """out: shape and dtype of x.  final_states: (b, h, p, n) fp32, or (sequences, h, p, n) for packed inputs."""
 
     out: torch.Tensor
     final_states: torch.Tensor
@@ -30,13 +30,13 @@ class SSDInputs:
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple of g
     D: (h) or (h, p)   z: as x               dt_bias: (h)
-    chunk_size: positions per chunk, as the model's configuration has it; kernels take `power_of_two_chunk` or their own
+    chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk` or their own
     initial_states: (b, h, p, n); one per sequence if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
-        x[:, cu_seqlens[i]:cu_seqlens[i+1]].  Its values are not read on the host.
+        x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
-    Raises ValueError that names the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+    Raises ValueError, naming the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
 
     x: torch.Tensor
@@ -55,7 +55,7 @@ class SSDInputs:
 
     @classmethod
     def unchecked(cls, **values: Any) -> SSDInputs:
-        """All fields by name, without a check: for a caller who knows the signature, or calls `check` himself."""
+        """All fields by name, without a check.  The caller knows the signature, or calls `check` later."""
         inputs = object.__new__(cls)
         inputs.__dict__.update(values)
         return inputs
@@ -64,7 +64,7 @@ class SSDInputs:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError that names the argument that does not fit to the others."""
+        """Raises ValueError, naming the argument that does not fit the others."""
         if self.x.ndim != 4:
             raise ValueError(f"x must be (b, l, h, p), not {tuple(self.x.shape)}")
         if self.B.ndim != 4:
@@ -117,9 +117,9 @@ class SSDInputs:
 
     @property
     def signature(self) -> Hashable:
-        """Equal for inputs that differ only in what their tensors hold and in where these lie, up to 16 bytes.
+        """Equal for inputs that differ only in the values of their tensors, and in addresses by a multiple of 16 bytes.
 
-        Whether inputs fit together, what kernels take them and how, and what Triton compiles for them, follow from it.
+        It determines whether inputs fit together, which kernels run, their configuration, and what Triton compiles.
         """
         return (
             *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
@@ -131,9 +131,9 @@ class SSDInputs:
 
     @property
     def power_of_two_chunk(self) -> int:
-        """The chunk of algorithms that work in tiles: the largest power of two up to chunk_size, from 16 to 256.
+        """Chunk of tiled algorithms: the largest power of two up to chunk_size, limited to 16 .. 256.
 
-        The chunk changes no result beyond rounding.
+        It affects only rounding.
         """
         return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
 

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""SSD position by position, in one launch with the state in registers: for decoding and short sequences.
+"""SSD position by position, in one launch, with the state in registers: for decoding and short sequences.
 
     dt_t  = clamp(softplus(dt_t + dt_bias), low, high)
     h     = exp(dt_t A) h + dt_t x_t B_t^T
     out_t = (h C_t + D x_t) * silu(z_t)
 
-All in fp32.  A call with one position reads and writes the states and little else; with l positions it takes l
-dependent steps, whatever the GPU.  Any l works; from a few dozen positions on, the chunked kernels are faster.
+All arithmetic is in fp32.  A call with one position moves little more than the states.  With l positions it takes l
+dependent steps on any GPU.  Any l works; from a few dozen positions on, the chunked kernels are faster.
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
@@ -40,7 +40,7 @@ STAGES = {"_ssd_recurrent_kernel": "setup"}
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """block_p: how much of P one program holds, a power of two."""
+    """block_p: slice of P per program, a power of two."""
 
     block_p: int = 16
     num_warps: int = 2
@@ -131,7 +131,7 @@ def _ssd_recurrent_kernel(
 
 
 class RecurrentLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
+    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature`, and keeps none of them."""
 
     def __init__(self, inputs: SSDInputs, config: RecurrentConfig, *, in_place: bool = False) -> None:
         self._in_place = in_place
@@ -158,7 +158,7 @@ class RecurrentLaunch:
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
             final_states = self._final_states(inputs, self._device)
             self._launcher(self._programs, *_tensors(inputs), out, final_states)
@@ -172,7 +172,7 @@ class RecurrentLaunch:
 
 
 def _tensors(inputs: SSDInputs) -> tuple[torch.Tensor | None, ...]:
-    """In the kernel's order."""
+    """The input tensors, in the order of the kernel's arguments."""
     return (
         inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
         inputs.initial_states, inputs.cu_seqlens,
@@ -183,12 +183,12 @@ _launches: LaunchCache[RecurrentLaunch] = LaunchCache()
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
-    """Output as x, final states in fp32; the work of l dependent steps, so for short l.
+    """Output in x's dtype, final states in fp32.  Takes l dependent steps, and so is meant for short l.
 
-    in_place: the final states overwrite inputs.initial_states, in its dtype, and are that tensor.
+    in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is returned.
 
     Raises ValueError if in_place has no initial_states to write to, or expanded ones, and UnsupportedError for N above
-    MAX_DSTATE, for inputs that want a gradient, and for tensors that are not on a GPU, outside Triton's interpreter.
+    MAX_DSTATE, for inputs that require a gradient, and, outside Triton's interpreter, for tensors not on a GPU.
     """
     if in_place and inputs.initial_states is None:
         raise ValueError("in_place needs initial_states to write to")
@@ -219,7 +219,7 @@ def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     return ssd_recurrent(inputs)
 
 
-_EQUALS = "; the same as exact with fp32 states"  # of every other precision, for a report to say
+_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
 def plan(inputs: SSDInputs, precision: Precision) -> Plan:

@@ -1,13 +1,13 @@
-"""The oracle of the SSD operator: the recurrence as it is written, and a chunked form for long inputs.
+"""The oracle of the SSD operator: the plain recurrence, and a chunked form for long inputs.
 
     dt_t  = clamp(softplus(dt_t + dt_bias), *dt_limit)
     h_t   = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
     out_t = (h_t C_t + D x_t) * silu(z_t)
 
-Both are plain torch, run on CPU and GPU, and compute in the dtype that the caller asks for.  The chunked form is Dao
-and Gu 2024 (arXiv:2405.21060), section 6, with one change: the decay between two positions is the exponential of the
-*sum* of the steps between them, never of a difference of two cumulative sums, so that one huge step cannot cancel the
-digits of later ones.
+Both use only torch operations, run on CPU and GPU, and compute in a dtype that the caller chooses.  The chunked form is
+that of Dao and Gu 2024 (arXiv:2405.21060), section 6, with one change: the decay between two positions is the
+exponential of the *sum* of the steps between them.  In a difference of two cumulative sums, one huge step would cancel
+the digits of later ones.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.segment_sums import segment_sums
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-_CHUNK = 64  # positions per chunk of the chunked form: any value gives the same answer, this one little work
+_CHUNK = 64  # positions per chunk of the chunked form; the result does not depend on it, and 64 takes little work
 
 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
-    """The recurrence, one position after the other: for short inputs.  Output and final states in `dtype`."""
+    """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = _initial_states(inputs, dtype)
     for span in _sequences(inputs):
@@ -44,10 +44,10 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
 
 
 def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[Block]:
-    """The chunked form, streamed: blocks of at most `block` positions, in order, sequence after sequence.
+    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
-    Every sequence yields at least one block (an empty one if it has no positions), and the last one carries its final
-    state.  Memory is that of a block: about 10 * block * h * (p + _CHUNK + p * n / _CHUNK) elements of `dtype`.
+    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
+    Memory for one block is about 10 * block * h * (p + _CHUNK + p * n / _CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
     """
     initial_states = _initial_states(inputs, dtype)
@@ -68,7 +68,7 @@ def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: 
 
 
 def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
-    """`ssd_blocks`, put together.  Output and final states in `dtype`."""
+    """The blocks of `ssd_blocks` joined.  Output and final states in `dtype`."""
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     return _collect(inputs, out, dtype)
 
@@ -101,7 +101,7 @@ class _Piece:
         if inputs.dt_bias is not None:
             dt = dt + inputs.dt_bias.to(dtype)
         if inputs.dt_softplus:
-            # log(exp(dt) + exp(0)): no threshold, where torch's softplus switches to the identity at 20
+            # log(exp(dt) + exp(0)), without the threshold of torch's softplus, which is the identity above 20
             dt = torch.logaddexp(dt, torch.zeros_like(dt))
         return cls(
             x=x,
@@ -114,7 +114,7 @@ class _Piece:
         )
 
     def skip_and_gate(self, out: torch.Tensor) -> torch.Tensor:
-        """(out + D x) * silu(z), each where given."""
+        """(out + D x) * silu(z).  D and z are optional."""
         if self.D is not None:
             out = out + self.D * self.x
         if self.z is not None:
@@ -125,8 +125,8 @@ class _Piece:
 def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (l, h, p) without skip and gate, and the state (h, p, n) after the piece.
 
-    Heads are split into (g, r), r heads of one group, so that every product with B or C is one matrix product per chunk
-    and group and neither is repeated.
+    Heads are split into (g, r), with r heads per group.  Every product with B or C is then one matrix product per chunk
+    and group, and B and C are not repeated.
     """
     (l, h, p), (g, n) = piece.x.shape, piece.B.shape[1:]
     r, q, c = h // g, _CHUNK, -(-l // _CHUNK)
@@ -143,12 +143,12 @@ def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     steps = dt * piece.A.reshape(g, r, 1)  # log of the decay at each position
     log_decay = segment_sums(steps)  # (c, g, r, q, s)
 
-    # within a chunk: what position s leaves at position q
+    # within a chunk: contributions of position s to position q
     scores = (C @ B.mT)[:, :, None] * log_decay.exp() * dt[..., None, :]  # (c, g, r, q, s)
     out = scores @ x.permute(0, 2, 3, 1, 4)  # (c, g, r, q, p)
 
     # from chunk to chunk
-    weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)  # (c, g, s, r): left at the chunk's end
+    weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)  # (c, g, s, r): up to the chunk's end
     weighted_x = (x.transpose(1, 2) * weights[..., None]).reshape(c, g, q, r * p)
     chunk_states = (B.mT @ weighted_x).reshape(c, g, n, r, p)
     since_start = steps.cumsum(-1)  # (c, g, r, q)
@@ -166,7 +166,7 @@ def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
-    """(sequences, h, p, n), a fresh tensor."""
+    """Initial states (sequences, h, p, n) in a new tensor."""
     if inputs.initial_states is not None:
         return inputs.initial_states.to(dtype, copy=True)
     (h, p), n = inputs.x.shape[2:], inputs.B.shape[3]
@@ -174,12 +174,12 @@ def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sequences(inputs: SSDInputs) -> list[Stretch]:
-    """Every sequence of the inputs, in order."""
+    """The sequences of the inputs, in order."""
     return sequences(inputs.x.shape[0], inputs.x.shape[1], inputs.cu_seqlens)
 
 
 def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """The oracle as an implementation: computed in fp64 whatever the precision, then rounded once."""
+    """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
     out, final_states = _collect(
         inputs, torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device), torch.float64
     )

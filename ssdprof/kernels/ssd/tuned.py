@@ -1,14 +1,14 @@
-"""Configurations that were found faster on this GPU than those of `config_table.py`, for the calls of the search.
+"""Configurations that a search has found to be faster on this GPU than those of `config_table.py`.
 
-Empty until a program fills it with `use`: the library reads no file, and without `use` the committed rules alone
-decide.  The `ssdprof` command fills it with what `ssdprof tune ssd` has saved.
+There are none until a program calls `use`.  The library reads no file, and without `use` only the committed rules
+apply.  The `ssdprof` command loads the configurations that `ssdprof tune ssd` has saved.
 
-A find may depend on the same sizes as the committed rule for its kernel and on nothing else, so that the kernel's
-promises hold:
+A find depends only on the sizes on which the committed rule of its kernel depends, so that the kernel keeps its
+guarantees:
 
-    hopper    the number of chunks and of sequences.  A batch-invariant call takes what was found for one sequence.
-              Packed sequences keep the committed configuration: one rule for all.
-    portable  the layer's sizes and dtypes alone: a sequence's result is the same in any batch and in any pack.
+    hopper    the numbers of chunks and of sequences.  A batch-invariant call uses the find for one sequence.
+              Packed sequences keep the committed configuration, one rule for all.
+    portable  the layer's sizes and dtypes only, so that a sequence's result is the same in any batch and in any pack.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What all calls of one layer of a model have in common.  exact: intermediates; gate: whether there is a z."""
+    """Common properties of all calls of one layer of a model.  exact: intermediates; gate: whether there is a z."""
 
     nheads: int
     headdim: int
@@ -56,7 +56,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class HopperFind:
-    """gpu: torch's name of it.  sequences: of `nchunks` chunks of 64 positions each."""
+    """gpu: torch's name of the GPU.  sequences: number of sequences, each of `nchunks` chunks of 64 positions."""
 
     gpu: str
     layer: Layer
@@ -67,7 +67,7 @@ class HopperFind:
 
 @dataclass(frozen=True, kw_only=True)
 class PortableFind:
-    """gpu: torch's name of it."""
+    """gpu: torch's name of the GPU."""
 
     gpu: str
     layer: Layer
@@ -82,7 +82,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 def use(finds: Iterable[Find]) -> None:
-    """From now on, in this process, take these and no others.  If two are for the same calls, the later one counts."""
+    """Use exactly these finds from now on, in this process.  If two are for the same calls, the later one applies."""
     _hopper.clear()
     _portable.clear()
     for find in finds:
@@ -95,17 +95,17 @@ def use(finds: Iterable[Find]) -> None:
 
 
 def none() -> None:
-    """Take the committed configurations, as at the start."""
+    """Use the committed configurations, as at the start."""
     use(())
 
 
 def when_changed(listener: Callable[[], None]) -> None:
-    """Call `listener` after every `use`: for a caller that keeps what it has chosen from the finds."""
+    """Call `listener` after every `use`, for a caller that caches choices based on the finds."""
     _listeners.append(listener)
 
 
 def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) -> HopperConfig | None:
-    """What was found for this call of the Hopper kernel, if anything was."""
+    """The find for this call of the Hopper kernel, or None."""
     if not _hopper or inputs.cu_seqlens is not None:
         return None
     sequences = 1 if batch_invariant else inputs.sequences
@@ -113,7 +113,7 @@ def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) ->
 
 
 def portable(inputs: SSDInputs, precision: Precision) -> PortableConfig | None:
-    """What was found for this layer in the portable kernel, if anything was."""
+    """The find for this layer in the portable kernel, or None."""
     if not _portable:
         return None
     config = _portable.get((_gpu.name(inputs.x), Layer.of(inputs, precision)))
@@ -121,5 +121,5 @@ def portable(inputs: SSDInputs, precision: Precision) -> PortableConfig | None:
 
 
 def nchunks(inputs: SSDInputs) -> int:
-    """Chunks of the Hopper kernel in one sequence."""
+    """Chunks of the Hopper kernel per sequence."""
     return ceil_div(inputs.x.shape[1], CHUNK.value)

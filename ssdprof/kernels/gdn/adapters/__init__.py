@@ -1,5 +1,5 @@
-"""Kernels of other libraries, called as `registry.Implementation`s.  Each module's `load` imports its library.
+"""Kernels of other libraries, as `registry.Implementation`s.  Each module's `load` imports its library.
 
-An adapter holds no code of the library.  It refuses what the library would do wrong without a word.  Its plan knows no
-workspace: that is measured.
+An adapter contains no code of the library.  It rejects inputs for which the library silently returns wrong results.
+Plans give no workspace, because it is measured.
 """

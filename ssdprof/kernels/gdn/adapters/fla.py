@@ -1,6 +1,6 @@
 """The Triton kernels of flash-linear-attention, as installed: https://github.com/fla-org/flash-linear-attention.
 
-The library hands some calls to other libraries if it finds them installed; whoever imports it turns that off
+The library passes some calls to other installed libraries.  The code that imports it turns this off
 (`operators/gdn/peers.py`).
 """
 
@@ -20,8 +20,8 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
-MOST_STEPS = 64  # tokens of a sequence for which the token-by-token kernel is called
-OPERATOR = "fla.ops.gated_delta_rule"  # the module that `load` and `load_recurrent` take
+MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
+OPERATOR = "fla.ops.gated_delta_rule"  # the module to pass to `load` and `load_recurrent`
 _KERNELS = (OPERATOR, "fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
@@ -33,13 +33,13 @@ def load(operator: Any) -> Implementation:
 
 
 def load_recurrent(operator: Any) -> Implementation:
-    """Its kernel that goes token by token."""
+    """The library's token-by-token kernel."""
     recurrent = _Recurrent(operator.fused_recurrent_gated_delta_rule)
     return Implementation(operator="gdn", name="fla_recurrent", run=recurrent.run, plan=recurrent.plan)
 
 
 def version() -> str:
-    """As the library says it."""
+    """The library's own version."""
     return str(getattr(import_module("fla"), "__version__", "unknown"))
 
 

@@ -1,7 +1,7 @@
 """The TileLang kernels of FlashQLA, as installed: https://github.com/QwenLM/FlashQLA.
 
-Where it cuts a long sequence, it drops what a state contributes once it has decayed below exp(-10); the comparison with
-the oracle shows what that costs.
+Where it cuts a long sequence, it drops the contribution of a state after a decay below exp(-10).  The comparison with
+the oracle shows the effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ssdprof.kernels.registry import Implementation, Plan
 
 
 def load() -> Implementation:
-    """Raises ImportError where the library, or what it needs, is missing."""
+    """Raises ImportError if the library or one of its dependencies is missing."""
     flash_qla = _FlashQLA(import_module("flash_qla").chunk_gated_delta_rule)
     return Implementation(operator="gdn", name="flash_qla", run=flash_qla.run, plan=flash_qla.plan)
 

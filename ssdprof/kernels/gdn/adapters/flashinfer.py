@@ -1,8 +1,8 @@
 """The kernel of FlashInfer, as installed: https://github.com/flashinfer-ai/flashinfer.
 
-Its operator differs from ours in four ways: it takes the decay and not its logarithm, not every version normalises q
-and k when asked to, beta is fp32, and its states have V before K.  The arguments that it needs are prepared in the
-first call and kept for as long as the inputs live, so that preparing them is not in the library's time.
+Its operator differs from ours in four ways: it takes the decay instead of its logarithm, not every version can
+normalise q and k, beta is fp32, and its states have V before K.  The first call prepares the library's arguments and
+keeps them as long as the inputs live, so that the library's time does not include the preparation.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 
-EPS = 1e-6  # under the root of the norm, as in `GDNInputs`
+EPS = 1e-6  # added to squared norms, as in `GDNInputs`
 
 
 def load() -> Implementation:
-    """Raises ImportError where the library, or what it needs, is missing."""
+    """Raises ImportError if the library or one of its dependencies is missing."""
     flashinfer = _FlashInfer(import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule)
     return Implementation(operator="gdn", name="flashinfer", run=flashinfer.run, plan=flashinfer.plan)
 
 
 class _FlashInfer:
-    """function: of the library.  Where it may choose among libraries itself, its own kernel is asked for."""
+    """function: of the library.  If it can choose among libraries, this class requests the library's own kernel."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -83,6 +83,6 @@ def _prepared(inputs: GDNInputs) -> dict[str, torch.Tensor | None]:
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
-    """Divided by the root of the sum of squares, in the dtype of x."""
+    """x divided by the root of its sum of squares, in the dtype of x."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Versions of libraries whose modules do not state them."""
+"""Versions of libraries whose modules have no version attribute."""
 
 from __future__ import annotations
 

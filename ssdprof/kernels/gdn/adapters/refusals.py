@@ -1,4 +1,4 @@
-"""What several of the libraries do not do."""
+"""Inputs that several of the libraries do not support."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HEAD_DIM = 128
 
 
 def refuse_relaxed(name: str, precision: Precision) -> None:
-    """None of them has a setting for relaxed intermediates."""
+    """Raises UnsupportedError for relaxed intermediates, for which no library has a setting."""
     if not precision.exact:
         raise UnsupportedError(f"{name}: exact intermediates only")
 
 
 def refuse_unlike_128(name: str, inputs: GDNInputs, precision: Precision) -> None:
-    """For kernels of K = V = 128, 16-bit inputs and a state that stays in fp32."""
+    """Check for kernels that require exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
     refuse_relaxed(name, precision)
     if precision.state_dtype != torch.float32:
         raise UnsupportedError(f"{name}: states stay in fp32")

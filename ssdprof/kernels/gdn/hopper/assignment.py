@@ -1,15 +1,15 @@
 # mypy: ignore-errors
-"""Which chunks of which head are a program's: a segment of a sequence, or whole sequences one after the other.
+"""Assignment of work to programs: a segment of a sequence and one head, or whole sequences one after the other.
 
-A segment that does not begin its sequence needs the state that enters it.  A first pass over chunks before it makes
-that state, from the nearest chunk before which nothing counts any more:
+A segment that does not begin its sequence needs the state that enters it.  A first pass over the chunks before it
+computes that state.  It begins at chunk c where the state S_c that enters c has a negligible effect on the state at the
+segment's first chunk f:
 
-    |what entered chunk c, as far as it is left in the state at chunk f|  <=  2^(sum of bounds of chunks c .. f - 1)
+    |effect of S_c on the state at f|  <=  2^(sum of the bounds of chunks c .. f - 1) |S_c|
 
-times its own size, for the transition of a token is exp(g) (I - beta k k^T), whose 2-norm is at most
-exp(g) max(1, |1 - beta |k|^2|).  `prep_kernel.py` sums the logarithms over each chunk.  Where a head forgets slowly,
-the state that enters a segment comes from earlier launches (`parts.py`), or the first pass goes over all that is
-before.
+The transition of a token is exp(g) (I - beta k k^T), and its 2-norm is at most exp(g) max(1, |1 - beta |k|^2|).  The
+bound of a chunk is the sum of the logarithms of these norms (`prep_kernel.py`).  For a head that forgets slowly,
+earlier launches compute the state that enters a segment (`parts.py`), or the first pass covers all chunks before it.
 """
 
 from triton.experimental import gluon
@@ -19,8 +19,8 @@ from triton.language.core import _aggregate as aggregate
 from ssdprof.kernels._gluon import add
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
-BLOCK = gl.constexpr(256)  # chunks' sums looked at side by side
-FIRST_PASS_16THS = gl.constexpr(9)  # of the time of a chunk of the second pass, that one of a first pass takes
+BLOCK = gl.constexpr(256)  # bounds that one iteration reads
+FIRST_PASS_16THS = gl.constexpr(9)  # time of a first-pass chunk, in sixteenths of a second-pass chunk
 
 STAGES = {
     "segments": "ticket",
@@ -38,14 +38,14 @@ STAGES = {
 
 @aggregate
 class Sequence:
-    """Where a sequence lies."""
+    """Location of a sequence in the tensors."""
 
     index: gl.tensor
-    begin: gl.tensor  # position in g and beta
+    begin: gl.tensor  # its first position in g and beta
     length: gl.tensor
-    tile: gl.tensor  # first coordinate of its tiles for the copy engine
-    row: gl.tensor  # what is added to the third one; beyond the sequence's end are zeros
-    slot: gl.tensor  # of its first chunk among all chunks
+    tile: gl.tensor  # first TMA coordinate of its tiles
+    row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros beyond the sequence's end
+    slot: gl.tensor  # index of its first chunk among all chunks
 
     @gluon.constexpr_function
     def __init__(self, index, begin, length, tile, row, slot):
@@ -54,16 +54,16 @@ class Sequence:
 
 @aggregate
 class Segment:
-    """The part of a sequence that a program takes, for one value head."""
+    """Consecutive chunks of a sequence and one value head: the work of one program."""
 
     sequence: Sequence
     head: gl.tensor
-    value_head: gl.tensor  # whose v is loaded; past the last one are zeros
-    first: gl.tensor  # chunk
-    back: gl.tensor  # chunks before it, over which the first pass goes
+    value_head: gl.tensor  # head of v to load; HEADS, one past the last, reads zeros
+    first: gl.tensor  # its first chunk
+    back: gl.tensor  # chunks of the first pass, directly before `first`
     nchunks: gl.tensor
-    last: gl.tensor  # the sequence ends with it
-    row: gl.tensor  # of the state that enters it, or that it makes, among those of slow heads; -1: there is none
+    last: gl.tensor  # whether it ends its sequence
+    row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
     MAKES_PARTS: gl.constexpr
 
     @gluon.constexpr_function
@@ -81,18 +81,18 @@ class Segment:
 
     @gluon.jit
     def chunks(self):
-        """Chunks of all segments, where none has a first pass."""
+        """Chunks of all segments.  Requires that no segment has a first pass."""
         return self.nchunks
 
     @gluon.jit
     def chunk_at(self, n):
-        """The n-th one's segment and its place in its sequence."""
+        """The segment of the program's n-th chunk, and the chunk's index in its sequence."""
         return self, self.first + n
 
 
 @aggregate
 class Wholes:
-    """Whole sequences of equal length: of all pairs of a sequence and a head, heads fastest, each programs-th."""
+    """Whole sequences of equal length: every `programs`-th pair of a sequence and a head, heads fastest."""
 
     program: gl.tensor
     programs: gl.tensor
@@ -114,7 +114,7 @@ class Wholes:
 
     @gluon.jit
     def segment_at(self, k):
-        """The k-th one, and the program's chunks before it."""
+        """The program's k-th segment, and the number of the program's chunks before it."""
         pair = self.program + k * self.programs
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
@@ -133,7 +133,7 @@ class Wholes:
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
-    """Sequence i.  Packed ones have slots of their own by their first position, rounded down, and their number."""
+    """Sequence i.  The slots of a packed sequence begin at begin // CHUNK + i, so that no two sequences overlap."""
     if cu_seqlens_ptr is None:
         return Sequence(i, gl.to_tensor(0), seqlen, i, gl.to_tensor(0), i * gl.cdiv(seqlen, CHUNK))
     else:
@@ -144,7 +144,7 @@ def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
 
 @gluon.jit
 def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
-    """The sequence whose chunks' slots begin at `slot` or nearest before it."""
+    """The last sequence whose first slot is at or before `slot`."""
     low, high = gl.to_tensor(0), gl.to_tensor(sequences)
     while high - low > 1:
         middle = (low + high) // 2
@@ -159,10 +159,11 @@ def segment_of(
     program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, backs_ptr,
     HEADS: gl.constexpr, LEADS: gl.constexpr,
 ):  # fmt: skip
-    """Heads fastest, then sequences, then segments of K chunks.  backs: what `parts.py` found, if it was asked.
+    """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then segments of K chunks.
 
-    With LEADS, segments have K chunks on average: the first one is longer (`lead_of`).
+    With LEADS, segments have K chunks on average, and the first one is longer (`lead_of`).
     bounds: None if segments are whole sequences
+    backs: lengths of first passes from `parts.py`, or None
     """
     rank = program // HEADS
     sequence = sequence_at(rank % sequences, seqlen, cu_seqlens_ptr, cu_stride)
@@ -175,7 +176,7 @@ def segment_of(
         lead = lead_of(bounds_ptr + head.to(gl.int64) * slots + sequence.slot, (count - 1) * K, enough)
         first = boundary(s, count, lead, length)
         nchunks = boundary(s + 1, count, lead, length) - first
-    exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, which copies its state
+    exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state
     row = gl.to_tensor(-1)
     if bounds_ptr is None:
         back = gl.to_tensor(0)
@@ -191,8 +192,10 @@ def segment_of(
 
 @gluon.jit
 def lead_of(bounds_ptr, last, enough):
-    """Chunks by which a head's first segment, which has no first pass, is longer: what that of a last segment costs
-    which begins at chunk `last`."""
+    """Chunks by which a head's first segment is longer than the others, because it has no first pass.
+
+    This is the cost of the last segment's first pass, if that segment begins at chunk `last`.
+    """
     return first_pass_of(bounds_ptr, last, enough) * FIRST_PASS_16THS // 16
 
 
@@ -204,7 +207,7 @@ def boundary(s, count, lead, length):
 
 @gluon.jit
 def first_pass_of(bounds_ptr, first, enough):
-    """Chunks of the first pass of a segment that begins at chunk `first`: until their bounds add up to `enough`."""
+    """Chunks of the first pass of a segment that begins at chunk `first`: until the bounds' sum is at most `enough`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, BLOCK, layout)
     seen, left = gl.to_tensor(0), gl.to_tensor(0.0)

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-"""The states that enter segments of heads that forget slowly, from the parts that `parts.py` describes.
+"""Computes the states that enter segments of heads that forget slowly, from the parts of `parts.py`.
 
-From a sequence's start on, S <- M S + N part after part, transposed as the parts are: S^T <- S^T M^T + N^T.  Products
-are of fp32 as three of tf32: what such a head remembers is multiplied by as many matrices as there are parts.
+From the sequence's start on, each part updates S <- M S + N, transposed as the parts are: S^T <- S^T M^T + N^T.  Each
+fp32 product is computed as three tf32 products, because the state of such a head is multiplied by one matrix per part.
 
 In:   parts (rows, PARTS, 2, V, K) fp32: N^T and M^T | backs (rows)
-Out:  entering (rows, V, K) fp32, of those rows with backs < 0
-Grid: pairs of a sequence and a head * V / BLOCK_V; rows are the pairs of one boundary after the other
+Out:  entering (rows, V, K) fp32, for rows with backs < 0
+Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered by boundary, then by pair
 """
 
 import triton
@@ -34,7 +34,7 @@ def _combine_kernel(
             row, part = i // PARTS * pairs + pair, i % PARTS
             slow = tl.load(backs_ptr + row) < 0
             before = tl.load(backs_ptr + row - pairs, mask=row >= pairs, other=0)
-            known = (part == 0) & (before >= 0)  # the state before: N has it in it
+            known = (part == 0) & (before >= 0)  # N includes the state before
             of_part = parts_ptr + (row * PARTS + part).to(tl.int64) * (2 * DIM * DIM)
             N = tl.load(of_part + tile, mask=slow, other=0.0)
             M = tl.load(of_part + DIM * DIM + matrix, mask=slow & (known == 0), other=0.0)

@@ -1,4 +1,4 @@
-"""What the Hopper kernel takes, and how it cuts a call into programs, and why."""
+"""Which inputs the Hopper kernel supports, and how a call is divided into programs."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
-# In units of a chunk of the second pass
-FIRST_PASS = 0.55  # a chunk of the first pass
-WORTH_LEAD = 8  # chunks of a segment: finding out what first passes cost takes half a chunk's time
-START = 3.0  # a program's start and end
-REACH = 10  # chunks of a first pass of heads whose gates are as models' are drawn
-MOST_WAVES = 3  # programs of an SM, one after the other
-WORTH_WAVES = 0.96  # more than one only if the estimated time is less than this part: more segments, more first passes
-# Chunks before the last segment from which on slow heads are computed in parts: two more launches, whatever the gates.
+# Times are in units of one chunk of the second pass.
+FIRST_PASS = 0.55  # time of a chunk of the first pass
+WORTH_LEAD = 8  # least chunks of a segment for `leads`: computing the lead takes half a chunk's time
+START = 3.0  # time to start and end a program
+REACH = 10  # chunks of a first pass with gates as models are initialised
+MOST_WAVES = 3  # programs that run on an SM one after the other
+WORTH_WAVES = 0.96  # more than one wave only below this share of the time of one: more segments, more first passes
+# Slow heads are computed in parts if more chunks than this precede the last segment.  This takes two more launches,
+# whatever the gates.
 WORTH_PARTS = 128
-PART = 32  # chunks of a part, at least
-MOST_PARTS_OF_SEGMENT, MOST_PARTS = 8, 2048  # of all rows: 256 MiB
-LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # chunks that a first pass may have before its head is computed in parts
+PART = 32  # least chunks of a part
+MOST_PARTS_OF_SEGMENT, MOST_PARTS = 8, 2048  # MOST_PARTS: of all rows, 256 MiB
+LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # bounds of longest_first_pass, in chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig:
-    """segment: chunks of 64 positions that a program takes of one head
-    stays: programs that take whole sequences, one after the other; 0: there is a program for each segment
-    enough: log2 of what may be left of a state where a first pass begins; -inf: nothing, whatever the gates
-    leads: a sequence's first segment, which has no first pass, is longer than the others by what theirs cost, which is
-        found for each head on the device; `segment` is then the mean
-    slow_parts: into which a segment is divided evenly for heads whose first pass would be longer than
-        longest_first_pass (`parts.py`); 0: any first pass is made
-    carriers: programs that compute those parts
-    inverts: in one launch, for segments that are whole sequences
-    key_ring, ring: places for k and v, and for all else
-    state_registers, other_registers: a thread's, of the role with the state, and of gates, loads and stores
+    """segment: chunks of 64 positions in one program's segment of one head
+    stays: number of programs that each process several whole sequences; 0: one program per segment
+    enough: log2 of the share of a state that a first pass may neglect where it begins; -inf: none, whatever the gates
+    leads: the first segment of a sequence has no first pass, and is longer than the others by the cost of theirs, which
+        the device computes for each head; `segment` is then the mean length
+    slow_parts: equal parts of a segment, for heads whose first pass would be longer than longest_first_pass
+        (`parts.py`); 0: first passes may have any length
+    carriers: number of programs that compute those parts
+    inverts: the main launch also inverts the chunks, for segments that are whole sequences
+    key_ring, ring: slots of the rings of k and of vectors, and of the other rings
+    state_registers, other_registers: registers per thread of the role `states`, and of gates, loads and stores
     """
 
     segment: int
@@ -59,10 +60,10 @@ class HopperConfig:
 
     @classmethod
     def choose(cls, inputs: GDNInputs, sm_count: int, *, batch_invariant: bool) -> HopperConfig:
-        """By the length and number of sequences, the number of heads and the GPU.
+        """Choose by the length and number of sequences, the number of heads and the GPU.
 
-        With `batch_invariant`, as if there were one sequence: a sequence's result is then bitwise the same in any
-        batch.  With it, packed sequences are not cut, because their lengths are not known on the host.
+        With `batch_invariant`, choose as for one sequence, so that a sequence's result is bitwise the same in any
+        batch.  Packed sequences are then not cut, because the host does not know their lengths.
         """
         nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
@@ -71,14 +72,17 @@ class HopperConfig:
         config = _cut(nchunks, sequences * heads, sm_count)
         if config.stays:
             return _of_whole_sequences(config, inputs)
-        if not batch_invariant:  # the number of rows depends on the batch
+        if not batch_invariant:  # parts depend on the number of rows, and that on the batch
             config = _with_parts(config, inputs, nchunks, sm_count)
         return replace(config, leads=_worth_leading(config, inputs, nchunks))
 
 
 @lru_cache(maxsize=1024)
 def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
-    """The even cut of `pairs` of `nchunks` chunks with the least time, if SMs take programs as they come free."""
+    """The even cut with the least estimated time.
+
+    pairs: of a sequence and a head, each of `nchunks` chunks.  SMs are assumed to start a program when one ends.
+    """
     if pairs >= sm_count:
         return HopperConfig(segment=nchunks, stays=sm_count, reason=f"whole sequences for {sm_count} programs")
 
@@ -96,7 +100,7 @@ def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
 
 
 def _of_whole_sequences(config: HopperConfig, inputs: GDNInputs) -> HopperConfig:
-    """One launch, unless keys are to be normalised: 3 % faster on an H200, and with other registers slower."""
+    """One launch, unless the call normalises keys.  It is 3 % faster on an H200; other register counts are slower."""
     if inputs.cu_seqlens is not None:
         config = replace(config, stays=0, reason="packed: a program for each sequence and head")
     if inputs.use_qk_l2norm:
@@ -107,7 +111,7 @@ def _of_whole_sequences(config: HopperConfig, inputs: GDNInputs) -> HopperConfig
 
 
 def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> HopperConfig:
-    """For long sequences: the same cut, rounded up to whole parts."""
+    """For long sequences, divide segments into parts, and round the segment up to whole parts."""
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
@@ -123,18 +127,18 @@ def _worth_leading(config: HopperConfig, inputs: GDNInputs, nchunks: int) -> boo
 
 
 def _power_of_two(most: int) -> int:
-    """The largest one that is no more than `most`, and 1 at least."""
+    """The largest power of two up to `most`, at least 1."""
     return 1 << max(most, 1).bit_length() - 1
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
-    """Segments that do not begin their sequence, for all heads; an upper bound if sequences are packed."""
+    """Segments of all heads that do not begin their sequence; an upper bound for packed sequences."""
     segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
 def estimated_time(segment: int, nchunks: int) -> float:
-    """The time that a program takes, in chunks of the second pass."""
+    """Estimated time of a program, in chunks of the second pass."""
     return START + segment + FIRST_PASS * min(REACH, nchunks - segment)
 
 
@@ -143,7 +147,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def shared_bytes(key_ring: int, ring: int) -> int:
-    """What one program of the second kernel takes of shared memory, all but its barriers."""
+    """Shared memory of one program of the second kernel, without its barriers."""
     wide, square = 2 * CHUNK.value * DIM.value, 2 * CHUNK.value * CHUNK.value
     return int(
         key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide
@@ -151,7 +155,7 @@ def shared_bytes(key_ring: int, ring: int) -> int:
 
 
 def slot_count(inputs: GDNInputs) -> int:
-    """Chunks of all sequences; an upper bound if they are packed, for their lengths are on the device."""
+    """Chunks of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
     batch, seqlen = inputs.v.shape[:2]
     if inputs.cu_seqlens is None:
         return int(batch * ceil_div(seqlen, CHUNK.value))
@@ -159,14 +163,14 @@ def slot_count(inputs: GDNInputs) -> int:
 
 
 def unsupported(inputs: GDNInputs) -> str:
-    """Why this kernel cannot take `inputs`; empty if it can."""
+    """Why this kernel does not support `inputs`; empty if it does."""
     if (inputs.q.shape[3], inputs.v.shape[3]) != (DIM.value, DIM.value):
         return f"K {inputs.q.shape[3]} with V {inputs.v.shape[3]}"
     return unreadable(inputs)
 
 
 def unreadable(inputs: GDNInputs) -> str:
-    """What, beside K and V, keeps this kernel from taking `inputs`."""
+    """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it does."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if INTERPRETED or not q.is_cuda or capability(q) != (9, 0):
         return "anything but a Hopper GPU"

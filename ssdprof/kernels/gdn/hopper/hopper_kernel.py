@@ -1,18 +1,18 @@
 # mypy: ignore-errors
-"""Gated delta rule for Hopper, after `prep_kernel.py`: warp roles, the copy engine, states in registers.
+"""Gated delta rule for Hopper, after `prep_kernel.py`, with warp roles, TMA copies and states in registers.
 
-A program takes a segment of a sequence and one value head.  Where a segment does not begin its sequence, a first pass
-over chunks before it makes the state that enters it (`assignment.py`), or, where its head forgets slowly, two launches
-before (`parts.py`): programs wait for no others.  A program's warps
-have roles (`rings.py`): `states` goes from chunk to chunk, and `scores` makes what it needs from the chunk's inverse.
+A program owns a segment of a sequence and one value head.  If the segment does not begin its sequence, a first pass
+over chunks before it computes the state that enters it (`assignment.py`).  For a head that forgets slowly, two earlier
+launches compute that state instead (`parts.py`).  No program waits for another.  The warps of a program have roles
+(`rings.py`): `states` updates the state chunk by chunk, and `scores` computes its factors from the chunk's inverse.
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
-      inverse, decays, bounds, norms: of `prep_kernel.py` | entering, backs: of `combine_kernel.py` and `parts.py`
-Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, strides free
-Grid: (segments * hv), heads fastest, then sequences, segments; or one program for each SM, which takes whole
-      sequences one after the other
-Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3; why its products have
-this form: docs/gdn-performance.md.
+      inverse, decays, bounds, norms: from `prep_kernel.py` | entering: `combine_kernel.py` | backs: `parts.py`
+Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
+Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per SM, which processes
+      several whole sequences
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.  The reason for this
+form of the products: docs/gdn-performance.md.
 """
 
 from triton.experimental import gluon
@@ -44,11 +44,11 @@ def run_roles(
     rings, work, descs, pointers, scale, STATE_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr, HEADS: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Until each role has done its part of `work`."""
+    """Run the roles until each has done its part of `work`."""
     q_desc, k_desc, v_desc, A_desc, out_desc = descs
     initial_ptr, entering_ptr, to_ptr, decays_ptr, norms_ptr = pointers
     AHEAD: gl.constexpr = rings.keys.SIZE - rings.queries.SIZE
-    # of four times 128 threads; the first role has what is left
+    # 512 registers for four groups of 128 threads, of which the first role, `states`, has two
     SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
     gl.warp_specialize(
         [
@@ -68,7 +68,7 @@ def run_inverting_roles(
     rings, work, descs, pointers, inputs, scale, STATE_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr,
     HEADS: gl.constexpr, PACKED: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The same without a launch before, where no segment has a first pass."""
+    """As `run_roles`, but without a launch of `prep_kernel.py` before.  Requires that no segment has a first pass."""
     q_desc, k_desc, v_desc, out_desc = descs
     initial_ptr, final_ptr = pointers
     inversion = allocate_inversion(rings.inverses.SIZE)
@@ -90,11 +90,11 @@ def run_inverting_roles(
 
 @gluon.jit
 def as_tensors(strides):
-    """Three, of which one may be a compile-time 1."""
+    """Three strides as tensors; one of them may be a compile-time 1."""
     return gl.to_tensor(strides[0]), gl.to_tensor(strides[1]), gl.to_tensor(strides[2])
 
 
-# a constant 1 among the arguments of warp_specialize does not compile in Triton 3.6
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
     q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
@@ -140,7 +140,7 @@ def _parts_kernel(
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  Programs stay for several."""
+    """Computes the parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  A program computes several parts."""
     rings = allocate(k_desc.dtype, KEY_RING, RING)
     begin_barriers(rings, False)
     work = parts_of(

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""The inverses of one or two heads' unit lower triangular matrices I + L of a chunk, by four warps.
+"""Inverts the unit lower triangular matrices I + L of a chunk, for one or two heads.
 
-The diagonal blocks of 16 x 16 are inverted by substitution in fp32, a column a thread: a block takes half a warp, so
-that two heads take as many instructions as one.  The rest follows by rows of
-blocks, transposed, with operands in fp16 and sums in fp32:
+The diagonal blocks of 16 x 16 are inverted by substitution in fp32.  Each thread computes one column, so that a block
+uses half a warp, and two heads need as many instructions as one.  The rest is computed by rows of blocks, transposed,
+with fp16 operands and fp32 sums:
 
     A_i^T = (E_i^T - sum_{j < i} A_j^T L_ij^T) D_i^T,      D_i = (I + L_ii)^-1,  E_i the block row i of the identity
 
-fp16 has three more bits than bf16, and entries of A are at most 2 for unit keys and beta up to 2; powers of L, which
-may be large, are nowhere formed.
+fp16 has three more bits of precision than bf16, and entries of A are at most 2 for unit keys and beta up to 2.  Powers
+of L, which may be large, are never formed.
 """
 
 from triton.experimental import gluon
@@ -20,8 +20,8 @@ from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
 BLOCK = gl.constexpr(16)
-BLOCKS = gl.constexpr(4)  # of a chunk
-# (block row, row, block column, column) of a product of 64 x 64 by four warps
+BLOCKS = gl.constexpr(4)  # blocks per chunk
+# Layout (block row, row, block column, column) of a 64 x 64 product of four warps
 in_blocks = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
@@ -31,7 +31,7 @@ in_blocks = gl.constexpr(
         [4, 16, 4, 16],
     )
 )
-of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # (block, row, column) of the diagonal blocks
+of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # layout (block, row, column) of the diagonal blocks
 
 STAGES = {
     "allocate_scratch": "solve_tril",
@@ -46,13 +46,13 @@ STAGES = {
 
 @gluon.constexpr_function
 def narrow(warps):
-    """Layout of products of 16-bit operands: 16 rows for each warp, and 8 columns."""
+    """Layout of products of 16-bit operands: 16 rows per warp, 8 columns."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def by_column(heads, warps):
-    """(head, block, column, row): a thread has a column; half a warp a block, of one head or of two."""
+    """Layout (head, block, column, row) for one or two heads: a thread holds a column, half a warp holds a block."""
     half, *whole = [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]] if warps == 4 else [[0, 1, 0, 0], [0, 2, 0, 0]]
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
@@ -76,7 +76,7 @@ class Scratch:
 
 @gluon.jit
 def allocate_scratch(HEADS: gl.constexpr):
-    """Scratch memory for the inverses of one or two heads."""
+    """Allocate scratch memory for the inverses of one or two heads."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain_3d: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
@@ -89,7 +89,7 @@ def allocate_scratch(HEADS: gl.constexpr):
 
 @gluon.jit
 def diagonal_blocks(matrix):
-    """(block, row, column) of a matrix (i, j)."""
+    """The diagonal blocks (block, row, column) of a matrix (i, j)."""
     i_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, in_blocks))))
     j_b = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, in_blocks))))
     matrix = gl.convert_layout(matrix.reshape([BLOCKS, BLOCK, BLOCKS, BLOCK]), in_blocks)
@@ -98,7 +98,7 @@ def diagonal_blocks(matrix):
 
 @gluon.jit
 def store_lower(product, blocks, beta, lower, diagonal):
-    """L_ij = beta_i product_ij of a head, and its diagonal blocks, `blocks` being those of `product`.
+    """Store L_ij = beta_i product_ij of a head, and its diagonal blocks.  blocks: the diagonal blocks of `product`.
 
     Entries on and above the diagonal are not masked, because nothing reads them.
     """
@@ -110,7 +110,7 @@ def store_lower(product, blocks, beta, lower, diagonal):
 
 @gluon.jit
 def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
-    """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j less what the rows above contribute."""
+    """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j minus the contribution of rows above."""
     layout: gl.constexpr = by_column(HEADS, gl.num_warps())
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
@@ -134,8 +134,12 @@ def block_row(
     BEGIN: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):
-    """`COLUMNS` columns of A_i, from block BEGIN on, as A_i^T (j, i), of a head, from its L, the D_i of all heads, and
-    the block rows from BEGIN to i of all heads, as 16-bit operands."""
+    """A_i^T (j, i) of a head: `COLUMNS` columns of A_i, beginning with block BEGIN.
+
+    rows: block rows BEGIN to i - 1 of all heads, as 16-bit operands
+    lower: L of the head
+    inverted: D_i of all heads
+    """
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -152,7 +156,7 @@ def block_row(
 
 @gluon.jit
 def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
-    """The inverses of the diagonal blocks that `store_lower` has stored."""
+    """Invert the diagonal blocks that `store_lower` has stored."""
     inverses = inverse_of_blocks(diagonal, HEADS).to(gl.float16)
     inverted.store(inverses.reshape([HEADS * CHUNK, BLOCK]))
     role_barrier()
@@ -160,7 +164,7 @@ def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
 
 @gluon.jit
 def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
-    """The four blocks of 16 columns of a head, as one tile: a store of each would wait for the one before."""
+    """Join the four blocks of 16 columns of a head into one tile.  Four stores would each wait for the previous one."""
     first = gl.join(blocks[head], blocks[HEADS + head])
     second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])
     return gl.join(first, second).permute((0, 3, 2, 1)).reshape([first.shape[0], CHUNK])

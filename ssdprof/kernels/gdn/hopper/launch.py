@@ -1,4 +1,4 @@
-"""Launching the Hopper kernels: what they are called with, what a call allocates, how many programs they have."""
+"""Launches of the Hopper kernels: their arguments, workspace and grids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
 
 
 class Begun(NamedTuple):
-    """A call whose first launch is made.  descriptors: of q, k and the inverses."""
+    """A call after its first launch.  descriptors: of q, k and the inverses."""
 
     memory: torch.Tensor | None
     descriptors: tuple[Any, Any, Any]
@@ -30,7 +30,7 @@ class Begun(NamedTuple):
 
 
 def workspace_bytes(inputs: GDNInputs, config: HopperConfig, *, padded: bool = False) -> int:
-    """What a call allocates beyond its outputs."""
+    """Bytes of the workspace of a call."""
     return Workspace.of(inputs, config, padded=padded).layout.nbytes
 
 
@@ -41,9 +41,9 @@ def launch_count(inputs: GDNInputs, config: HopperConfig) -> int:
 
 
 class HopperLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none.
+    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them.
 
-    padded: final states go to the workspace, each with K and V of 128, and only `begin` and `finish` may be called
+    padded: final states are written to the workspace with K = V = 128.  Then call only `begin` and `finish`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class HopperLaunch:
                 "AT_ONCE": at_once,
                 "NORMALISE": inputs.use_qk_l2norm,
                 "num_warps": 4,
-                "maxnreg": 96,  # five programs an SM
+                "maxnreg": 96,  # five programs per SM
             },
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
@@ -103,16 +103,16 @@ class HopperLaunch:
         )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             begun = self.begin(inputs)
-            # the rest while the GPU is at work
+            # the host does the rest while the GPU runs the first launch
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             final_states = self._final_states.empty(self._device)
             self.finish(begun, inputs, out, final_states)
         return GDNOutput(out, final_states)
 
     def begin(self, inputs: GDNInputs) -> Begun:
-        """Allocate the workspace, and launch what inverts the chunks, unless the last launch does.
+        """Allocate the workspace, and launch the kernel that inverts the chunks, unless the last launch inverts them.
 
         The current device must be that of the inputs, here and in `finish`.
         """
@@ -127,7 +127,7 @@ class HopperLaunch:
         return Begun(memory, (q, k, inverse), gates)
 
     def finish(self, begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
-        """Make the other launches."""
+        """Launch the other kernels."""
         memory, (q, k, inverse), gates = begun
         descriptors = (q, k, self._v.of(inputs.v), inverse, self._out.of(out))
         entering, backs = self._slow_heads(memory, descriptors, inputs, gates)
@@ -138,7 +138,7 @@ class HopperLaunch:
         )  # fmt: skip
 
     def padded(self, begun: Begun) -> Part:
-        """Where the final states go, if they are padded."""
+        """The part of the workspace for padded final states."""
         assert begun.memory is not None
         assert self._places.padded is not None
         return Part(begun.memory, self._places.padded)
@@ -152,19 +152,19 @@ class HopperLaunch:
 
 
 def gdn_fused_hopper(inputs: GDNInputs, *, config: HopperConfig) -> GDNOutput:
-    """Output as v, final states in fp32.  Call it only where `config.unsupported` is empty."""
+    """Output in v's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
     return HopperLaunch(inputs, config)(inputs)
 
 
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:
-    """Tiles of one head and a chunk's positions."""
+    """Tiles of one head and one chunk."""
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
 
 
 def _heads_together(group: int) -> int:
-    """Value heads of a program of the first kernel, if a key head has `group`."""
+    """Value heads per program of the first kernel, for `group` value heads per key head."""
     return next((count for count in (2, 3) if group % count == 0), 1)
 
 

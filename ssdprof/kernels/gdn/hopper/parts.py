@@ -1,17 +1,18 @@
 # mypy: ignore-errors
-"""Segments whose head forgets too slowly: which they are, and the parts of a sequence that are computed for them.
+"""Segments of heads that forget too slowly for a first pass, and the parts of a sequence that replace it.
 
-A first pass of more than `limit` chunks is not made.  The state that would come of it comes from parts of the segment
-before instead, each computed by a program of its own from a zero state (N) and with the identity as state and zeros as
-values (M, the transition matrix of the part):
+If a first pass would have more than `limit` chunks, the state that enters the segment is computed from the parts of the
+preceding segment.  A part has two matrices, computed as two items of work: N, its final state from a zero state, and M,
+its transition matrix, computed with the identity as the initial state and zeros as values:
 
     state after a part = M (state before it) + N
 
-N of the segment's first part has M in it where the state before it is known: at the sequence's start, and after a first
-pass where the head forgets.  `combine_kernel.py` takes the parts together.
+The state before a segment's first part is known at the sequence's start, or if a first pass can compute it.  N of that
+part then starts from the known state, and M is not computed.  `combine_kernel.py` combines the parts.
 
-A row is a segment that does not begin its sequence, and a head: heads fastest, then sequences, then segments, as
-programs of `hopper_kernel.py` are.  All programs find the same rows, and take each so-many-th of their parts.
+A row is a pair of a head and a segment that does not begin its sequence.  Heads vary fastest, then sequences, then
+segments, as programs of `hopper_kernel.py` do.  All programs find the same rows, and program p of n computes items p,
+p + n, p + 2n and so on.
 """
 
 from triton.experimental import gluon
@@ -23,8 +24,8 @@ from ssdprof.kernels.gdn.hopper.assignment import Segment, Sequence, sequence_at
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 
 LEAST_ROWS, MOST_ROWS = 128, 512
-LOOKS = gl.constexpr(4096)  # chunks' bounds looked at side by side, of all rows
-FIELDS = gl.constexpr(12)  # of a part in the table
+LOOKS = gl.constexpr(4096)  # bounds that one iteration reads, for all rows together
+FIELDS = gl.constexpr(12)  # table entries per part
 
 STAGES = {
     "segments": "ticket",
@@ -38,7 +39,7 @@ STAGES = {
 
 @aggregate
 class Parts:
-    """The parts that a program computes, one after the other."""
+    """The parts that a program computes, in order."""
 
     table: gl.shared_memory_descriptor  # (parts * FIELDS, 1)
     count: gl.tensor
@@ -58,7 +59,7 @@ class Parts:
 
     @gluon.jit
     def segment_at(self, k):
-        """The k-th one as a first pass without a second, and the program's chunks before it."""
+        """The k-th part, as a segment with a first pass only, and the number of the program's chunks before it."""
         sequence = Sequence(
             self.field(k, 0), self.field(k, 1), self.field(k, 2), self.field(k, 3), self.field(k, 4), self.field(k, 5)
         )  # fmt: skip
@@ -74,7 +75,7 @@ def first_passes(
     rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough,
     HEADS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if there is no such segment."""
+    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not exist."""
     LOOK: gl.constexpr = LOOKS // ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // LOOK, LOOK // 4], [gl.num_warps(), 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -96,21 +97,22 @@ def first_passes(
         left += gl.sum(bound, 1)
         seen += LOOK
         go = (seen < limit) & (gl.max((exists & (back < 0)).to(gl.int32), 0) > 0)
-    back = gl.where(back < 0, first, back)  # over all that is before, if that is short
+    back = gl.where(back < 0, first, back)  # without a negligible state: all chunks before the segment
     return gl.where(exists, gl.where(back > limit, -1, back), 0)
 
 
 @gluon.jit
 def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl.constexpr, PARTS: gl.constexpr):
-    """Part t % (2 PARTS) of a row as the k-th one, with so many chunks before; returns its chunks, too.
+    """Write item t % (2 PARTS) of a row as the program's k-th part.  Returns `before` plus the chunks of the part.
 
-    previous: chunks of the first pass of the row of the segment before, -1 if that one forgets too slowly
+    before: the program's chunks before this part
+    previous: chunks of the preceding segment's first pass, -1 if the head forgets too slowly for one
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part, transition = t % PARTS, t // PARTS % 2
     begin = row // pairs * K + part * (K // PARTS)
     known = (part == 0) & (previous >= 0)
-    # the transition matrix where the state before is known: nothing
+    # if the state before is known: N with the first pass before it, and no chunks for M
     chunks = K // PARTS + gl.where(known, gl.where(transition == 1, -(K // PARTS), previous), 0)
     head = row % HEADS
     fields = (
@@ -128,7 +130,7 @@ def parts_of(
     program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough,
     backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
-    """The program's parts, MOST at most.  The first program stores the rows' first passes for the launches after."""
+    """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next launches."""
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     backs = first_passes(
         rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough, HEADS, ROWS
@@ -145,7 +147,7 @@ def parts_of(
     for k in range(count):
         t = program + k * programs
         row = gl.sum((upto <= t // (2 * PARTS)).to(gl.int32), 0)
-        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)  # 0 where the segment before begins its sequence
+        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)  # 0 if that segment begins its sequence
         sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
     role_barrier()

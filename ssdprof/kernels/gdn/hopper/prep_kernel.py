@@ -1,21 +1,21 @@
 # mypy: ignore-errors
-"""What of a chunk does not depend on any state, for `hopper_kernel.py`.
+"""Computes the parts of each chunk that do not depend on the state, for `hopper_kernel.py`.
 
-With e_i = 1 / |k_i| if keys are to be normalised, else 1, and log2 decays G_i since the chunk's start, a chunk of 64
+With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's start, a chunk of 64
 tokens has
 
     L_ij = beta_i e_i e_j k_i . k_j  for j < i,     A = (I + L)^-1,     stored: e_i A_ij beta_j, transposed
 
-free of decays, which multiply it in the other kernel: between tokens j < i of a chunk they are 2^(G_i - G_j).
+A is free of decays.  The other kernel multiplies by them: between tokens j < i of a chunk they are 2^(G_i - G_j).
 
-In:   k, q (b, l, h, K) through the copy engine | g, beta (b, l, hv) | cu_seqlens (sequences + 1)
+In:   k, q (b, l, h, K) through TMA | g, beta (b, l, hv) | cu_seqlens (sequences + 1)
 Out:  inverse (slots, hv, j, i), k's dtype
       decays (slots, hv, 64) fp32: G_i, not increasing
-      bounds (hv, slots) fp32: log2 of how much of a state that enters the chunk is left after it, at most
-      norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if they are to be normalised
-Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a program has one to
-three value heads of a key head.  What it waits for most is latency: heads share k and its products, two of them the
-instructions of the substitution (`inverse.py`) too, and the loads of g and beta are begun before that of k.
+      bounds (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition (`assignment.py`)
+      norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if the call normalises q and k
+Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a program owns one to
+three value heads of a key head.  The kernel is limited by latency.  So the heads of a program share k and its products,
+two heads also share the instructions of the substitution (`inverse.py`), and g and beta are loaded before k.
 """
 
 from triton import next_power_of_2
@@ -45,8 +45,8 @@ from ssdprof.kernels.gdn.hopper.inverse import (
 )
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 
-EPSILON = gl.constexpr(1e-6)  # of norms
-# (head, i): a warp has whole heads, so that sums over a chunk are within it
+EPSILON = gl.constexpr(1e-6)  # added to squared norms
+# Layout (head, i).  A warp holds whole heads, so that it computes sums over a chunk alone.
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
@@ -63,7 +63,7 @@ STAGES = {
 
 @gluon.jit
 def begin_times_transposed(tile):
-    """tile tile^T (i, j), to be waited for."""
+    """Start tile tile^T (i, j) asynchronously.  The caller waits for it."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
     return warpgroup_mma(tile, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -71,7 +71,7 @@ def begin_times_transposed(tile):
 
 @gluon.jit
 def diagonal_of(product):
-    """Its entries (i, i), by rows."""
+    """The diagonal of `product`, in the layout of its rows."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     return gl.sum(gl.where(o_i[:, None] == o_j[None, :], product, 0.0), 1)
@@ -79,7 +79,7 @@ def diagonal_of(product):
 
 @gluon.jit
 def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
-    """g and beta (head, i) of a program's heads, with a row of zeros after three: a warp has whole heads."""
+    """g and beta (head, i) of a program's heads.  Three heads are padded with a row of zeros."""
     g_ptr, beta_ptr, g_strides, beta_strides = gates
     o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))
@@ -92,7 +92,7 @@ def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
 
 @gluon.jit
 def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
-    """Sums of g (head, i) since the chunk's start."""
+    """Store the sums of g (head, i) since the chunk's start."""
     o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))[:, None]
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, by_head))[None, :]
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
@@ -101,7 +101,7 @@ def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: 
 
 @gluon.jit
 def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
-    """Bounds of a chunk's heads.  squares: |k_i|^2, normalised if asked for."""
+    """Store the bounds of a chunk's heads.  squares: |k_i|^2, of normalised keys if the call normalises them."""
     o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
     grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
     bound = gl.sum(g + grows, 1)
@@ -110,9 +110,9 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
 
 @gluon.jit
 def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
-    """Scratch memory with L of one or two heads of a program, its FIRST-th and the next.
+    """Scratch memory with L of HEADS heads of a program, one or two, beginning with head FIRST.
 
-    blocks: those on the diagonal of KK
+    blocks: diagonal blocks of KK
     """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     scratch = allocate_scratch(HEADS)
@@ -126,7 +126,7 @@ def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
 def inverses_of(
     scratch, betas, factors, dtype: gl.constexpr, FIRST: gl.constexpr, HEADS: gl.constexpr, NORMALISE: gl.constexpr
 ):  # fmt: skip
-    """e_i A_ij beta_j (j, i) of these heads, in shared memory."""
+    """Compute e_i A_ij beta_j (j, i) of these heads, in shared memory."""
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
@@ -158,7 +158,7 @@ def _prep_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
     ROWS: gl.constexpr = next_power_of_2(AT_ONCE)
     PAIR: gl.constexpr = min(AT_ONCE, 2)
-    PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # of a slot
+    PROGRAMS: gl.constexpr = HEADS // AT_ONCE  # programs per slot
     GROUP: gl.constexpr = HEADS // KEY_HEADS
     first_head, slot = gl.program_id(0) % PROGRAMS * AT_ONCE, gl.program_id(0) // PROGRAMS
     key_head = first_head // GROUP
@@ -173,7 +173,7 @@ def _prep_kernel(
         position = (sequence.begin + t).to(gl.int64)
         first = (batch * g_strides[0] + position * g_strides[1], batch * beta_strides[0] + position * beta_strides[1])
         gates = (g_ptr, beta_ptr, g_strides, beta_strides)
-        g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)  # arrive while k does
+        g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)  # overlaps the load of k
         k = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], wide)
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
         mbarrier.init(full, count=1)
@@ -213,7 +213,7 @@ def _prep_kernel(
             KK *= factor[:, None] * gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
         squares.store(square)
         role_barrier()
-        mbarrier.invalidate(full)  # what is allocated below takes its place, and that of k
+        mbarrier.invalidate(full)  # the allocations below reuse its memory and that of k
         if NORMALISE:
             mbarrier.invalidate(q_full)
         store_bounds(

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""Shared memory of `hopper_kernel.py`: rings of tiles and vectors, and the barriers at which its roles meet.
+"""Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
 
-    states      8 warps   the state, transposed, in registers; outputs             role_states.py
-    scores      4 warps   X and W of a chunk, from its inverse                     role_scores.py
-    gates       2 warps   vectors of decays                                        role_gates.py
-    loads       1 warp    q, k, v and the inverse of a chunk, by the copy engine   role_loads.py
-    stores      1 warp    outputs of a chunk, likewise                             role_stores.py
+    states      8 warps   holds the transposed state in registers; computes outputs   role_states.py
+    scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
+    gates       2 warps   computes vectors of decays                                  role_gates.py
+    loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_loads.py
+    stores      1 warp    stores the output of a chunk through TMA                    role_stores.py
 
-Each ring has two barriers a place: `full`, at which its readers wait, and `empty`, at which its writer does.  Turn n of
-a ring of SIZE places has place n % SIZE, and phase n / SIZE % 2.
+Each ring slot has two mbarriers.  Consumers wait at `full`, the producer at `empty`.  Use n of a ring of SIZE slots has
+slot n % SIZE and phase n / SIZE % 2.  TMA is Hopper's copy engine.
 """
 
 from triton.experimental import gluon
@@ -22,13 +22,13 @@ CHUNK = gl.constexpr(64)
 DIM = gl.constexpr(128)  # K and V
 STATE_THREADS = gl.constexpr(256)
 # Vectors of a chunk.  With log2 decays G_i since the chunk's start, key norms n and query norms a:
-FROM_STATE = gl.constexpr(0)  # 2^G_i / n_i: what is left of the state that entered, for key i
-TO_OUTPUT = gl.constexpr(1)  # scale 2^G_i / a_i: the same for query i
+FROM_STATE = gl.constexpr(0)  # 2^G_i / n_i: factor of the entering state at key i
+TO_OUTPUT = gl.constexpr(1)  # scale 2^G_i / a_i: factor of the entering state at query i
 ROW = gl.constexpr(2)  # G_i + log2(scale / a_i)
 COLUMN = gl.constexpr(3)  # G_i
 TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
-DECAY = gl.constexpr(5)  # 2^G_end, 64 times
-BETA = gl.constexpr(6)  # where the kernel inverts
+DECAY = gl.constexpr(5)  # 2^G_end, repeated 64 times
+BETA = gl.constexpr(6)  # beta_i, only if this kernel inverts the chunks
 VECTORS = gl.constexpr(7)
 
 STAGES = {
@@ -47,7 +47,7 @@ STAGES = {
 
 @aggregate
 class Ring:
-    """Places in shared memory, and for each a barrier that it is full and one that it is empty."""
+    """Ring buffer in shared memory, with a `full` and an `empty` mbarrier per slot."""
 
     tiles: gl.shared_memory_descriptor  # (SIZE, rows, columns)
     full: gl.shared_memory_descriptor
@@ -82,17 +82,17 @@ class Ring:
 
 @aggregate
 class Rings:
-    """All of a program's shared memory.  Turns of `queries`, `weights` and `outputs` count chunks of the second pass,
-    those of the others the chunks of both passes."""
+    """The rings of a program.  Uses of `queries`, `weights` and `outputs` count the chunks of the second pass, those of
+    the other rings count the chunks of both passes."""
 
-    keys: Ring  # k (i, K); `full` also says that the vectors are there
+    keys: Ring  # k (i, K); its barriers also cover the vectors
     values: Ring  # v (i, V)
     queries: Ring  # q (i, K)
-    inverses: Ring  # (j, i), transposed
+    inverses: Ring  # inverse (j, i), transposed
     updates: Ring  # X (j, K)
     weights: Ring  # W (i, j)
-    outputs: Ring  # (i, V)
-    vectors: gl.shared_memory_descriptor  # (places of keys * VECTORS, CHUNK)
+    outputs: Ring  # out (i, V)
+    vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
 
     @gluon.constexpr_function
     def __init__(self, keys, values, queries, inverses, updates, weights, outputs, vectors):
@@ -118,7 +118,7 @@ def allocate_ring(dtype: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr
 
 @gluon.jit
 def allocate(dtype: gl.constexpr, KEY_RING: gl.constexpr, RING: gl.constexpr):
-    """All rings; barriers are not to be used yet."""
+    """Allocate all rings.  The barriers are not initialised yet."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Rings(
         keys=allocate_ring(dtype, KEY_RING, DIM),
@@ -141,12 +141,12 @@ def begin_ring(ring, FULL: gl.constexpr, EMPTY: gl.constexpr):
 
 @gluon.jit
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
-    """Says how many arrive: of the states' role each thread for itself, of other roles one for all.
+    """Initialise the barriers with their arrival counts.  In `states` every thread arrives, in other roles one thread.
 
-    It begins only barriers that the roles use.  Triton may put the arguments of the roles where an idle barrier lies,
-    and PTX forbids another use of that memory before mbarrier.inval.
+    Only barriers that the roles use are initialised.  Triton may place the arguments of the roles in the memory of an
+    idle barrier, and PTX forbids another use of that memory before mbarrier.inval.
     """
-    begin_ring(rings.keys, 2, STATE_THREADS + 1)  # by loads and gates; states and scores
+    begin_ring(rings.keys, 2, STATE_THREADS + 1)  # full: loads and gates; empty: states and scores
     begin_ring(rings.values, 1, STATE_THREADS)
     begin_ring(rings.queries, 1, STATE_THREADS + 1)
     begin_ring(rings.inverses, 1, 1)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The role that loads q, k and v of a chunk and stores outputs, where another one makes the inverse.
+"""Role `copies`: loads q, k and v of each chunk and stores outputs, in calls where the role `inverses` inverts.
 
-One warp does both: an output comes when the place of its chunk's keys is let go, which is what the next load waits for.
-What the roles share: `rings.py`.
+One warp does both.  A chunk's output is ready when the ring slot of its keys becomes empty, and the next load waits for
+that slot.  Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "outputs": "chu
 
 @gluon.jit
 def copies(rings, work, descs, out_desc, GROUP: gl.constexpr):
-    """Copies of all chunks; there is no first pass."""
+    """Copy the tiles of all chunks.  Requires that no segment has a first pass."""
     q_desc, k_desc, v_desc = descs
     AHEAD: gl.constexpr = rings.keys.SIZE - rings.queries.SIZE
     chunks = work.chunks()

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The role that makes a chunk's vectors of decays.  What the roles share: `rings.py`."""
+"""Role `gates`: computes each chunk's vectors of decays.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,7 @@ WAITS = {"keys": "ahead"}
 
 @gluon.jit
 def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
-    """All but what is left of the state."""
+    """Store all vectors of decays except FROM_STATE."""
     rings.vector(n, TO_OUTPUT).store(gl.exp2(G) * to_output)
     rings.vector(n, ROW).store(G + gl.log2(gl.to_tensor(to_output)))
     rings.vector(n, COLUMN).store(G)
@@ -32,7 +32,7 @@ def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
 def chunk_gates(
     rings, segment, j, n, decays_ptr, norms_ptr, scale, HEADS: gl.constexpr, KEY_HEADS: gl.constexpr
 ):  # fmt: skip
-    """The vectors of the j-th chunk of both passes, the program's n-th."""
+    """Compute the vectors of the segment's j-th chunk, counted over both passes, which is the program's n-th."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     o_i = gl.arange(0, CHUNK, layout)
     slot = (segment.sequence.slot + segment.first - segment.back + j).to(gl.int64)
@@ -61,7 +61,7 @@ def gates(rings, work, decays_ptr, norms_ptr, scale, HEADS: gl.constexpr, KEY_HE
 
 @gluon.jit
 def load_gates(work, n, inputs, PACKED: gl.constexpr, layout: gl.constexpr):
-    """g and beta of the program's n-th chunk; zeros if there is none, and beyond the sequence's end."""
+    """g and beta of the program's n-th chunk; zeros if it does not exist, and beyond the sequence's end."""
     g_ptr, beta_ptr, g_strides, beta_strides = inputs
     segment, chunk = work.chunk_at(n)
     o_i = gl.arange(0, CHUNK, layout)
@@ -79,7 +79,10 @@ def load_gates(work, n, inputs, PACKED: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def gates_of_inputs(rings, work, inputs, scale, PACKED: gl.constexpr):
-    """The vectors of all chunks, and beta, where no launch before has summed the gates.  Loads are a chunk ahead."""
+    """Compute the vectors of all chunks, and beta, from the gates themselves.  Loads are one chunk ahead.
+
+    Used without a launch of `prep_kernel.py`, which sums the gates otherwise.
+    """
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_i = gl.arange(0, CHUNK, layout)
     g, beta = load_gates(work, gl.to_tensor(0), inputs, PACKED, layout)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The role that inverts a chunk's triangular matrix where no launch before has done so, and what it shares.
+"""Role `inverses`: inverts each chunk's triangular matrix, in calls without a launch of `prep_kernel.py`.
 
-`role_scores.py` makes L of the chunk that comes next, this role A = (I + L)^-1 as `prep_kernel.py` stores it, by
-`inverse.py`.  What all roles share: `rings.py`.
+`role_scores.py` computes L of the next chunk.  This role computes A = (I + L)^-1, as `prep_kernel.py` stores it, with
+`inverse.py`.  `Inversion` is the shared memory of these two roles, `rings.py` that of all roles.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from ssdprof.kernels._gluon import place_in
 from ssdprof.kernels.gdn.hopper.inverse import BLOCK, BLOCKS, block_row, invert_blocks, narrow, side_by_side
 from ssdprof.kernels.gdn.hopper.rings import BETA, CHUNK, Ring, allocate_ring, begin_ring
 
-HALF = gl.constexpr(32)  # columns of the inverse: 16 for each of two warps
+HALF = gl.constexpr(32)  # columns of the inverse per step: 16 for each of two warps
 
 STAGES = {
     "allocate_inversion": "setup",
@@ -28,10 +28,10 @@ WAITS = {"lowers": "waiting.inverse", "inverses": "ahead"}
 
 @aggregate
 class Inversion:
-    """What is in shared memory for it."""
+    """Shared memory for the inversion."""
 
     lowers: Ring  # (i, j) fp16: L
-    diagonals: gl.shared_memory_descriptor  # (places of lowers, 1, j * BLOCKS + block, i) fp32: L_ii, transposed
+    diagonals: gl.shared_memory_descriptor  # (slots of lowers, 1, j * BLOCKS + block, i) fp32: L_ii, transposed
     inverted: gl.shared_memory_descriptor  # (block * BLOCK + j, i) fp16: D_i, transposed
 
     @gluon.constexpr_function
@@ -56,12 +56,12 @@ def allocate_inversion(SIZE: gl.constexpr):
 
 @gluon.jit
 def begin_inversion(inversion):
-    begin_ring(inversion.lowers, 1, 1)  # by scores; the inverses' role
+    begin_ring(inversion.lowers, 1, 1)  # full: scores; empty: inverses
 
 
 @gluon.jit
 def inverse_of(rings, inversion, n):
-    """A_ij beta_j (j, i) of the program's n-th chunk."""
+    """Compute A_ij beta_j (j, i) of the program's n-th chunk."""
     dtype: gl.constexpr = rings.keys.tiles.dtype
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The role that loads q, k, v and the inverse of a chunk, by the copy engine.  What the roles share: `rings.py`."""
+"""Role `loads`: loads q, k, v and the inverse of each chunk through TMA.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +14,7 @@ WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "inverses": "ah
 
 @gluon.jit
 def load_tile(ring, n, desc, head, segment, chunk):
-    """Rows of a chunk; zeros beyond the sequence's end."""
+    """Load the rows of a chunk into a ring.  TMA writes zeros beyond the sequence's end."""
     ring.wait_empty(n)
     mbarrier.expect(ring.full_at(n), 2 * CHUNK * DIM)
     where = [segment.sequence.tile, head, segment.sequence.row + chunk * CHUNK, 0]
@@ -23,9 +23,10 @@ def load_tile(ring, n, desc, head, segment, chunk):
 
 @gluon.jit
 def load_chunk(rings, segment, j, n, m, descs, AHEAD: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """What of the j-th chunk of both passes, the program's n-th, both need; and q of the chunk AHEAD before it.
+    """Load k and the inverse of the segment's j-th chunk, and v and q of chunk j - AHEAD.
 
-    q has fewer places than k and v, so that it waits longer for one, and nothing is to wait for it.
+    j counts the chunks of both passes, and n is the index of the chunk in the program.  v and q have AHEAD fewer ring
+    slots than k.  They are loaded AHEAD chunks later, so that waiting for their slots does not delay k.
     """
     q_desc, k_desc, v_desc, A_desc = descs
     nchunks = segment.back + segment.nchunks

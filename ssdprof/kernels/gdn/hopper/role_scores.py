@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""The role that makes from a chunk's inverse what the state and the output take: the update X and the weights W.
+"""Role `scores`: computes from a chunk's inverse the update X of the state and the weights W of the output.
 
 With B_ij = e_i A_ij beta_j as `prep_kernel.py` stores it, and log2 decays G_i since the chunk's start,
 
     X_j  = 2^(G_end - G_j) (B^T K)_j                        (j, K)
     W_ij = scale / |q_i| 2^(G_i - G_j) (tril(Q K^T) B)_ij   (i, j), lower triangular
 
-so that decays multiply products whose operands have none.  X comes first: the state waits for it.
-What the roles share: `rings.py`.
+so that decays multiply products whose operands have none.  X is computed first, because the state waits for it.
+Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,7 @@ from ssdprof.kernels._gluon import masked, product_layout
 from ssdprof.kernels.gdn.hopper.inverse import diagonal_blocks, store_lower
 from ssdprof.kernels.gdn.hopper.rings import BETA, CHUNK, COLUMN, DIM, ROW, TO_END
 
-PARTS = gl.constexpr(2)  # of X's columns, one product each: what registers allow
+PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
 
 STAGES = {
     "update_of": "state_factor",
@@ -44,7 +44,7 @@ WAITS = {
 
 @gluon.jit
 def update_of(rings, n):
-    """X of the program's n-th chunk."""
+    """Compute X of the program's n-th chunk."""
     WIDTH: gl.constexpr = DIM // PARTS
     layout: gl.constexpr = product_layout(WIDTH, 4)
     rings.keys.wait_full(n)
@@ -67,7 +67,7 @@ def update_of(rings, n):
 
 @gluon.jit
 def weights_of(rings, n, m, lower):
-    """W of the program's n-th chunk, the m-th of the second pass."""
+    """Compute W of the program's n-th chunk, the m-th of the second pass."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
@@ -82,14 +82,14 @@ def weights_of(rings, n, m, lower):
     decay = gl.exp2(row[:, None] - column[None, :])
     product = warpgroup_mma_wait(0, deps=[begun])
     rings.weights.wait_empty(m)
-    W.store(masked((product * decay).to(W.dtype), lower))  # masked after all that may overflow above the diagonal
+    W.store(masked((product * decay).to(W.dtype), lower))  # mask last: products above the diagonal may overflow
     fence_async_shared()
     mbarrier.arrive(rings.weights.full_at(m), count=1)
 
 
 @gluon.jit
 def lower_of(rings, inversion, n):
-    """L of the program's n-th chunk."""
+    """Compute L of the program's n-th chunk."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
     rings.keys.wait_full(n)
     k = rings.keys.tile(n)
@@ -104,7 +104,10 @@ def lower_of(rings, inversion, n):
 
 @gluon.jit
 def scores_and_lower(rings, inversion, work):
-    """L a chunk ahead of all else, of sequences without first passes: what it becomes takes a chunk's time."""
+    """Compute L one chunk ahead of X and W, because its inversion takes the time of a chunk.
+
+    Requires that no segment has a first pass.
+    """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""The role that holds the state in registers and makes the outputs.
+"""Role `states`: holds the state in registers and computes the outputs.
 
-State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand straight from registers.  A
-chunk whose keys are K, with X and W of `role_scores.py`, makes of the state S that enters it
+State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly from registers.
+From the state S that enters a chunk, its keys K, and X and W of `role_scores.py`, the role computes
 
-    Y  = V - 2^G (K S) / |k|      what the state does not yet know of the values
+    Y  = V - 2^G (K S) / |k|      the values minus those that the state already returns
     S' = 2^G_end S + X^T Y
     O  = scale 2^G / |q| (Q S) + W Y
 
-so that two products depend on each other from state to state, K S and X^T Y.  What the roles share: `rings.py`.
+From one state to the next, two products depend on each other: K S and X^T Y.  Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
@@ -40,7 +40,7 @@ WAITS = {
     "weights": "waiting.weights",
     "outputs": "chunk_output",
 }
-INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # where the strides of states begin among STATE_STRIDES
+INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # offsets of the strides of these states in STATE_STRIDES
 by_k = gl.constexpr(product_layout(128, 8))  # (V, K)
 by_i = gl.constexpr(product_layout(64, 8))  # (V, i)
 k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 8), 2))
@@ -49,7 +49,7 @@ i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(64, 8), 2))
 
 @gluon.jit
 def unknown_values(rings, state, n):
-    """Y (V, i) of the program's n-th chunk as an operand, the state that enters it, likewise, and the chunk's decay."""
+    """Y (V, i) of the program's n-th chunk and the state that enters it, both as operands, and the chunk's decay."""
     dtype: gl.constexpr = rings.keys.tiles.dtype
     rings.keys.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
@@ -70,7 +70,7 @@ def pass_chunk(rings, state, n):
     Y, _, decay = unknown_values(rings, state, n)
     rings.updates.wait_full(n)
     begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
-    role_barrier()  # all threads have to meet once in each turn of a loop that waits; here it costs least
+    role_barrier()  # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
     state = warpgroup_mma_wait(0, deps=[begun])
     arrive(rings.keys.empty_at(n))
     arrive(rings.values.empty_at(n))
@@ -80,7 +80,7 @@ def pass_chunk(rings, state, n):
 
 @gluon.jit
 def scan_chunk(rings, state, n, m):
-    """The state after the program's n-th chunk, the m-th of the second pass, whose output goes to `stores`."""
+    """The state after the program's n-th chunk, the m-th of the second pass.  Passes the output to `stores`."""
     dtype: gl.constexpr = rings.keys.tiles.dtype
     Y, entered, decay = unknown_values(rings, state, n)
     rings.updates.wait_full(n)
@@ -127,7 +127,7 @@ def row_tile(ptr, segment):
 
 @gluon.jit
 def pass_part(rings, segment, n, initial_ptr, parts_ptr, STATE_STRIDES: gl.constexpr, HEADS: gl.constexpr):
-    """What a part of a slow head's sequence adds to a zero state, or, of zeros for v, makes of the identity."""
+    """Compute N or M of a part of a slow head's sequence (`parts.py`)."""
     o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
     state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == HEADS), 1.0, 0.0)
     if initial_ptr is not None:  # noqa: SIM102
@@ -144,13 +144,16 @@ def pass_part(rings, segment, n, initial_ptr, parts_ptr, STATE_STRIDES: gl.const
 def scan_segment(
     rings, segment, n, initial_ptr, entering_ptr, final_ptr, STATE_STRIDES: gl.constexpr
 ):  # fmt: skip
-    """Outputs of a segment, after n chunks of others, and the final state if its sequence ends with it."""
+    """Compute the outputs of a segment, and the final state if it ends its sequence.
+
+    n: the program's chunks before this segment
+    """
     state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
     if entering_ptr is not None:  # noqa: SIM102
         if segment.row >= 0:
             state = gl.load(row_tile(entering_ptr, segment))
     if initial_ptr is not None:  # noqa: SIM102
-        if segment.back == segment.first:  # what enters is that of the sequence
+        if segment.back == segment.first:  # the state that enters is the initial state
             state = gl.load(state_tile(initial_ptr, segment, INITIAL, STATE_STRIDES)).to(gl.float32)
     role_barrier()
     for j in range(segment.back):
@@ -165,7 +168,7 @@ def scan_segment(
 def states(
     rings, work, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
-    """The role that begins with the program's first thread.  to: final states, or parts."""
+    """The role of the program's first threads.  to: final states, or parts."""
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
         if work.MAKES_PARTS:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The role that stores a chunk's output, by the copy engine.  What the roles share: `rings.py`."""
+"""Role `stores`: stores each chunk's output through TMA.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -13,7 +13,7 @@ WAITS = {"outputs": "chunk_output"}
 
 @gluon.jit
 def store_chunk(rings, n, out_desc, segment, chunk):
-    """The program's n-th output, and wait until its place has been read."""
+    """Store the program's n-th output, wait until TMA has read the ring slot, and release the slot."""
     rings.outputs.wait_full(n)
     where = [segment.sequence.tile, segment.head, segment.sequence.row + chunk * CHUNK, 0]
     async_store(out_desc, where, rings.outputs.tile(n).reshape([1, 1, CHUNK, DIM]))
@@ -23,7 +23,7 @@ def store_chunk(rings, n, out_desc, segment, chunk):
 
 @gluon.jit
 def stores(rings, work, out_desc):
-    """Up to the sequence's end."""
+    """Store the outputs of all segments.  TMA writes nothing beyond the sequence's end."""
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
         for i in range(segment.nchunks):

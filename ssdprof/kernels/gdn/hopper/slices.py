@@ -1,8 +1,8 @@
 """The Hopper kernels for K and V other than 128: K up to 128, and V in slices of up to 128.
 
-A slice of a value head's V is a value head of its own, with the same q, k and gates, for the columns of a state do not
-depend on each other.  The copy engine fills tiles up with zeros, to 128 of K and of V, and leaves out what is beyond
-when it writes.  States, which it does not copy, are padded here.
+The columns of a state do not depend on each other.  So each slice of a value head's V is treated as a value head, with
+the same q, k and gates.  TMA pads tiles with zeros to K = V = 128 when it reads, and skips the padding when it writes.
+States are not copied through TMA, so this module pads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ssdprof.kernels.gdn.hopper.workspace import padded_strides
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.states import FinalStates
 
-LEAST = 64  # of K, and of V in a slice: with at most as many, half of each product would be zeros
+LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
 
 
 def slice_count(inputs: GDNInputs) -> int:
@@ -25,7 +25,7 @@ def slice_count(inputs: GDNInputs) -> int:
 
 
 def unsupported(inputs: GDNInputs) -> str:
-    """Why these kernels cannot take `inputs`, or are not the ones to take them; empty if they are."""
+    """Why these kernels do not support `inputs`, or should not run them; empty if they should."""
     key_dim, value_dim, count = inputs.q.shape[3], inputs.v.shape[3], slice_count(inputs)
     if not LEAST < key_dim <= DIM.value or value_dim % count or value_dim // count <= LEAST:
         return f"K {key_dim} with V {value_dim}"
@@ -35,7 +35,7 @@ def unsupported(inputs: GDNInputs) -> str:
 
 
 def by_slice(inputs: GDNInputs) -> GDNInputs:
-    """With a value head for each slice, as views: gates and the initial state are still those of whole heads."""
+    """`inputs` with one value head per slice, as views.  Gates and the initial state are still those of whole heads."""
     *tokens, heads, value_dim = inputs.v.shape
     count = slice_count(inputs)
     v = inputs.v.view(*tokens, heads * count, value_dim // count)
@@ -43,9 +43,9 @@ def by_slice(inputs: GDNInputs) -> GDNInputs:
 
 
 def sliced(inputs: GDNInputs) -> GDNInputs:
-    """What the kernels take: value heads are slices, gates and an initial state of (DIM, DIM) those of slices.
+    """The inputs that the kernels receive: v, gates and an initial state of (DIM, DIM) have one head per slice.
 
-    Gates and state are on the meta device: their shapes, strides and dtypes alone.
+    Gates and state are on the meta device and have only shapes, strides and dtypes.
     """
     of_slices, initial, dim = by_slice(inputs), inputs.initial_state, DIM.value
     heads = of_slices.v.shape[2]
@@ -58,7 +58,7 @@ def sliced(inputs: GDNInputs) -> GDNInputs:
 
 
 def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
-    """What a call allocates beyond its outputs."""
+    """Bytes of the workspace of a call."""
     of_slices = sliced(inputs)
     gates = of_slices.g.nbytes + of_slices.beta.nbytes if slice_count(inputs) > 1 else 0
     initial = 0 if of_slices.initial_state is None else of_slices.initial_state.nbytes
@@ -66,7 +66,7 @@ def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
 
 
 class SlicedLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them."""
 
     def __init__(self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False) -> None:
         """config: for `by_slice(inputs)`."""
@@ -84,7 +84,7 @@ class SlicedLaunch:
             self._initial_padded = self._joined(padded_strides(heads * self._count, state_v_first=False))
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             if self._count > 1:
                 shape, g, beta = self._gates
                 gates = {
@@ -93,7 +93,7 @@ class SlicedLaunch:
                 }
                 inputs = GDNInputs.unchecked(**vars(inputs) | gates)
             begun = self._launch.begin(inputs)
-            # the rest while the GPU is at work
+            # the host does the rest while the GPU runs the first launch
             if inputs.initial_state is not None:
                 inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": self._pad(inputs.initial_state)})
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)

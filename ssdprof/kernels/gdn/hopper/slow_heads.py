@@ -1,4 +1,4 @@
-"""Launching what makes the states that enter segments of heads that forget slowly: `parts.py`, `combine_kernel.py`."""
+"""Launches that compute the states entering segments of slow heads: `parts.py` and `combine_kernel.py`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BLOCK_V = 16  # rows of a transposed state in one program of `combine_kernel.py`
 
 
 class SlowHeads:
-    """Two launches, or none if `config.slow_parts` is 0 or no segment has one before it.
+    """Two launches, or none if `config.slow_parts` is 0 or every segment begins its sequence.
 
-    Raises ValueError if a segment cannot be divided into so many parts, or if there are more rows than `MOST_ROWS`.
+    Raises ValueError if `slow_parts` does not divide a segment, or if there are more rows than `MOST_ROWS`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SlowHeads:
         inputs: GDNInputs,
         gates: tuple[Part | None, ...],
     ) -> tuple[Part | None, Part | None]:
-        """The states that enter and backs, for the kernel that makes the outputs.
+        """Launch both kernels.  Returns the entering states and backs, which the main kernel reads.
 
         descriptors: of q, k, v, inverse and out; gates: decays, bounds, norms
         """

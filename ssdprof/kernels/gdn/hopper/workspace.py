@@ -1,4 +1,4 @@
-"""What a call of the Hopper kernels allocates beyond its outputs."""
+"""The workspace of a call of the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Places of what one launch leaves for another; None where a call has no such launch.
+    """Places of the tensors that one launch writes for another; None if a call has no such launch.
 
-    inverse (slots, HV, 64, 64), in q's dtype | decays (slots, HV, 64), bounds (HV, slots) fp32: of `prep_kernel.py`
-    norms: (slots, H, 2, 64) fp32, if it normalises q and k
-    backs (rows) int32, parts (rows, parts, 2, V, K), entering (rows, V, K) fp32: `slow_heads.py`
-    padded: (sequences, HV, 128, 128) fp32, final states that are copied from there: `slices.py`
+    `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
+        norms (slots, H, 2, 64) fp32, if it normalises q and k
+    `slow_heads.py`: backs (rows) int32 | parts (rows, parts, 2, V, K) fp32 | entering (rows, V, K) fp32
+    `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
 
     layout: Layout
@@ -52,6 +52,6 @@ class Workspace:
 
 
 def padded_strides(heads: int, *, state_v_first: bool) -> tuple[int, int, int, int]:
-    """Strides of padded states (sequences, HV, K, V).  state_v_first: with V before K in memory."""
+    """Strides of padded states (sequences, HV, K, V).  state_v_first: V precedes K in memory."""
     dim = DIM.value
     return (heads * dim * dim, dim * dim, *((1, dim) if state_v_first else (dim, 1)))

@@ -1,4 +1,4 @@
-"""How the portable kernels cut a call into programs, and why."""
+"""How the portable kernels divide a call into programs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import triton
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
-_MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on forgetting
-_ENOUGH_CHUNKS = 16  # chunks of 64 per multiprocessor from which wide slices of V are faster, on an H200
-_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # that one program may have
+_MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
+_ENOUGH_CHUNKS = 16  # from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
+_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # most shared memory of a program
 _LEAST_SHARED_BYTES = 99 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class PortableConfig:
-    """Chosen by shapes, dtype and GPU; by the number of sequences too unless a call is to be batch invariant.
+    """Chosen by shapes, dtype and GPU, and by the number of sequences unless the call is batch invariant.
 
     chunk: positions per chunk: 16, 32, 64 or 128
-    segment: chunks per segment; 0 for a segment per sequence
-    block_k: how much of K is multiplied at once, in both launches, a power of two of at least 16
-    block_v: how much of V one program holds, a power of two of at least 16
-    v_rows: whether the state is held as (V, K), a register operand of both products, or as (K, V)
+    segment: chunks per segment; 0: one segment per sequence
+    block_k: block of K per product, in both launches, a power of two of at least 16
+    block_v: slice of V per program, a power of two of at least 16
+    v_rows: the state is held as (V, K), a register operand of both products; otherwise as (K, V)
     num_warps, scan_stages: of the second launch; stages are chunks in flight
-    factors_warps, factors_registers: of the first launch; at most so many registers a thread, 0 for no limit
+    factors_warps, factors_registers: of the first launch; most registers per thread, 0: no limit
     """
 
     chunk: int = 64
@@ -43,9 +43,9 @@ class PortableConfig:
     def choose(
         cls, inputs: GDNInputs, capability: tuple[int, int], sm_count: int, *, batch_invariant: bool = False
     ) -> PortableConfig:
-        """As many programs as there are multiprocessors, if there can be: first by slices of V, then by segments.
+        """As many programs as multiprocessors, if possible: first by slices of V, then by segments.
 
-        Packed sequences that are to be batch invariant are not cut, because their lengths are not known on the host.
+        Packed sequences are not cut in a batch-invariant call, because the host does not know their lengths.
         """
         heads, value_dim = inputs.v.shape[2:]
         key_dim = inputs.q.shape[3]
@@ -76,7 +76,7 @@ class PortableConfig:
                 reason="narrow slices of V, for more programs",
             )  # fmt: skip
         if capability == (9, 0) and block_k <= 64 and inputs.q.dtype != torch.float32:
-            # three programs on a multiprocessor instead of two: 1,153 us instead of 1,366 (H200, 16/32 heads, 64K)
+            # three programs per multiprocessor instead of two: 1,153 us instead of 1,366 (H200, 16/32 heads, 64K)
             config = replace(config, factors_registers=168)
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
         return replace(
@@ -86,14 +86,17 @@ class PortableConfig:
         )
 
     def segment_for(self, inputs: GDNInputs, segments: int) -> int:
-        """Chunks per segment if a sequence is to have as many as `segments`; 0 if it is not to be cut."""
+        """Chunks per segment for at most `segments` segments per sequence; 0 if sequences are not cut."""
         chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
         per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
         return 0 if per_segment >= chunks else int(per_segment)
 
     def stages_that_fit(self, inputs: GDNInputs, shared_bytes: int) -> int:
-        """`scan_stages`, or as many as there is shared memory for beside one chunk's state, residual and output, which
-        registers hold where slices are rows of at most 32."""
+        """`scan_stages`, or fewer if shared memory is too small.
+
+        Shared memory also holds one chunk's state, residual and output.  With `v_rows` and slices of at most 32 these
+        are in registers.
+        """
         size = inputs.q.element_size()
         padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
         chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)  # k, q, state_factor, out_factor, v
@@ -103,12 +106,12 @@ class PortableConfig:
 
 
 def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
-    """The most of K that a kernel multiplies at once without spilling more than the compilation tests allow.
+    """The largest block of K with which the kernels spill no more than the compilation tests allow.
 
-    On major 9 these are the fastest of those measured on an H200; on the others nothing was measured.
+    For major 9 these were the fastest on an H200.  For the others nothing was measured.
     """
     if major not in (9, 10, 11):
-        return 32  # products read their operands from registers: with 64, the first launch spills
+        return 32  # products read operands from registers: with 64, the first launch spills
     if key_dim > 128 or (wide and major == 9):
         return 64
-    return 128  # wide slices on major 10: Triton 3.6 compiles two blocks of K to a kernel that only traps
+    return 128  # wide slices on major 10: for two blocks of K, Triton 3.6 generates a kernel that only traps

@@ -1,21 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""First launch: for every chunk and value head, what the chunk does to a state, whatever that state is.
+"""First launch: computes, for every chunk and value head, the factors that do not depend on the state.
 
-With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, Q and K of unit length if asked for,
+With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, Q and K normalised if the call asks for it,
 
     A = (I + tril(diag(beta) K K^T, -1))^-1                    scaled_dot_kkt, solve_tril
     X_j = beta_j (d_end / d_j) (A^T K)_j                       state_factor
     W_ij = scale beta_j (d_i / d_j) (tril(Q K^T) A)_ij         out_factor
     Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y      second launch: `scan.py`
 
-A does not depend on g: the decay from j to i factors out of both products.  The lengths of q's and k's rows are fp32
-factors of the results and of A's rows, so q and k are rounded no further.
+A does not depend on g: the decay from j to i factors out of both products.  The norms of the rows of q and k are fp32
+factors of the results and of the rows of A, so that q and k are not rounded again.
 
 In:   q, k (B, T, H, K) | g, beta (B, T, HV) | cu_seqlens (sequences + 1)
 Out:  state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), both in the operands' dtype
-      rows (slots, HV, 2, C) fp32: what multiplies rows of K S and of Q S
-      chunks (slots, HV, 2) fp32: d_end, and log2 of a bound on how much of a state's norm is left after the chunk
-Grid: (slots * HV), heads fastest: those of one k head run side by side.
+      rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S
+      chunks (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor of a state's norm over the chunk
+Grid: (slots * HV), heads fastest, so that the value heads of one k head run at the same time.
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); docs/gdn-mathematics.md.
 """
 
@@ -32,7 +32,7 @@ from ssdprof.kernels.gdn.portable.inverse import unit_lower_inverse
 from ssdprof.kernels.gdn.portable.positions import piece_of_slot
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost the differences after it their digits
+FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost later differences their precision
 L2NORM_EPS = tl.constexpr(1e-6)
 
 STAGES = {"_gdn_factors_kernel": "setup", "load_rows": "caller", "log2_decays": "gate_cumsum"}
@@ -40,7 +40,7 @@ STAGES = {"_gdn_factors_kernel": "setup", "load_rows": "caller", "log2_decays": 
 
 @triton.jit
 def load_rows(ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """Positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM, and where m_t forbids."""
+    """Load positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM and where m_t is false."""
     p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
         return tl.load(p)
@@ -52,7 +52,7 @@ def load_rows(ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.co
 
 @triton.jit
 def log2_decays(g_ptr, stride, o_t, m_t):
-    """g in powers of two, clamped to [FORGOTTEN, 0]; 0 past the sequence's end.  NaN stays NaN."""
+    """g in log2 units, clamped to [FORGOTTEN, 0]; 0 past the sequence's end.  NaN stays NaN."""
     g = tl.load(g_ptr + o_t.to(tl.int64) * stride, mask=m_t, other=0.0).to(tl.float32)
     return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
@@ -107,7 +107,7 @@ def _gdn_factors_kernel(
         k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, n * BLOCK_K + o_k, KEY_DIM, ALIGNED, WHOLE)
         k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
         kk = tl.dot(k.to(OPERAND), tl.trans(k.to(OPERAND)), kk, input_precision=DOT_PRECISION)
-    k_length = tl.full((CHUNK,), 1.0, tl.float32)  # one over it
+    k_length = tl.full((CHUNK,), 1.0, tl.float32)  # reciprocal of the norm
     if L2NORM:
         k_length = tl.rsqrt(k_squares + L2NORM_EPS)
     kk *= (beta * k_length)[:, None] * k_length[None, :]
@@ -145,7 +145,7 @@ def _gdn_factors_kernel(
     rows_ptr += place * (2 * CHUNK)
     tl.store(rows_ptr + o_t, since_start * k_length)
     tl.store(rows_ptr + CHUNK + o_t, since_start * q_scale)
-    # with unit keys and beta up to 2, a position turns a state at most: only longer ones or a larger beta stretch it
+    # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger beta may
     stretch = tl.abs(1.0 - beta * k_squares * (k_length * k_length))
     stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))
     tl.store(chunks_ptr + place * 2, decay_exp2(end))

@@ -4,13 +4,13 @@
     [I + L1        ]^-1   [   A1         ]
     [  C     I + L2]    = [-A2 C A1   A2 ]
 
-Let A be block diagonal and hold the inverses of the diagonal blocks of s rows, and let C be what L holds between the
-two halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.  Every entry
-of these products is an entry of an inverse, which stays small however collinear the keys are; a Neumann series would
-compute powers of L, which do not.
+Let A be the block diagonal matrix of the inverses of the diagonal blocks of s rows, and let C hold the entries of L
+between the two halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.
+Every entry of these products is an entry of an inverse, which stays small even for collinear keys.  A Neumann series
+would compute powers of L, which do not stay small.
 
-Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands in MERGE: fp16 has as
-many digits as tf32 and costs half, but only the entries of normalised keys are sure to be in its range.
+Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands in MERGE.  fp16 has
+the precision of tf32 and costs half, but its range is guaranteed to be sufficient only for normalised keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ssdprof.kernels._triton import DOT_PRECISION
 
-LEAF = tl.constexpr(16)  # the least number of rows in a product
+LEAF = tl.constexpr(16)  # least rows of a product
 
 STAGES = {"between_halves": "solve_tril", "leaf_inverses": "solve_tril", "unit_lower_inverse": "solve_tril"}
 
@@ -45,15 +45,16 @@ def leaf_inverses(L):
 
 @triton.jit
 def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 for L (s, s) fp32, of which only entries below the diagonal count; s is 16, 32, 64 or 128.
+    """(I + L)^-1 for L (s, s) fp32.  Reads only entries below the diagonal.  s is 16, 32, 64 or 128.
 
-    MERGE, PRECISION: dtype of the operands that join blocks of 16 rows, and how they are multiplied if that is fp32
+    MERGE: dtype of the operands of the products that join blocks of 16 rows
+    PRECISION: input precision of these products if MERGE is fp32
     """
     SIZE: tl.constexpr = L.shape[0]
     LEAVES: tl.constexpr = SIZE // LEAF
     o_n = tl.arange(0, LEAVES)
     diagonal = (o_n[:, None] == o_n[None, :])[:, None, :, None]
-    # a sum over a dimension with one term each takes the diagonal blocks out
+    # extract the diagonal blocks: each sum has one nonzero term
     leaves = tl.sum(tl.where(diagonal, tl.reshape(L, (LEAVES, LEAF, LEAVES, LEAF)), 0.0), axis=2)
     A = tl.reshape(leaf_inverses(leaves), (LEAVES, LEAF, 1, LEAF))
     A = tl.reshape(tl.where(diagonal, A, 0.0), (SIZE, SIZE))

@@ -1,4 +1,4 @@
-"""The portable kernel: what it allocates, and its two launches."""
+"""The portable kernel: its workspace and its two launches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ssdprof.kernels.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """What the first launch leaves for the second: shapes by name, and the operands' dtype."""
+    """Shapes of the tensors that the first launch writes for the second, and the dtype of operands."""
 
     state_factor: tuple[int, ...]
     out_factor: tuple[int, ...]
@@ -47,7 +47,7 @@ class Workspace:
         )
 
     def allocate(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """In the order of the fields, uninitialised."""
+        """Uninitialised tensors, in the order of the fields."""
         operands, gates = (self.state_factor, self.out_factor), (self.rows, self.chunks)
         return (
             *(torch.empty(shape, dtype=self.operand_dtype, device=device) for shape in operands),
@@ -61,7 +61,7 @@ class Workspace:
 
 
 class PortableLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `GDNInputs.signature`, and holds none."""
+    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them."""
 
     def __init__(self, inputs: GDNInputs, precision: Precision, config: PortableConfig, *, state_v_first: bool) -> None:
         self._workspace = Workspace.of(inputs, precision, config)
@@ -134,7 +134,7 @@ class PortableLaunch:
         )  # fmt: skip
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             device = inputs.q.device
             factors = self._workspace.allocate(device)
             self._factors(
@@ -150,7 +150,9 @@ class PortableLaunch:
 
 
 def _alignment(*tensors: torch.Tensor) -> int:
-    """Bytes, up to 16, of which every row's address in these tensors is a multiple: Triton sees that by itself only of
-    strides that are multiples of 16 elements."""
+    """Alignment in bytes, up to 16, of all rows of these tensors.
+
+    Triton itself detects it only for strides that are multiples of 16 elements.
+    """
     strides = (stride * one.element_size() for one in tensors for stride in one.stride()[:3])
     return gcd(16, *strides, *(one.data_ptr() for one in tensors))

@@ -1,16 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""Second launch: the states, chunk after chunk, in registers, and the output.
+"""Second launch: computes the output, with the state in registers from chunk to chunk.
 
     Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y
 
-X (state_factor), W (out_factor), d (rows) and d_end (chunks) come from `factors.py`.  From chunk to chunk, two products
-depend on one another: K S and X^T Y.
+X (state_factor), W (out_factor), d (rows) and d_end (chunks) come from `factors.py`.  From one chunk to the next, two
+products depend on each other: K S and X^T Y.
 
 One program owns one slice of V of one head of one segment.  A segment that does not begin its sequence needs the state
-that enters it: the program starts as many chunks earlier, without output, as it takes to forget any state (a factor of
-2^-24 on its norm, less than fp32 rounds), or at the sequence's start.  No program waits for another.
+that enters it.  The program computes it by starting at an earlier chunk, without output.  From that chunk to the
+segment, the norm of any state falls to at most 2^-24 of itself, less than a rounding of fp32.  If there is no such
+chunk, the program starts at the sequence's start.  No program waits for another.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | state_factor, out_factor, rows, chunks | cu_seqlens (sequences + 1)
       initial_states (sequences, HV, K, V)
@@ -30,8 +31,8 @@ from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.portable.factors import load_rows
 from ssdprof.kernels.gdn.portable.positions import first_slot, piece_of_slot
 
-NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of what is left of a state that no longer counts
-LOOK_BACK = tl.constexpr(128)  # chunks looked at side by side
+NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
+LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
 STAGES = {
     "chunks_to_forget": "warm_up",
@@ -45,7 +46,7 @@ STAGES = {
 
 @triton.jit
 def chunks_to_forget(bounds_ptr, stride, count):
-    """How many of the `count` chunks before `bounds_ptr` it takes to forget a state; `count` if it never happens."""
+    """Number of chunks before `bounds_ptr` after which a state is negligible; `count`, all of them, if it never is."""
     o = tl.arange(0, LOOK_BACK)
     needed, block = tl.cast(count, tl.int32), 0
     tail = 0.0
@@ -61,7 +62,7 @@ def chunks_to_forget(bounds_ptr, stride, count):
 
 @triton.jit
 def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A slice of V of a stored state, in fp32."""
+    """Load a slice of V of a stored state, in fp32."""
     state = ()
     for n in tl.static_range((KEY_DIM + BLOCK_K - 1) // BLOCK_K):
         o_n = state_k + n * BLOCK_K

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""GDN stage 6 of 6: the output, from the state that enters the chunk and from what the chunk has written since.
+"""GDN stage 6 of 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
 
     out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]
                          + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j, k]) * v_new[v, j])
@@ -49,7 +49,7 @@ def _gdn_chunk_output_kernel(
     OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # --- which values are mine: heads of one chunk are neighbours, because they share q and k
+    # --- this program's values; heads of one chunk are in neighbouring programs, because they share q and k
     V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     i_bch = tl.program_id(0) // V_BLOCKS
     i_h, i_bc = i_bch % heads, i_bch // heads

@@ -1,18 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""GDN stage 5 of 6: the state that enters each chunk, what the chunk writes into it, and the state at the end.
+"""GDN stage 5 of 6: the state that enters each chunk, the values that the chunk writes, and the final state.
 
     v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
     S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
 
-with S the state transposed, which enters the chunk and is written to prev_states, and g_end = g_cumsum[C - 1].
-The serial stage: a program keeps a block of rows of S in registers, in fp32, from chunk to chunk.  Rows of S come out
-of one product and go into the other as its first operand, which is read from registers.
+S is the transposed state that enters the chunk, stored as prev_states, and g_end = g_cumsum[C - 1].  This is the serial
+stage: a program keeps a block of rows of S in fp32 registers from chunk to chunk.  Rows of S are the result of one
+product and the first operand of the other, which is read from registers.
 
 In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C) fp32
       initial_state (sequences, HV, K, V) or None
 Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
       final_states (sequences, HV, K, V) fp32
-Grid: (sequences * HV * v-blocks).  One program owns a block of one head's state and walks over the sequence's chunks.
+Grid: (sequences * HV * v-blocks).  One program owns a block of one head's state and loops over the sequence's chunks.
 Oracle: `chunk_state` in tests/kernels/gdn_stages.py.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464),
 section 3.3.
 """
@@ -48,7 +48,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
-    """Zeros where the mask is not set; WHOLE: it is set everywhere."""
+    """Load, with zeros where the mask is false.  WHOLE: the mask is true everywhere."""
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -66,7 +66,7 @@ def _gdn_chunk_state_kernel(
     OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr, STATE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # --- which rows of which state are mine
+    # --- this program's rows of a state
     V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     ALL_K: tl.constexpr = KEY_DIM == BLOCK_K
     ALL_V: tl.constexpr = VALUE_DIM % BLOCK_V == 0
@@ -84,7 +84,7 @@ def _gdn_chunk_state_kernel(
         begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
         end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
 
-    # --- addresses of the first chunk; each later one is a stride further
+    # --- addresses of the first chunk; those of later chunks are multiples of a stride further
     k_strides, w_strides = in_units(k_strides, UNIT), in_units(w_strides, UNIT)
     prev_states_strides = in_units(prev_states_strides, UNIT)
     p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
@@ -94,7 +94,7 @@ def _gdn_chunk_state_kernel(
     p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
     p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
 
-    # --- chunk after chunk
+    # --- loop over chunks
     S = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
     if initial_state_ptr is not None:
         initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)

@@ -1,7 +1,7 @@
 """Block sizes and warps of each unfused kernel.
 
-Those for 16-bit operands were the fastest of a sweep on an H200, for 16 key heads and 32 value heads, K = V = 128 and
-one sequence of 8K and of 64K positions.  Other dimensions take the same numbers as far as their blocks are as large.
+The values for 16-bit operands were the fastest of a sweep on an H200, with 16 key heads, 32 value heads, K = V = 128,
+and one sequence of 8K and of 64K positions.  Other dimensions use the same values, limited to the dimension.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import torch
 import triton
 
-LEAF = 16  # rows of the blocks that are inverted by substitution: the least that a matrix product takes
-_ONE_PROGRAM_EACH = 132  # multiprocessors of an H100 or H200: with so few programs, each one has to be fast
+LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum of a matrix product
+_ONE_PROGRAM_EACH = 132  # multiprocessors of an H100 or H200: up to one program each, a program's latency counts
 
 
 def _block(dim: int, most: int) -> int:
-    """A power of two from 16 to `most`, no larger than `dim` needs."""
+    """The smallest power of two that holds `dim`, limited to 16 .. `most`."""
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
 
 def _unrolled(key_dim: int, value_dim: int) -> bool:
-    """Whether Triton unrolls a loop over blocks of 32, of K or of V, because there is one block.
+    """Whether Triton unrolls a loop over blocks of 32 of K or V, because there is only one block.
 
-    Triton 3.6 then compiles some tf32x3 products by warp groups wrongly: they read a wrong address in shared memory, or
-    have the precision of one tf32 product (seen on an H200).  Two warps multiply by mma.sync instead.
+    Triton 3.6 then miscompiles some tf32x3 products of warp groups: they read a wrong address in shared memory, or have
+    the precision of a single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
     """
     return min(key_dim, value_dim) <= 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateCumsumConfig:
-    """block_h: heads per program.  g has heads innermost: 8 of them in fp32 fill a 32-byte sector."""
+    """block_h: heads per program.  Heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector."""
 
     block_h: int = 8
     num_warps: int = 4
@@ -56,14 +56,14 @@ class ScaledDotKktConfig:
 
     @classmethod
     def choose(cls, *, key_dim: int, operand: torch.dtype) -> ScaledDotKktConfig:
-        """All of K at once where possible: eight warps then have enough to load."""
+        """All of K at once if possible: this gives eight warps enough to load."""
         block_k = _block(key_dim, 32 if operand == torch.float32 else 128)
         return cls(block_k=block_k, num_warps=8 if block_k == 128 else 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolveTrilConfig:
-    """One warp: no step of the substitution waits for another warp, 1.6 times as fast as with two."""
+    """One warp, so that no step of the substitution waits for another warp: 1.6 times as fast as with two."""
 
     num_warps: int = 1
 
@@ -77,7 +77,7 @@ class RecomputeWUConfig:
 
     @classmethod
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> RecomputeWUConfig:
-        """Three stages: the next two blocks are loaded during a product."""
+        """Three stages, so that the next two blocks are loaded during a product."""
         if operand == torch.float32:
             if _unrolled(key_dim, value_dim):
                 return cls(block_k=16, block_v=16, num_warps=2, num_stages=2)
@@ -97,9 +97,9 @@ class ChunkStateConfig:
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype, states: int) -> ChunkStateConfig:
         """states: sequences times value heads.
 
-        A program's chunks follow one another, so few states are cut into narrow slices, with loads of three chunks
-        ahead.  Many states take slices of 64, which read w and k half as often and are what four warps of a Hopper GPU
-        multiply at once.
+        A program processes its chunks one after the other.  So few states are cut into narrow slices, and loads run
+        three chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and are the rows of
+        one matrix instruction of four warps on a Hopper GPU.
         """
         if operand == torch.float32:
             return cls(block_v=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
@@ -120,7 +120,7 @@ class ChunkOutputConfig:
 
     @classmethod
     def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkOutputConfig:
-        """Up to 128 of V, so that q k^T is made once, with four warps: two programs on each multiprocessor."""
+        """Up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs share a multiprocessor."""
         if operand == torch.float32:
             if _unrolled(key_dim, value_dim):
                 return cls(block_k=16, block_v=16, num_warps=2)

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""GDN stage 1 of 6: how far the decay has come in its chunk.
+"""GDN stage 1 of 6: the cumulative log decay of each position in its chunk.
 
     g_cumsum_log2[i] = sum_{j <= i} clamp(g[j] * log2(e), FORGOTTEN, 0)
 
-In logarithms to base 2, because the later stages take exp2 of its differences many times per element.  Positions past
-the end of the sequence count as g = 0.
+Logarithms have base 2, because later stages take exp2 of their differences many times per element.  Positions past the
+end of the sequence count as g = 0.
 
 In:   g (B, T, HV)
 Out:  g_cumsum_log2 (B, NT, HV, C) fp32
@@ -27,7 +27,7 @@ from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.gdn.unfused.configs import GateCumsumConfig
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-# 2^-160 is zero in fp32.  A lower g, -inf above all, would cost the differences of later sums their digits.
+# 2^-160 is zero in fp32.  A lower g, in particular -inf, would cost differences of later sums their precision.
 FORGOTTEN = tl.constexpr(-160.0)
 
 STAGES = {"_gdn_gate_cumsum_kernel": "gate_cumsum"}
@@ -50,7 +50,7 @@ def _gdn_gate_cumsum_kernel(
     length, heads, nchunks,
     CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    # --- which heads and chunk are mine
+    # --- this program's heads and chunk
     h_blocks = tl.cdiv(heads, BLOCK_H)
     i_bc = tl.program_id(0) // h_blocks
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -66,7 +66,7 @@ def _gdn_gate_cumsum_kernel(
         mask=m_h[:, None] & (o_i < count)[None, :], other=0.0,
     ).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]  # fmt: skip
     b_g = tl.clamp(b_g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    # later stages subtract these sums: their rounding becomes a relative error of the decay, so they are rounded once
+    # later stages subtract these sums, and their rounding becomes a relative error of the decay: round them only once
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=1).to(tl.float32)
     index = (i_b, i_c, o_h[:, None], o_i[None, :])
     tl.store(g_cumsum_log2_ptr + ptr_offset(index, g_cumsum_log2_strides), b_sum, mask=m_h[:, None])

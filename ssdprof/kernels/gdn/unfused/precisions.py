@@ -12,8 +12,8 @@
     state from chunk to chunk                       `state_dtype`         `state_dtype`
 
 16 bit is the inputs' dtype, and bfloat16 for fp32 inputs.  fp32 operands are multiplied as two tf32 numbers each.  The
-exact column is what the Triton kernels of flash-linear-attention compute in; they, too, write w, u, v_new and the
-states that enter chunks in the operands' dtype.  The system is never relaxed: collinear keys amplify its errors.
+exact column has the dtypes of the Triton kernels of flash-linear-attention, which also store w, u, v_new and the states
+that enter chunks in the operands' dtype.  The system is never relaxed, because collinear keys amplify its errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ssdprof.kernels.precision import Precision
 
 
 def operand_dtype(inputs: torch.dtype, precision: Precision) -> torch.dtype:
-    """The dtype in which matrix products take their operands, and of all workspace but gates and system."""
+    """The dtype of operands of matrix products, and of the workspace except gates and system."""
     return inputs if precision.exact else precision.intermediate_dtype(inputs)
 
 
@@ -36,5 +36,5 @@ def intermediate(inputs: torch.dtype, precision: Precision) -> tl.dtype:
 
 
 def inverse_products(operand: torch.dtype) -> str:
-    """How the inverse multiplies its fp32 blocks: errors of tf32 stay below those of 16-bit operands."""
+    """Input precision of the inverse's products of fp32 blocks.  Errors of tf32 are below those of 16-bit operands."""
     return "tf32x3" if operand == torch.float32 else "tf32"

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Before GDN's stages, where a call asks for it: rows of q or k divided by their length.
+"""Before GDN's stages, if the call normalises q and k: divides rows of q or k by their norm.
 
     y[t] = x[t] / sqrt(sum_k x[t, k]^2 + 1e-6)
 
@@ -53,7 +53,7 @@ def _gdn_qk_l2norm_kernel(
 
 
 def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | None = None) -> torch.Tensor:
-    """Launch the kernel for q or for k.  dtype: of the result.  `GDNInputs` has checked the shape."""
+    """Launch the kernel for q or k.  dtype: of the result.  `GDNInputs` has checked the shape."""
     batch, length, heads, key_dim = x.shape
     config = config or QkL2NormConfig.choose(key_dim=key_dim)
     y = torch.empty(x.shape, device=x.device, dtype=dtype)

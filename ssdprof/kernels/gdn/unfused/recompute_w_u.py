@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""GDN stage 4 of 6: what each chunk adds to a state, as far as that does not depend on the state.
+"""GDN stage 4 of 6: keys and values of each chunk after the inverse, which do not depend on the state.
 
     u[v, i] = sum_j A[i, j] * beta[j] * v[j, v]
     w[i, k] = sum_j A[i, j] * beta[j] * exp(g_cumsum[j]) * k[j, k]
 
-The factors of j are multiplied into A, so that k and v go to the matrix products as they are.
+The factors of j are multiplied into A, so that the matrix products use k and v unchanged.
 
 In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
       g_cumsum_log2 (B, NT, HV, C) fp32
@@ -54,7 +54,7 @@ def _gdn_recompute_w_u_kernel(
 ):  # fmt: skip
     k_strides, v_strides, w_strides = in_units(k_strides, UNIT), in_units(v_strides, UNIT), in_units(w_strides, UNIT)
 
-    # --- which chunk is mine: value heads of one key head are neighbours, because they share k
+    # --- this program's chunk; value heads of one key head are in neighbouring programs, because they share k
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)

@@ -3,12 +3,12 @@
 
     L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]      for j < i, else 0
 
-The sum is made once for all value heads of a key head.  Blocks of 16 x 16 above the diagonal are not written, and
+The sum is computed once for all value heads of a key head.  Blocks of 16 x 16 above the diagonal are not written, and
 solve_tril does not read them.
 
 In:   k (B, T, H, K) | beta (B, T, HV) | g_cumsum_log2 (B, NT, HV, C) fp32
 Out:  L (B, NT, HV, C, C) fp32
-Grid: (B * NT * H).  One program owns one chunk of one key head, and all value heads of it.
+Grid: (B * NT * H).  One program owns one chunk of one key head, and all its value heads.
 Oracle: `scaled_dot_kkt` in tests/kernels/gdn_stages.py.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464),
 section 3.3.
 """
@@ -48,7 +48,7 @@ def _gdn_scaled_dot_kkt_kernel(
     CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUES_PER_KEY: tl.constexpr, OPERAND: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_K: tl.constexpr, LEAF: tl.constexpr,
 ):  # fmt: skip
-    # --- which chunk is mine
+    # --- this program's chunk
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
@@ -57,7 +57,7 @@ def _gdn_scaled_dot_kkt_kernel(
     o_i = tl.arange(0, CHUNK_SIZE)
     m_i = o_i < count
 
-    # --- once for a key head
+    # --- once per key head
     k_strides = in_units(k_strides, UNIT)
     kkt = tl.zeros((CHUNK_SIZE, CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, KEY_DIM, BLOCK_K):
@@ -68,7 +68,7 @@ def _gdn_scaled_dot_kkt_kernel(
         ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
         kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
 
-    # --- for each of its value heads
+    # --- for each value head
     m_below = o_i[:, None] > o_i[None, :]
     m_block = (o_i // LEAF)[:, None] >= (o_i // LEAF)[None, :]
     for value in tl.static_range(VALUES_PER_KEY):

@@ -1,7 +1,7 @@
-"""GDN in six launches: the baseline, and the algorithm stage by stage.
+"""GDN in six launches, one per stage of the algorithm: the baseline.
 
-`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  Unless `Precision` says
-otherwise, dtypes are those of the unfused Triton kernels of flash-linear-attention: `precisions.py` lists them.
+`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  By default, dtypes are those
+of the unfused Triton kernels of flash-linear-attention (`precisions.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gdn_unfused(
 ) -> GDNOutput:
     """The gated delta rule in six launches, forward only.  Arguments and result are those of `GDNInputs`.
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernels do not do.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
     """
     inputs = GDNInputs(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, scale=scale, use_qk_l2norm=use_qk_l2norm,
@@ -55,18 +55,18 @@ def gdn_unfused(
 
 
 def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output as v, final states in fp32.
+    """Output in v's dtype, final states in fp32.
 
-    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that want a gradient, and for tensors that are
-    not on a GPU, outside Triton's interpreter.
+    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient, and, outside Triton's
+    interpreter, for tensors that are not on a GPU.
     """
     _refuse_unsupported(inputs)
-    with torch.cuda.device(inputs.q.get_device()):  # nothing to do for -1, the CPU
+    with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
         return six_stages(inputs, precision)
 
 
 def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
-    """`run` without its checks, on the current device."""
+    """`run` without checks, on the current device."""
     q, k, v, beta, dtype = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.q.dtype
     operand = operand_dtype(dtype, precision)
     if inputs.use_qk_l2norm:
@@ -75,7 +75,7 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     g_cumsum_log2 = gate_cumsum(inputs.g, chunks)
     L = scaled_dot_kkt(k, beta, g_cumsum_log2, chunks, operand=operand)
     A = solve_tril(L, inputs.length, chunks, operand=operand)
-    del L  # its memory is free for w and u
+    del L  # w and u can reuse its memory
     w, u = recompute_w_u(A, k, v, beta, g_cumsum_log2, chunks, precision=precision)
     del A
     prev_states, v_new, final_states = chunk_state(
@@ -90,7 +90,7 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
 
 
 def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """Its launches, configurations and workspace.  Allocates and launches nothing."""
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
     operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
@@ -107,7 +107,7 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
     chunks = batch * chunk_count(inputs) * heads
     w_u, states, squares = (chunks * n for n in (size * (key_dim + value_dim), key_dim * value_dim, size * size))
     normalised = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
-    # the most that lives at once: L and A, A and w and u, or w and u and v_new and the states
+    # peak memory: L and A; or A, w and u; or w, u, v_new and the states
     most = max((4 + operand.itemsize) * squares, operand.itemsize * (squares + w_u))
     most = max(most, operand.itemsize * (w_u + chunks * size * value_dim + states))
     return Plan(

@@ -3,14 +3,14 @@
 
     A = (I + L)^-1, unit lower triangular
 
-Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then pairs of neighbours are merged until
-one block is left:
+Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then neighbouring blocks are merged in
+pairs until one block is left:
 
     [T     ]^-1   [  T^-1               ]
     [C    B]    = [-B^-1 C T^-1    B^-1 ]
 
-Every number on the way is an entry of an inverse or a product of such with entries of L: none grows as the powers of L
-would, which a Neumann series sums, when keys are nearly collinear.
+Every intermediate number is an entry of an inverse, or a product of such entries with entries of L.  None grows with
+nearly collinear keys.  A Neumann series would sum powers of L, which do grow.
 
 In:   L (B, NT, HV, C, C) fp32, its blocks of 16 x 16 on and below the diagonal
 Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
@@ -47,7 +47,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 @triton.jit
 def _side_by_side(left, right):
-    """Two (n, r, c) tensors as one (n, r, 2 * c)."""
+    """Join two (n, r, c) tensors to one (n, r, 2 * c)."""
     n: tl.constexpr = left.shape[0]
     r: tl.constexpr = left.shape[1]
     c: tl.constexpr = left.shape[2]
@@ -56,7 +56,7 @@ def _side_by_side(left, right):
 
 @triton.jit
 def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
-    """From the inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 * s, 2 * s)."""
+    """Merge inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 * s, 2 * s)."""
     PAIRS: tl.constexpr = A.shape[0] // 2
     HALF: tl.constexpr = A.shape[1]
     top, bottom = tl.split(tl.permute(tl.reshape(A, (PAIRS, 2, HALF, HALF)), (0, 2, 3, 1)))
@@ -75,7 +75,7 @@ def _gdn_solve_tril_kernel(
     length, heads, nchunks,
     CHUNK_SIZE: tl.constexpr, LEAF: tl.constexpr, MERGES: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    # --- which chunk is mine
+    # --- this program's chunk
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     _, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Third launch of an unfused GDN step: what a token reads from the state after it.
+"""Third launch of an unfused GDN step: the output, read from the state after the token.
 
     out = S^T (scale q)
 
@@ -55,9 +55,10 @@ def _gdn_step_output_kernel(
 
 
 def step_output(inputs: GDNInputs, q: torch.Tensor, states: torch.Tensor, config: RecurrentConfig) -> torch.Tensor:
-    """Launch the kernel on the current device.  q: normalised where the call asks for that.
+    """Launch the kernel on the current device.
 
-    states: those after the token, (B, HV, K, V) fp32.
+    q: normalised if the call normalises
+    states: after the token, (B, HV, K, V) fp32
     """
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=q.device)
     tensors = (states, q, out)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Second launch of an unfused GDN step: the state of every head after one more token, in fp32.
+"""Second launch of an unfused GDN step: the state of every head after the token, in fp32.
 
     S = exp(g) S + k u^T
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""First launch of an unfused GDN step: what a token writes into the state, in fp32.
+"""First launch of an unfused GDN step: the value that the token writes into the state, in fp32.
 
     u = beta (v - (exp(g) S)^T k)
 
@@ -66,7 +66,7 @@ def _gdn_step_write_kernel(
 
 
 def step_write(inputs: GDNInputs, k: torch.Tensor, config: RecurrentConfig) -> torch.Tensor:
-    """Launch the kernel on the current device.  k: the call's own, normalised where it asks for that; T is 1."""
+    """Launch the kernel on the current device.  k: normalised if the call normalises.  T must be 1."""
     u = torch.empty(inputs.v.shape, dtype=torch.float32, device=k.device)
     tensors = (k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, u)
     batch, heads, key_dim, value_dim = inputs.states_shape

@@ -1,7 +1,7 @@
-"""A decode step of the gated delta rule in three launches: what is written, the state, the output.
+"""A decode step of the gated delta rule in three launches: the written value, the state, the output.
 
-It moves two states more than a fused step and computes the same in fp32; two small launches normalise q and k where a
-call asks for it.  The six launches of `unfused` would be a slow baseline for one token: they are made for chunks.
+It moves two states more than a fused step and computes the same in fp32.  If the call normalises q and k, two small
+launches do so.  The six launches of `unfused` would be a slow baseline for one token, because they process chunks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 
 _NAME = "unfused_step"
-_EQUALS = "; the same as exact with fp32 states"  # of every other precision, for a report to say
+_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
 def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: ARG001, B008
-    """Output as v, final states in fp32, of one token of each sequence.
+    """Output in v's dtype, final states in fp32, for one token of each sequence.
 
     Raises UnsupportedError for more tokens, for packed sequences, and where the kernels cannot run.
     """
@@ -36,10 +36,10 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
-    """`run` without its checks."""
+    """`run` without checks."""
     config = RecurrentConfig.choose(inputs)
     q, k = inputs.q, inputs.k
-    with torch.cuda.device(q.get_device()):  # nothing to do for -1, the CPU
+    with torch.cuda.device(q.get_device()):  # no effect for -1, the CPU
         if inputs.use_qk_l2norm:
             q, k = (qk_l2norm(tensor, dtype=torch.float32) for tensor in (q, k))
         u = step_write(inputs, k, config)
@@ -48,7 +48,7 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
 
 
 def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """Its launches, configuration and workspace.  Launches nothing."""
+    """The launches, configuration and workspace of a call.  Launches nothing."""
     _refuse_unsupported(inputs)
     normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
     reason = "what is written, the state and the output in a launch each; fp32 throughout"

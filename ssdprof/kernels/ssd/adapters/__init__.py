@@ -1,5 +1,5 @@
-"""Kernels of other libraries, called as `registry.Implementation`s.  Each module's `load` imports its library.
+"""Kernels of other libraries, as `registry.Implementation`s.  Each module's `load` imports its library.
 
-They leave final_states in the dtype in which their library leaves them, so that nobody times a conversion that the
-library does not make.  Their plan knows no workspace: it is measured.
+final_states have the library's own dtype, so that times do not include a conversion.  Plans give no workspace, because
+it is measured.
 """

@@ -26,7 +26,7 @@ _KERNELS = {
 
 
 def load() -> Implementation:
-    """Raises ImportError where the library, or what it needs, is missing."""
+    """Raises ImportError if the library or one of its dependencies is missing."""
     module: Any = import_module(_MODULE)
     tunings = Tunings(import_module(name) for name in sys.modules.keys() & _KERNELS)
     five_kernels = _FiveKernels(module._mamba_chunk_scan_combined_fwd, tunings)
@@ -34,13 +34,13 @@ def load() -> Implementation:
 
 
 def version() -> str:
-    """As the library says it, else by content."""
+    """The library's own version; without one, a name with a hash of the file."""
     stated = getattr(import_module("mamba_ssm"), "__version__", None)
     return str(stated or content(Path(str(import_module(_MODULE).__file__))))
 
 
 def passes_any_states() -> bool:
-    """Whether the installed version passes states on in another dtype than that of C; older ones do not."""
+    """Whether the installed version can pass states in a dtype other than that of C; older versions cannot."""
     return _takes_state_dtype(import_module(_MODULE)._mamba_chunk_scan_combined_fwd)
 
 
@@ -50,16 +50,16 @@ def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class _FiveKernels:
-    """forward: what the public `mamba_chunk_scan_combined` calls, without the autograd function around it."""
+    """forward: the function that `mamba_chunk_scan_combined` calls, without the autograd function around it."""
 
     forward: Callable[..., Any]
     tunings: Tunings
 
     def run(self, inputs: SSDInputs, precision: Precision) -> SSDOutput:
         self._refuse_unsupported(inputs, precision)
-        # tuned twice only: each time five kernels try dozens of configurations, at two chunk sizes
+        # tune only twice: each time five kernels try dozens of configurations, at two chunk sizes
         self.tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
-        # left out, it is C's dtype, also in versions that know no other
+        # without the argument it is C's dtype, also in versions that have no other
         states = {} if precision.state_dtype == inputs.C.dtype else {"state_dtype": precision.state_dtype}
         with torch.cuda.device(inputs.x.get_device()):
             out, _, _, _, _, final_states = self.forward(

@@ -1,7 +1,7 @@
 """The published single-launch kernel, from a checkout of https://github.com/RishiAstra/mamba.
 
-Its package has the name of the library that it was forked from, so its files are loaded by path, under names of their
-own.
+Its package has the same name as the library that it was forked from, so its files are loaded by path, under different
+module names.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 _FOLDER = Path("mamba_ssm", "ops", "triton")
 _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
 
-# its switches for intermediates: all fp32 in its "high" setting, 16 bit in "medium"; C B^T is tf32 in both
+# the kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium"; C B^T is tf32 in both
 _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
 def load(checkout: Path) -> Implementation:
-    """Raises ImportError where the checkout lacks the kernel, or the kernel needs what is missing."""
+    """Raises ImportError if the checkout lacks the kernel, or if one of the kernel's dependencies is missing."""
     softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
     tunings = Tunings([kernel])
-    tunings.zero_before_each_try("sync_atomic")  # its tickets and flags: else all tries but the first skip two stages
+    tunings.zero_before_each_try("sync_atomic")  # unless zeroed, all tries but the first skip two stages
     published = _Published(kernel._fused5_ssd, tunings)
     return Implementation(operator="ssd", name="published", run=published.run, plan=published.plan)
 
 
 def version(checkout: Path) -> str:
-    """By content: a checkout has no version."""
+    """The kernel's file name with a hash, because a checkout has no version."""
     return content(checkout / _FOLDER / f"{_KERNEL}.py")
 
 
@@ -58,7 +58,7 @@ def _module(file: Path) -> ModuleType:
 
 @contextmanager
 def _found_as(name: str, module: ModuleType) -> Iterator[None]:
-    """`import name` finds `module`; an installed library of that name is back afterwards."""
+    """Let `import name` find `module` in the context.  Afterwards restores an installed library of that name."""
     before = sys.modules.get(name)
     sys.modules[name] = module
     try:
@@ -102,7 +102,7 @@ class _Published:
         if precision.state_dtype not in (torch.float32, torch.float16):
             raise UnsupportedError("published: fp32 and fp16 states only")
         plain = precision.exact and precision.state_dtype == torch.float32
-        if not plain and inputs.x.dtype != torch.float16:  # it adds up in the 16-bit dtype, and Triton does so in fp16
+        if not plain and inputs.x.dtype != torch.float16:  # it sums in 16 bit, which Triton supports only in fp16
             raise UnsupportedError("published: relaxed intermediates and fp16 states go with fp16 inputs")
         if inputs.cu_seqlens is not None:
             raise UnsupportedError("published: no packed sequences")

@@ -1,7 +1,7 @@
 """The decoding kernel of state-spaces/mamba, as installed: https://github.com/state-spaces/mamba.
 
-It writes the new state over the old one.  So that every call computes the same, each begins with a copy of the initial
-state, which is in its time.
+The kernel overwrites the state.  So that every call computes the same, each call begins with a copy of the initial
+state.  Its time includes the copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "mamba_ssm.ops.triton.selective_state_update"
 
 
 def load() -> Implementation:
-    """Raises ImportError where the library, or what it needs, is missing."""
+    """Raises ImportError if the library or one of its dependencies is missing."""
     step = _Step(import_module(_MODULE).selective_state_update)
     return Implementation(operator="ssd", name=_NAME, run=step.run, plan=step.plan)
 

@@ -1,19 +1,19 @@
 # mypy: ignore-errors
-"""Which positions of which units are a program's: a segment of a sequence, or a share of all sequences.
+"""Assignment of work to programs: a segment of a sequence, or an equal share of all sequences.
 
-With fewer pairs of units than the GPU has SMs, sequences are cut into segments (`segments.py`), one program
-each.  With more, a program for each SM stays for an equal share of all chunks: so many pairs whole, and, as these do
-not come out even, the end of a sequence of which another program has the beginning, and the beginning of another one.
-The beginning comes first, and its state is left for the next program, which has the rest last: a sequence later, so
-that it does not wait.  Seven pairs of eight chunks for four programs, 14 chunks each, the pairs 0 to 3 whole:
+With fewer pairs of units than SMs, sequences are cut into segments (`segments.py`), one per program.  With more pairs,
+there is one program per SM, and each processes an equal share of all chunks: several whole pairs and, because these do
+not divide evenly, the end of one sequence and the beginning of another.  A program computes the beginning first and
+leaves its state for the next program.  The next program computes the rest last, a sequence later, so that it does not
+wait.  Example: seven pairs of eight chunks on four programs of 14 chunks each; pairs 0 to 3 are whole:
 
     program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
     program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
     program 2   4 4 . 1 1 1 1 1 1 1 1 . 5 5 5 5
     program 3   0 0 0 0 0 0 0 0 . 4 4 4 4 4 4
 
-Programs that are about as far in their sequences have pairs side by side, which have B and C in common: what one of
-them has loaded is in L2 when the next one needs it.  So pairs are given away by programs' ranks.
+Programs at about the same position of their sequences own neighbouring pairs, which share B and C.  Tiles that one of
+them has loaded are then in L2 when the others need them.  So pairs are assigned by the programs' ranks.
 
 Source: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix products.
 """
@@ -24,7 +24,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, add
 
-SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences looked at side by side
+SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
 
 STAGES = {
     "segments": "ticket",
@@ -40,23 +40,23 @@ STAGES = {
 
 @aggregate
 class Segment:
-    """A part of a sequence, and the work of a program that has one."""
+    """Consecutive chunks of a sequence, and the work of a program that owns one segment."""
 
     sequence: gl.tensor
-    index: gl.tensor  # of the segment in its sequence; in a share 1 if it takes over a state
-    length: gl.tensor  # of the sequence
-    dt_begin: gl.tensor  # where its dt begins
-    tile: gl.tensor  # where the copy engine finds it, by the first coordinate of a tile
-    row: gl.tensor  # and by the third; past the sequence's end are zeros
+    index: gl.tensor  # index of the segment in its sequence; in a share: 1 if it takes over a state, else 0
+    length: gl.tensor  # length of the sequence
+    dt_begin: gl.tensor  # offset of the sequence's dt
+    tile: gl.tensor  # first TMA coordinate of the sequence's tiles
+    row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros past the sequence's end
     first_chunk: gl.tensor
     nchunks: gl.tensor
-    unit: gl.tensor  # the first, if there are two
-    last: gl.tensor  # the sequence ends with this segment
-    goes_back: gl.tensor | gl.constexpr  # there is a first pass; False if the kernel has none
-    back_first: gl.tensor  # chunk at which it ends, for it goes backwards
-    back_most: gl.tensor  # chunks that it has at most
-    slot: gl.tensor  # where it leaves a state, or what it adds to one, for the segments after it
-    slot_step: gl.tensor  # from the slot of the segment before
+    unit: gl.tensor  # the first unit, if there are two
+    last: gl.tensor  # whether the segment ends its sequence
+    goes_back: gl.tensor | gl.constexpr  # whether there is a first pass; False if the kernel has none
+    back_first: gl.tensor  # last chunk that the first pass reads; it runs backwards
+    back_most: gl.tensor  # most chunks of the first pass
+    slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
+    slot_step: gl.tensor  # distance from the slot of the preceding segment
 
     @gluon.constexpr_function
     def __init__(
@@ -85,20 +85,20 @@ class Segment:
 
 @aggregate
 class EqualShare:
-    """The work of a program that stays."""
+    """The work of a program that owns an equal share: a lead, whole pairs and a rest."""
 
     program: gl.tensor
     programs: gl.tensor
-    rank: gl.tensor  # of the program, by the chunks of its lead
-    length: gl.tensor  # of a sequence
-    nchunks: gl.tensor  # of a sequence
-    dt_step: gl.tensor  # from one sequence's dt to the next one's
-    wholes: gl.tensor  # pairs that it has whole
-    leads: gl.tensor  # pair whose beginning it has
-    led: gl.tensor  # chunks of that, or 0
-    takes: gl.tensor  # pair that it takes over
-    rest: gl.tensor  # chunks of that, or 0
-    PAIRS: gl.constexpr  # pairs of a sequence
+    rank: gl.tensor  # rank of the program, by the chunks of its lead
+    length: gl.tensor  # length of a sequence
+    nchunks: gl.tensor  # chunks of a sequence
+    dt_step: gl.tensor  # stride of dt between sequences
+    wholes: gl.tensor  # number of whole pairs
+    leads: gl.tensor  # the pair that it begins
+    led: gl.tensor  # chunks of its lead, the beginning of that pair; may be 0
+    takes: gl.tensor  # the pair that it takes over
+    rest: gl.tensor  # chunks of the rest of that pair; may be 0
+    PAIRS: gl.constexpr  # pairs per sequence
     UNITS: gl.constexpr
 
     @gluon.constexpr_function
@@ -116,7 +116,7 @@ class EqualShare:
 
     @gluon.jit
     def segment_at(self, i):
-        """Its i-th segment, and the program's chunks before it."""
+        """The program's i-th segment, and the number of the program's chunks before it."""
         k = i - gl.minimum(self.led, 1)
         begins, ends = k < 0, k == self.wholes
         pair = gl.where(begins, self.leads, gl.where(ends, self.takes, k * self.programs + self.rank))
@@ -149,8 +149,8 @@ class EqualShare:
 
 @gluon.jit
 def extent_of(index, first, most, length, PASSING: gl.constexpr):
-    """A segment's chunks, whether it is its sequence's last, and of its first pass: whether there is one, the chunk at
-    which it ends, and how many it has at most."""
+    """Chunks of a segment, and whether it ends its sequence.  For its first pass: whether it exists, the chunk at which
+    it ends, and its most chunks."""
     nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
     if PASSING == "recompute":
@@ -166,7 +166,7 @@ def segment_of(
     ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING: gl.constexpr,
     PAIRS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Units fastest, then sequences, segments."""
+    """The segment of a ticket.  Units vary fastest, then sequences, then segments."""
     rank = ticket // PAIRS
     sequence, index = rank % sequences, rank // sequences
     is_long = index < LONG_COUNT
@@ -196,16 +196,16 @@ def segment_of(
 def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    sequence = 0  # how many end before the segment
-    segments_before = 0  # of those
-    counted = 0  # segments of all sequences that were looked at
+    sequence = 0  # number of sequences that end before the segment
+    segments_before = 0  # segments of those sequences
+    counted = 0  # segments of all sequences read so far
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
-        # past the last sequence as if empty ones followed: none of them ends before a segment that exists
+        # beyond the last sequence, read empty sequences: none of them ends before an existing segment
         o_start, o_stop = gl.minimum(o_s, sequences).to(gl.int64), gl.minimum(o_s + 1, sequences).to(gl.int64)
         start = gl.load(cu_seqlens_ptr + o_start * cu_seqlens_stride).to(gl.int32)
         stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
-        # an empty sequence has one segment of no chunks, which makes its initial state its final one
+        # an empty sequence has one segment without chunks, which copies the initial state to the final state
         segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
         ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
         sequence += gl.sum(ends_before.to(gl.int32), 0)
@@ -222,7 +222,7 @@ def packed_segment_of(
     ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, PASSING: gl.constexpr,
     PAIRS: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Units fastest, then segments, sequences; and whether there is one."""
+    """The segment of a ticket, and whether it exists.  Units vary fastest, then segments, then sequences."""
     rank = ticket // PAIRS
     sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
     first = index * K
@@ -249,18 +249,18 @@ def packed_segment_of(
 
 @gluon.jit
 def share_of(program, seqlen, sequences, dt_strides, PAIRS: gl.constexpr, UNITS: gl.constexpr):
-    """The share of a program in the pairs of all sequences, units fastest; programs are no more than pairs.
+    """The share of a program in the pairs of all sequences, units fastest.  Requires at least one pair per program.
 
-    With `extra` more pairs than whole ones for all, program p gives away its lead after a part of a sequence that is
-    (p + 1) * extra / programs, without its integer part, and so all shares are equal.
+    `extra` pairs remain if every program owns equally many pairs.  The lead of program p is the fractional part of
+    (p + 1) * extra / programs of a sequence, so that all shares are equal.
     """
     programs, pairs, nchunks = gl.num_programs(0), sequences * PAIRS, gl.cdiv(seqlen, CHUNK)
     extra = pairs % programs
-    led, taken = (program + 1) * extra % programs, program * extra % programs  # in parts of 1 / programs
+    led, taken = (program + 1) * extra % programs, program * extra % programs  # in units of 1 / programs
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
-    same = program * divisor // programs  # of `divisor` programs with equal leads, how many come before it
+    same = program * divisor // programs  # `divisor` programs have equal leads; the number of those before this one
     wholes = pairs // programs - 1 + (led <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs

@@ -1,5 +1,7 @@
-"""What the Hopper kernel takes, and how it cuts a call into programs, and why.  Its rings and registers are a row of
-`config_table.py`; its segments are those of a simulated schedule (`segments.py`)."""
+"""Which inputs the Hopper kernel supports, and how a call is divided into programs.
+
+Rings and registers come from a row of `config_table.py`, segments from a simulated schedule (`segments.py`).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
 @dataclass(frozen=True, kw_only=True)
 class HopperConfig(Segments):
     """Segments of chunks of 64 positions, and
-    ring, score_ring: chunks, and chunks' scores, in shared memory at once
-    unit_registers, other_registers: per thread of the role with states, and of gates and loads
+    ring, score_ring: slots of the rings of chunks and of scores
+    unit_registers, other_registers: registers per thread of the role with states, and of gates, loads and stores
     """
 
     ring: int = HOPPER[0].take.ring
@@ -31,10 +33,10 @@ class HopperConfig(Segments):
 
     @classmethod
     def choose(cls, inputs: SSDInputs, sm_count: int, *, batch_invariant: bool) -> HopperConfig:
-        """By the length and number of sequences, the number of units and the GPU.
+        """Choose by the length and number of sequences, the number of units and the GPU.
 
-        With `batch_invariant`, as if there were one sequence: a sequence's result is then bitwise the same in any
-        batch, and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
+        With `batch_invariant`, choose as for one sequence: a sequence's result is then bitwise the same in any batch,
+        and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
         """
         if inputs.cu_seqlens is not None:
             segments = Segments(segment=packed_segment(program_count(inputs)))
@@ -56,17 +58,17 @@ def unit_count(inputs: SSDInputs) -> int:
 
 
 def half_count(dstate: int) -> int:
-    """1, or 2 where the two lanes of a program share N."""
+    """1, or 2 if the two lanes of a program share N."""
     return ceil_div(dstate, MAX_WIDTH.value)
 
 
 def program_count(inputs: SSDInputs) -> int:
-    """Programs of one segment: two units each, or two halves of one."""
+    """Programs per segment: each owns two units, or two halves of one."""
     return unit_count(inputs) * half_count(inputs.B.shape[3]) // 2
 
 
 def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
-    """What one program takes of shared memory, all but its barriers."""
+    """Shared memory of one program, without its barriers."""
     halves = half_count(dstate)
     tiles = 2 // halves * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
     rows = 2 * CHUNK.value * dstate  # bytes of B, or C
@@ -78,7 +80,7 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
 
 
 def unsupported(inputs: SSDInputs) -> str:
-    """Why this kernel cannot take `inputs`; empty if it can."""
+    """Why this kernel does not support `inputs`; empty if it does."""
     x, B, C = inputs.x, inputs.B, inputs.C
     headdim, dstate = x.shape[3], B.shape[3]
     slices = ceil_div(headdim, SLICE.value)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The first pass of the role that holds the states: what a segment adds to a state, before anything enters it."""
+"""The first pass of the role `units`: computes the state that a segment adds to a zero state."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,9 +15,10 @@ WAITS = {"full": "waiting.chunk", "empty": "ahead"}
 
 @gluon.jit
 def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
-    """First pass: adds to the state what the turn after `seen` chunks adds.  Its first chunk's x and weight are loaded.
+    """Add to `state` the contribution of the turn after `seen` chunks.  x, weight: of its first chunk, already loaded.
 
-    Returns those of the next turn, too, the decay of all chunks until this turn's end, and whether there is a next one.
+    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks up to the end of this turn,
+    and whether there is a next turn.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
@@ -36,7 +37,7 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     if first.TURN == 2:
         begun = warpgroup_mma_wait(1, deps=[begun])
         arrive(first.empty.index(slot))
-    # the next turn's first operands, under this one's last product; after the last turn they are not used
+    # load the next turn's first operands during this turn's last product; after the last turn they are unused
     following = place_in(seen + first.TURN, first.RING)
     mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.RING), pred=go)
     x = load_transposed(shared, following, lane, operand)
@@ -49,8 +50,10 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
 
 @gluon.jit
 def segment_state(shared, state, lane, RELAXED: gl.constexpr):
-    """First pass: the state that the segment adds to a zero state, and its decay; from its end backwards.  And how many
-    chunks it read."""
+    """The state that the segment adds to a zero state, its decay, and the number of chunks read.
+
+    Runs from the segment's end backwards.
+    """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     first = shared.first
     mbarrier.wait(first.full.index(0), 0)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""N = 256: what the two lanes that hold half of N each, of one unit, tell each other.
+"""N = 256: the exchange between two lanes that hold half of N each, of one unit.
 
-Every position's output is a sum over N, so that both halves have a part in it.  Half k finishes the positions of the
-k-th half of a chunk: it takes over the other's part for them and hands over its own for the rest, in fp32.
+The output of every position is a sum over N, and each lane has a partial sum.  Lane k finishes the positions of the
+k-th half of a chunk.  It receives the other lane's partial sums for them, and passes on its own for the rest, in fp32.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels.ssd.hopper.lanes import load_tiles, store_tiles, tiles_of
 from ssdprof.kernels.ssd.hopper.rings import role_barrier
 
-MAX_WIDTH = gl.constexpr(128)  # of N, in one lane: 64 x 128 numbers of state fill a third of its registers
+MAX_WIDTH = gl.constexpr(128)  # most of N in one lane: a state of 64 x 128 fills a third of its registers
 
 STAGES = {
     "allocate_exchange": "setup",
@@ -21,7 +21,7 @@ STAGES = {
     "take_part": "caller",
 }
 
-# of (p, half of q), what is one further in the order of the product's fragments: a thread's four numbers, then a warp's
+# Bases (p, half of q) of a layout in the order of the product's fragments: four numbers of a thread, then of a warp
 FRAGMENTS = ([0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16])
 of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
 of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))  # (half, p, half of q)
@@ -29,13 +29,13 @@ of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS),
 
 @gluon.jit
 def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
-    """(half, p, q / 2): what each half hands over."""
+    """Buffer (half, p, q / 2) of the partial sums that each half passes on."""
     return gl.allocate_shared_memory(gl.float32, [2, P, Q // 2], of_one)
 
 
 @gluon.jit
 def halves_of(v, layout: gl.constexpr):
-    """The positions (half p, q / 2) of v (half p, q) that half 0 finishes, and those that half 1 does."""
+    """Split v (half p, q) into the positions that half 0 and half 1 finish, each (half p, q / 2)."""
     P: gl.constexpr = v.shape[0]
     Q: gl.constexpr = v.shape[1]
     first, second = gl.split(v.reshape([P, 2, Q // 2]).permute((0, 2, 1)))
@@ -44,8 +44,10 @@ def halves_of(v, layout: gl.constexpr):
 
 @gluon.jit
 def own_positions(x, half, layout: gl.constexpr):
-    """The positions of x^T (half p, q), 16-bit numbers, that each half finishes.  Two at a time, or ptxas takes them
-    apart."""
+    """The positions of x^T (half p, q), 16-bit numbers, that each half finishes.
+
+    Selects two numbers at a time, otherwise ptxas unpacks them.
+    """
     code: gl.constexpr = """{
         .reg .pred second;
         setp.ne.b32 second, $3, 0;
@@ -57,7 +59,10 @@ def own_positions(x, half, layout: gl.constexpr):
 
 @gluon.jit
 def give_part(exchange, part, half, layout: gl.constexpr):
-    """Each half's `part` (half p, q) of a sum over N -> that for its own positions (half p, q / 2); gives the rest."""
+    """Return each half's partial sums for its own positions (half p, q / 2), and pass on the rest.
+
+    part: each half's partial sums over N (half p, q)
+    """
     first, second = halves_of(part, layout)
     tiles = tiles_of(exchange, half, of_both)
     store_tiles(tiles, gl.where(half == 1, first, second))
@@ -66,8 +71,8 @@ def give_part(exchange, part, half, layout: gl.constexpr):
 
 @gluon.jit
 def take_part(exchange, half, layout: gl.constexpr):
-    """What the other half gives for the positions of each: (half p, q / 2)."""
+    """The other half's partial sums for each half's own positions: (half p, q / 2)."""
     role_barrier()
     part = load_tiles(exchange.index(1 - half), layout)
-    role_barrier()  # the next may be given
+    role_barrier()  # the buffer may be overwritten
     return part

@@ -1,25 +1,24 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""SSD, all five stages in one launch, for Hopper: warp roles, the copy engine, states in registers.  In Gluon.
+"""SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in registers.
 
-The algorithm is that of `portable/`: a program goes over its segment backwards for the state that the segment
-adds, and forwards for the output.  In between it publishes what it adds, and sums what those before it have published,
-so that no segment waits for more than the first passes of others.  Where there are more pairs of units than SMs, there
-are no first passes: programs have equal shares of all sequences, one after the other (`assignment.py`).  A program
-works on two units at once (heads, or slices of 64 of a head's P) that share B and C, or on one where N is 256, and its
-warps have roles (`rings.py`).  States and outputs are held transposed, so that the state is a matrix operand
-straight from registers and x, loaded once, serves all three products.  Why so, and what was tried:
-docs/ssd-performance.md.
+The algorithm is that of `portable/`.  A first pass reads the segment backwards and computes the state that it adds.
+The program publishes that state, and sums the states that earlier segments have published.  So no segment waits for
+more than the first passes of others.  A second pass reads the segment forwards and computes the output.  With more
+pairs of units than SMs there are no first passes: programs process equal shares of all sequences (`assignment.py`).
+
+A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N is 256.  Its warps
+have roles (`rings.py`).  States and outputs are transposed, so that the state is a matrix operand directly from
+registers, and x, loaded once, serves all three products.  Reasons and alternatives: docs/ssd-performance.md.
 
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: states (slots, lanes, 64 * n / halves) state_dtype: what each segment but a sequence's last adds to a state;
-      or fp32 (programs, 2, 64 * n / halves): the state after the beginning of a sequence that the next program goes on
-      with; n in halves where it is 256
-      sync int32, zeroed: the ticket counter, and for each slot and lane the segment's decay, once the state is there
-Grid: (segments * lanes / 2), units fastest, then sequences, segments; if packed, then segments, sequences, and an upper
-      bound; or one program for each SM.  A program waits only for lower tickets, which have started, so that progress
-      needs no two programs at once.
+Work: states (slots, lanes, 64 * n / halves) state_dtype: the state that each segment except a sequence's last adds;
+      or fp32 (programs, 2, 64 * n / halves): the state after the lead of each program; two halves if n is 256, else one
+      sync int32, zeroed: the ticket counter, and a flag per slot and lane: the segment's decay once its state is stored
+Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for packed sequences, segments before
+      sequences, and an upper bound; or one program per SM.  A program waits only for lower tickets, whose programs have
+      started, so that progress does not require two programs to run at the same time.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
@@ -41,7 +40,7 @@ from ssdprof.kernels.ssd.hopper.role_scores import scores
 from ssdprof.kernels.ssd.hopper.role_states import unit_states
 from ssdprof.kernels.ssd.hopper.role_stores import stores
 
-FLAGS = gl.constexpr(8)  # where the flags begin in sync; each has a 32-byte sector
+FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
 STAGES = {"units": "caller", "_fused_hopper_kernel": "setup"}
 
 
@@ -51,7 +50,7 @@ def units(
     HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
     PASSING: gl.constexpr,
 ):  # fmt: skip
-    """The role that begins with the program's first thread."""
+    """The role of the program's first threads."""
     unit_states(
         lane_number(), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING
     )  # fmt: skip
@@ -69,7 +68,7 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# a constant 1 among the arguments of warp_specialize does not compile in Triton 3.6
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
 @gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr,
@@ -90,11 +89,11 @@ def _fused_hopper_kernel(
 
     # stage ticket: what is mine
     SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
-    PAIRS: gl.constexpr = HEADS * SLICES // UNITS  # of units, or of halves of one, in a sequence
+    PAIRS: gl.constexpr = HEADS * SLICES // UNITS  # pairs of units, or of halves of one, per sequence
     ticket = gl.program_id(0)
     if PASSING == "look back" or PASSING == "hand on":
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
-        role_barrier()  # the ticket reaches its threads through memory that warp_specialize writes next
+        role_barrier()  # threads read the ticket from memory that warp_specialize overwrites next
     exists = True
     if PASSING == "hand on":
         work = share_of(ticket, seqlen, sequences, dt_strides, PAIRS, UNITS)
@@ -111,7 +110,7 @@ def _fused_hopper_kernel(
         sync = sync_ptr + FLAGS
         tensors = (D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
         rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
-        # of four times 128 threads; the first role has what is left
+        # 512 registers for four groups of 128 threads, of which the first role, `units`, has two
         SCORE_REGISTERS: gl.constexpr = 512 - 2 * UNIT_REGISTERS - OTHER_REGISTERS
         gl.warp_specialize(
             [

@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""Both lanes in one role, of eight warps: four for each lane.
+"""Both lanes in one role of eight warps, four warps per lane.
 
-Tensors of the role have the rows of both lanes, lane 0's first.  A scalar is each lane's own, for Triton takes
-`lane_number` for one number.  So what is loaded from a place that depends on it is what the rows of this lane need, a
-product takes its operand for them from there, and a lane goes on when its own barrier lets it.  So a lane's number is
-in no condition around anything at which all threads meet: a barrier, or what Triton makes one of.
+Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes `lane_number` for a uniform scalar, but its
+value differs between the lanes.  So a load from an address that depends on it reads the data of this lane's rows, a
+product reads the operand for these rows, and a lane continues when its own mbarrier completes.  Therefore no condition
+around a barrier of all threads, or around an operation that Triton compiles to one, may depend on the lane number.
 
-In two roles the same code would be compiled twice, which takes half as long again, and is not faster.
+With one role per lane, the same code would be compiled twice.  Compiling would take half as long again, and the kernel
+would not be faster.
 """
 
 from triton.experimental import gluon
@@ -15,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ssdprof.kernels.ssd.hopper.rings import SLICE, product_layout, reinterpret
 
-LANES = gl.constexpr(2)  # of a role; tests without a GPU run each for itself, with 1
-THREADS = gl.constexpr(128)  # of a lane
-of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))  # (lane)
+LANES = gl.constexpr(2)  # lanes per role; tests without a GPU set 1 and run each lane by itself
+THREADS = gl.constexpr(128)  # threads per lane
+of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))  # layout (lane)
 
 STAGES = {
     "lane_number": "setup",
@@ -34,9 +35,9 @@ STAGES = {
 
 @gluon.jit
 def lane_number():
-    """The lane that a thread works for, in the role that begins with the program's first thread.
+    """The lane of a thread, in the role of the program's first threads.
 
-    Not pure, or it would be found out anew wherever it is needed, which takes long.
+    The assembly is marked as not pure, otherwise the compiler recomputes it at every use, which takes long.
     """
     code: gl.constexpr = """{
         .reg .b32 thread;
@@ -48,31 +49,31 @@ def lane_number():
 
 @gluon.jit
 def first_of(lane):
-    """The lane whose rows come first in tensors."""
+    """The lane whose rows are first in tensors."""
     return gl.to_tensor(0) if LANES == 2 else lane
 
 
 @gluon.jit
 def unit_of(shared, lane):
-    """Which of the program's units a lane works on."""
+    """Index of the lane's unit among the program's units."""
     return lane if shared.UNITS == 2 else 0
 
 
 @gluon.jit
 def half_of(shared, lane):
-    """Which half of N a lane has; the first, if N has no halves."""
+    """Index of the lane's half of N; 0 if N is not halved."""
     return lane if shared.HALVES == 2 else 0
 
 
 @gluon.constexpr_function
 def lanes_layout(columns):
-    """How products (lane row, column) lie in registers."""
+    """Register layout of products (lane row, column)."""
     return product_layout(columns, 4 * LANES)
 
 
 @gluon.constexpr_function
 def apart(layout):
-    """A layout of (lane row, column) as one of (lane, row, column)."""
+    """Convert a layout of (lane row, column) to one of (lane, row, column)."""
     rows = layout.shape[0] // 2
 
     def split(bases):
@@ -86,7 +87,7 @@ def apart(layout):
 
 @gluon.jit
 def load_tiles(tile, layout: gl.constexpr):
-    """(lane row, column): each lane's own `tile` (row, column)."""
+    """Load each lane's own `tile` (row, column) as (lane row, column)."""
     columns: gl.constexpr = tile.shape[1]
     rows: gl.constexpr = LANES * SLICE
     lanes: gl.constexpr = apart(gl.to_linear_layout(layout, [rows, columns]))
@@ -97,7 +98,7 @@ def load_tiles(tile, layout: gl.constexpr):
 
 @gluon.jit
 def load_transposed(shared, place, lane, layout: gl.constexpr):
-    """x^T (lane p, q) of the lanes' units."""
+    """Load x^T (lane p, q) of the lanes' units."""
     return load_tiles(shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout)
 
 
@@ -108,21 +109,21 @@ def in_lanes(shape):
 
 @gluon.jit
 def tiles_of(tiles, lane, layout: gl.constexpr):
-    """Two tiles, one for each lane, as (lane, row, column)."""
+    """View two tiles, one per lane, as (lane, row, column)."""
     return reinterpret(tiles, tiles.dtype, in_lanes(tiles.shape), layout).index(first_of(lane))
 
 
 @gluon.jit
 def store_tiles(tiles, value):
-    """value (lane row, column) into `tiles` (lane, row, column)."""
+    """Store value (lane row, column) into `tiles` (lane, row, column)."""
     tiles.store(value.reshape([LANES, value.shape[0] // LANES, value.shape[1]]))
 
 
 @gluon.jit
 def arrive(barrier):
-    """By each thread of a lane for itself, so that no warp waits for others.
+    """Every thread of a lane arrives by itself, so that no warp waits for others.
 
-    A warp's accesses to shared memory happen in order, products that read it have been waited for, and between stores
-    and the arrival that tells of them is a fence.
+    This is safe: a warp's accesses to shared memory happen in order, the caller has waited for products that read it,
+    and a fence separates stores from the arrival that announces them.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernel: what it is called with, what a call allocates, and how many programs it has."""
+"""Launch of the Hopper kernel: its arguments, workspace and grid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 
 def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
-    """Segments of all sequences; an upper bound if they are packed, for their lengths are on the device."""
+    """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
     seqlen = inputs.x.shape[1]
     if inputs.cu_seqlens is None:
         return inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
@@ -27,14 +27,14 @@ def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
 
 
 def share_count(inputs: SSDInputs, config: HopperConfig) -> int:
-    """Programs that stay, or 0 if there is one for each segment."""
+    """Programs with equal shares, or 0 if there is one program per segment."""
     whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
     pairs = inputs.sequences * program_count(inputs)
     return config.shares if whole and config.shares < pairs else 0
 
 
 def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
-    """Segments that leave something for others: all but the last of each sequence.  An upper bound if packed."""
+    """Segments that publish a state: all but the last of each sequence.  An upper bound for packed sequences."""
     seqlen = inputs.x.shape[1]
     if config.recompute:
         return 0
@@ -51,12 +51,12 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) 
         inputs, precision, states=lanes * SLICE.value * dstate // halves,
         sync=FLAGS.value + lanes * FLAG_STRIDE.value if lanes else 0,
     )  # fmt: skip
-    # a state goes from share to share as it is: results are those of sequences that nobody has divided
+    # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
     return replace(sizes, state_dtype=torch.float32) if shares else sizes
 
 
 class HopperLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
+    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them."""
 
     def __init__(self, inputs: SSDInputs, precision: Precision, config: HopperConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
@@ -64,7 +64,7 @@ class HopperLaunch:
         halves = half_count(inputs.B.shape[3])
         packed = inputs.cu_seqlens is not None
         nheads, headdim = inputs.x.shape[2:]
-        own = CHUNK.value // halves  # positions of a chunk whose output one role finishes
+        own = CHUNK.value // halves  # positions of a chunk whose output one lane finishes
         self._x = _units(inputs.x, steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
         row = nheads * headdim
         self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
@@ -78,7 +78,7 @@ class HopperLaunch:
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             out, final_states, states, sync, _ = self._sizes.allocate(inputs.x)
             self._launcher(
                 self._programs, self._x.of(inputs.x), self._B.of(inputs.B), self._C.of(inputs.C),
@@ -90,12 +90,12 @@ class HopperLaunch:
 
 
 def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperConfig) -> SSDOutput:
-    """Output as x, final states in fp32.  Call it only where `hopper_config.unsupported` is empty."""
+    """Output in x's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
     return HopperLaunch(inputs, precision, config)(inputs)
 
 
 def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
-    """Strides (dt, A, dt_bias, D, initial_states, cu_seqlens), the limits of dt, sizes."""
+    """Strides (dt, A, dt_bias, D, initial_states, cu_seqlens), limits of dt, sizes."""
     D = inputs.D
     return (
         (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)), inputs.A.stride(),
@@ -109,10 +109,12 @@ def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
 
 
 def _passing(config: HopperConfig, shares: int, sizes: BufferSizes) -> str:
-    """How a segment comes by the state that enters it; `look_back.py`.  With the last two there is no first pass.
+    """How a segment gets the state that enters it.
 
-    "recompute": by its first pass, over all that is before it.  "look back": it sums what those before it have added,
-    each in its first pass.  "hand on": from the share that began the sequence.  "none": every segment begins one.
+    "recompute": its first pass computes it from all chunks before the segment.
+    "look back": each segment publishes the state that its first pass adds; later segments sum these (`look_back.py`).
+    "hand on": the share that began the sequence passes its state on.  No first pass.
+    "none": every segment begins a sequence.  No first pass.
     """
     if shares:
         return "hand on"
@@ -140,13 +142,13 @@ def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, pass
 
 
 def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> Tiles:
-    """Tiles of (one head, positions, slice); past a head's P the copy engine reads zeros and writes nothing, too."""
+    """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes nothing."""
     nheads, headdim = x.shape[2:]
     return Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
 
 
 def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> Tiles:
-    """Tiles of one group's N, or half of it: in blocks of 64 columns, as they lie in shared memory."""
+    """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared memory."""
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
     return Tiles(

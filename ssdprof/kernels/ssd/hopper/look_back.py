@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""state_passing: what a segment leaves for those after it, and how they sum it.
+"""state_passing: how a segment publishes the state that it adds, and how later segments sum these states.
 
-A segment leaves its part: the state that it adds to a zero state.  With it goes a flag, which is zero until the part is
-there, and then holds the segment's decay.  The state that enters segment k is the sum over the segments j before it of
-part_j times the decays of j + 1 .. k - 1, and the initial state times all decays.  Parts are summed from the nearest
-on, always in that order, and no further than where the decays have multiplied to zero: what is not finite there is
-not seen.
+A segment publishes its part, the state that it adds to a zero state, and a flag.  The flag is zero until the part is
+stored, and then holds the segment's decay.  The state that enters segment k is the sum over earlier segments j of
+part_j times the decays of j + 1 .. k - 1, plus the initial state times all decays.  Parts are always summed from the
+nearest to the farthest.  The sum stops where the product of the decays is zero, so that non-finite parts before that
+point have no effect.
 
-A share (`assignment.py`) leaves the state itself, in fp32, with a decay of zero: nothing before it counts any more.
+A share (`assignment.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum stops there.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels.ssd.hopper.lanes import LANES, first_of, of_lanes
 from ssdprof.kernels.ssd.hopper.rings import FLAG_STRIDE, SLICE, role_barrier
 
-SIGN = gl.constexpr(-(1 << 31))  # set in a flag that holds a decay, which is not negative
+SIGN = gl.constexpr(-(1 << 31))  # bit that marks a flag as set; a decay is not negative
 
 STAGES = {
     "part_of": "caller",
@@ -32,7 +32,7 @@ STAGES = {
 
 @gluon.constexpr_function
 def in_fours(part):
-    """Layout of a row of `part` numbers for each lane, four numbers a thread."""
+    """Layout of a row of `part` numbers per lane, four consecutive numbers per thread."""
     registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
     threads = [[4 << k] for k in range(5)]
     return gl.DistributedLinearLayout(registers, threads, [[128], [256], [part]], [], [LANES * part])
@@ -40,7 +40,7 @@ def in_fours(part):
 
 @gluon.jit
 def part_of(states):
-    """States (lane p, n) as a row of numbers, in an order in which each thread has four at once, and a warp 128."""
+    """States (lane p, n) as a row, in an order in which each thread has four and a warp 128 consecutive numbers."""
     N: gl.constexpr = states.shape[1]
     # p: warp, 8 rows, row; n: 8 columns, pair, column
     fragments = states.reshape([LANES, 4, 2, 8, N // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6))
@@ -49,19 +49,19 @@ def part_of(states):
 
 @gluon.jit
 def state_of(parts, N: gl.constexpr, layout: gl.constexpr):
-    """What `part_of` made a row."""
+    """The inverse of `part_of`: a row as states (lane p, n)."""
     fragments = parts.reshape([LANES, N // 8, 4, 8, 4, 2, 2]).permute((0, 2, 5, 3, 1, 4, 6))
     return gl.convert_layout(fragments.reshape([LANES * SLICE, N]), layout)
 
 
 @gluon.jit
 def publish(parts_ptr, flag_ptr, added, decay):
-    """What a segment adds to states, and its decay: one of each for each lane."""
+    """Store the state that a segment adds, and its decay, one of each per lane."""
     row = gl.arange(0, LANES * SLICE * added.shape[1], in_fours(SLICE * added.shape[1]))
     gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
-    role_barrier()  # every thread's numbers are stored before the flags say so
+    role_barrier()  # all threads have stored their numbers before the flags are set
     flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
-    none = gl.full([LANES], 0, gl.int32, of_lanes)  # a number for each lane, or lane 0 would do it for both
+    none = gl.full([LANES], 0, gl.int32, of_lanes)  # one element per lane, otherwise lane 0 would store for both
     gl.atomic_xchg(flag_ptr + none, flag + none, sem="release")
 
 
@@ -73,7 +73,7 @@ def load_acquire(ptr):
 
 @gluon.jit
 def published(flag_ptr, wanted):
-    """A segment's decay, once its part is there too; 0, at once, if it is not wanted."""
+    """Wait for a segment's flag and return its decay.  Returns 0 at once if not `wanted`."""
     flag = 0
     while (flag == 0) & wanted:
         flag = load_acquire(flag_ptr)
@@ -82,9 +82,9 @@ def published(flag_ptr, wanted):
 
 @gluon.jit
 def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
-    """Where in slot 0 the lanes' parts and a lane's flag are, and how many lanes further those of the segment are.
+    """Pointers to the lanes' parts and to the lane's flag in slot 0, and the offset of the segment's slot, in lanes.
 
-    begin: how many lanes there are before the program's, of ALL_LANES in a slot.
+    begin: lanes before those of the program, among the ALL_LANES of a slot
     """
     return (
         states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
@@ -95,7 +95,7 @@ def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr
 
 @gluon.jit
 def leave(segment, place, added, decay):
-    """For the segments after it: the parts (lane p, n) that the segment has `added`, or its states, and the decay."""
+    """Publish the segment's parts (lane p, n), or its states, and its decay, unless it is the last of its sequence."""
     parts_ptr, flags_ptr, mine = place
     if not segment.last:
         PART: gl.constexpr = SLICE * added.shape[1]
@@ -104,15 +104,15 @@ def leave(segment, place, added, decay):
 
 @gluon.jit
 def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """The sum of the parts of all segments before, decayed, and the decay of all of them."""
+    """The decayed sum of the parts of all earlier segments, and the decay of all of them together."""
     PART: gl.constexpr = SLICE * N
     parts_ptr, flags_ptr, mine = place
     row = gl.arange(0, LANES * PART, in_fours(PART))
     sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
-    # in assembly: of gl.fma LLVM makes one of vectors of all that a thread has, and takes long over it
+    # assembly, because LLVM turns gl.fma into one operation on vectors of all numbers of a thread, and takes long
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
-    theirs = mine - step  # of the segment before
+    theirs = mine - step  # offset of the preceding segment's slot
     left = segment.index
     passed = 1.0
     go = left > 0
@@ -122,7 +122,7 @@ def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout:
         weight, passed = passed, passed * decay
         theirs, left = theirs - step, left - 1
         go = (left > 0) & (passed != 0.0)
-        decay = published(flags_ptr + theirs * FLAG_STRIDE, go)  # while the part is on its way
+        decay = published(flags_ptr + theirs * FLAG_STRIDE, go)  # overlaps the load of the part
         args = [part.to(gl.float32), weight, sum_of_parts]
         sum_of_parts = gl.inline_asm_elementwise(multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1)
     return state_of(sum_of_parts, N, layout), passed

@@ -1,27 +1,27 @@
 # mypy: ignore-errors
-"""What the roles of `hopper_kernel.py` have in common: rings in shared memory, and barriers.
+"""Shared memory of `hopper_kernel.py`: ring buffers and mbarriers of all roles.
 
-    gates       2 warps   chunk_cumsum: dt and the decays of a chunk, for both lanes
-    loads       1 warp    B, C and x of a chunk, by the copy engine
-    stores      1 warp    the outputs of a chunk, likewise
-    scores      4 warps   bmm_chunk: C B^T, times each unit's decays; in the first pass it makes the gates
-    units       8 warps   chunk_state, state_passing and chunk_scan, four warps for each lane
+    gates       2 warps   chunk_cumsum: computes dt and the decays of a chunk, for both lanes
+    loads       1 warp    loads B, C and x of a chunk through TMA, the copy engine
+    stores      1 warp    stores the outputs of a chunk through TMA
+    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass it computes the gates
+    units       8 warps   chunk_state, state_passing and chunk_scan, four warps per lane
 
-Each is in a file `role_*.py` (the units in `role_states.py` and `first_pass.py`); how two lanes share a role is in
-`lanes.py`, how positions are weighted in `weights.py`, what a program has to do in `assignment.py`, and what segments
-leave for others in `look_back.py`.  A unit is a head, or a slice of 64 of a head's P.  A program has two lanes: two
-units of one group, or, where N is 256, the two halves of N of one unit, which exchange parts of the output
-(`halves.py`).
-Roles meet at mbarriers: `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
-`written`/`unwritten` each lane's output, `told` the word on whether the first pass goes on.
+Each role is in a file `role_*.py`; `units` is in `role_states.py` and `first_pass.py`.  A unit is a head, or a slice of
+64 of a head's P.  A program has two lanes (`lanes.py`): two units of one group, or, if N is 256, the two halves of N of
+one unit, which exchange parts of the output (`halves.py`).  Weights of positions are in `weights.py`, the work of a
+program in `assignment.py`, and states that segments publish in `look_back.py`.
 
-The first pass has rings and barriers of its own, for other roles take part in it.  It takes turns of one chunk, or of
-two where N is 256.  Waits are for one of two phases: who missed a turn of a ring would take the one before for it.
-Chunk i of the second pass has the barriers of i % RING; where its rows and x are depends on where the first pass ended
-(`places_of`), so that the first ones are copied while it ends.
+Mbarriers synchronise the roles.  `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
+`written`/`unwritten` the output of each lane, and `told` the flags that continue the first pass.
 
-Functions belong to the stages in STAGES; in a function a line `# stage ...` says which stage follows, to readers and to
-`ssdprof stalls` (docs/reading-stalls.md).
+The first pass has its own rings and barriers, because other roles take part in it.  Each of its turns processes one
+chunk, or two if N is 256.  A wait distinguishes only two phases, so a role that skipped one round of a ring would
+mistake the previous round for it.  Chunk i of the second pass uses the barriers of i % RING.  The slots of its rows and
+x depend on where the first pass ended (`places_of`), so that its first chunks are copied while the first pass ends.
+
+STAGES maps functions to stages.  Inside a function, a line `# stage ...` names the stage that follows, for readers and
+for `ssdprof stalls` (docs/reading-stalls.md).
 
 Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
 """
@@ -36,10 +36,10 @@ from ssdprof.kernels._gluon import async_store as async_store
 from ssdprof.kernels._gluon import reinterpret as reinterpret
 from ssdprof.kernels._gluon import role_barrier as role_barrier
 
-CHUNK = gl.constexpr(64)  # rows of one matrix instruction
-SLICE = gl.constexpr(64)  # of P: likewise
-COLUMNS = gl.constexpr(64)  # 16-bit numbers that the copy engine puts side by side: more lie in blocks of so many
-FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector each
+CHUNK = gl.constexpr(64)  # positions per chunk: rows of one matrix instruction
+SLICE = gl.constexpr(64)  # slice of P: rows of one matrix instruction
+COLUMNS = gl.constexpr(64)  # 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
+FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
 STAGES = {
@@ -57,16 +57,16 @@ STAGES = {
 
 @aggregate
 class FirstPass:
-    """Its rings: of chunks, of turns, and of words.  Vectors as in `Shared`."""
+    """Rings of the first pass: of chunks, of weights, and of words, one per turn.  Vectors as in `Shared`."""
 
-    weights: gl.shared_memory_descriptor  # (weight_places, 2 q): of chunks
-    decay: gl.shared_memory_descriptor  # (weight_places, 2): of all that was seen of the segment
-    goes_on: gl.shared_memory_descriptor  # (words, 1): whether there is another turn after this one
-    full: gl.shared_memory_descriptor  # chunks
-    empty: gl.shared_memory_descriptor  # chunks
-    told: gl.shared_memory_descriptor  # words
-    RING: gl.constexpr  # chunks
-    TURN: gl.constexpr  # chunks that are worked on at once
+    weights: gl.shared_memory_descriptor  # (weight_places, 2 q): weights of a chunk
+    decay: gl.shared_memory_descriptor  # (weight_places, 2): decay of all chunks read so far
+    goes_on: gl.shared_memory_descriptor  # (words, 1): whether another turn follows this one
+    full: gl.shared_memory_descriptor  # per slot of the chunk ring
+    empty: gl.shared_memory_descriptor  # per slot of the chunk ring
+    told: gl.shared_memory_descriptor  # per word
+    RING: gl.constexpr  # slots of the chunk ring
+    TURN: gl.constexpr  # chunks per turn
     WORDS: gl.constexpr
 
     @gluon.constexpr_function
@@ -78,11 +78,11 @@ class FirstPass:
 
 @aggregate
 class Shared:
-    """Rings in shared memory.  Vectors hold the 64 numbers of lane 0, then those of lane 1."""
+    """Rings in shared memory.  A vector holds the 64 numbers of lane 0, then those of lane 1."""
 
     first: FirstPass
-    rows: gl.shared_memory_descriptor  # (places * halves, q, n): B or C of a chunk
-    x: gl.shared_memory_descriptor  # (places * units, q, p)
+    rows: gl.shared_memory_descriptor  # (slots * halves, q, n): B or C of a chunk
+    x: gl.shared_memory_descriptor  # (slots * units, q, p)
     scores: gl.shared_memory_descriptor  # (score ring * units, q, s)
     out: gl.shared_memory_descriptor  # (2, q / halves, p)
     gates: gl.shared_memory_descriptor  # (ring * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
@@ -95,8 +95,8 @@ class Shared:
     unwritten: gl.shared_memory_descriptor
     RING: gl.constexpr
     SCORE_RING: gl.constexpr
-    HALVES: gl.constexpr  # of N
-    UNITS: gl.constexpr  # of this program
+    HALVES: gl.constexpr  # 2 if the lanes hold half of N each, else 1
+    UNITS: gl.constexpr  # units per program
 
     @gluon.constexpr_function
     def __init__(
@@ -113,7 +113,7 @@ class Shared:
 
 @gluon.constexpr_function
 def for_dtype(code, dtype):
-    """Assembly with DTYPE as PTX calls it.  Lines that begin with `f16:` or `bf16:` are for that one only."""
+    """Replace DTYPE in assembly by its PTX name.  Keep lines with prefix `f16:` or `bf16:` for that dtype only."""
     name = "bf16" if dtype == gl.bfloat16 else "f16"
     lines = [line.strip().removeprefix(f"{name}:") for line in code.replace("DTYPE", name).splitlines()]
     return "\n".join(line for line in lines if not line.startswith(("f16:", "bf16:")))
@@ -121,23 +121,23 @@ def for_dtype(code, dtype):
 
 @gluon.constexpr_function
 def product_layout(columns, warps):
-    """How a product of `columns` columns, and 16 rows for each warp, lies in registers."""
+    """Register layout of a product with `columns` columns and 16 rows per warp."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def weight_places(ring, turn):
-    """How many chunks' weights there are places for, beside the first pass's ring of chunks.
+    """Slots for weights of the first pass, if its chunk ring has `ring` slots.
 
-    They are made by twos, when there is a place in the ring for a turn of them: the others must not overwrite what has
-    not been read.
+    The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.  There are enough
+    slots that they do not overwrite unread weights.
     """
     return (ring + 3 - turn) // 2 * 2
 
 
 @gluon.constexpr_function
 def word_places(ring, turn):
-    """Places for the flags that continue the first pass: two more than turns, so that no flag is overwritten unread."""
+    """Slots for the flags that continue the first pass: two more than turns, so that no unread flag is overwritten."""
     return ring // turn + 2
 
 
@@ -145,9 +145,9 @@ def word_places(ring, turn):
 def allocate(
     dtype: gl.constexpr, WIDTH: gl.constexpr, HALVES: gl.constexpr, RING: gl.constexpr, SCORE_RING: gl.constexpr
 ):
-    """All rings, for numbers of `dtype` and states with WIDTH of N in a lane; barriers are not to be used yet."""
+    """Allocate all rings, for tiles of `dtype` and WIDTH of N per lane.  The barriers are not initialised yet."""
     UNITS: gl.constexpr = 2 // HALVES
-    FIRST_RING: gl.constexpr = RING * HALVES  # without C there is room for as many halves
+    FIRST_RING: gl.constexpr = RING * HALVES  # the first pass loads no C: with two halves, twice as many chunks fit
     WEIGHTS: gl.constexpr = weight_places(FIRST_RING, HALVES)
     WORDS: gl.constexpr = word_places(FIRST_RING, HALVES)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -187,7 +187,7 @@ def allocate(
 
 @gluon.jit
 def begin_barriers(shared, THREADS: gl.constexpr, FIRST_PASS: gl.constexpr):
-    """Says who arrives at each: THREADS of a lane each for itself, of other roles one for all."""
+    """Initialise the barriers with their arrival counts: all THREADS of a lane arrive, in other roles one thread."""
     first = shared.first
     for i in gl.static_range(2):
         mbarrier.init(shared.written.index(i), count=THREADS)
@@ -198,9 +198,9 @@ def begin_barriers(shared, THREADS: gl.constexpr, FIRST_PASS: gl.constexpr):
     for i in gl.static_range(shared.SCORE_RING):
         mbarrier.init(shared.scored.index(i), count=1)
         mbarrier.init(shared.unscored.index(i), count=2 * THREADS)
-    if FIRST_PASS:  # else their memory is used for something else
+    if FIRST_PASS:  # otherwise their memory has another use
         for i in gl.static_range(first.RING):
-            # by loads; in a turn's first by scores, too
+            # loads arrive; for the first chunk of a turn, scores arrive too
             mbarrier.init(first.full.index(i), count=1 if i % first.TURN > 0 else 2)
             mbarrier.init(first.empty.index(i), count=2 * THREADS)  # both lanes
         for i in gl.static_range(first.WORDS):
@@ -214,15 +214,16 @@ def add(a, b):
 
 @gluon.jit
 def rows_of(shared, place, half):
-    """B or C (q, n) of a chunk, or a half of its n."""
+    """B or C (q, n) of a chunk, or half of its n."""
     return shared.rows.index(place * shared.HALVES + half)
 
 
 @gluon.jit
 def place_in(i, SIZE: gl.constexpr):
-    """i % SIZE of what is not negative, without what signs take.
+    """i % SIZE for i >= 0, without instructions for signs.
 
-    Through assembly, which LLVM does not look into: where addresses depend on a division, it takes long over each.
+    The result passes through inline assembly, which hides the division from LLVM: compiling addresses that depend on a
+    division takes long.
     """
     place = gl.to_tensor(i).to(gl.uint32) % SIZE
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=True, pack=1)
@@ -230,15 +231,15 @@ def place_in(i, SIZE: gl.constexpr):
 
 @gluon.jit
 def phase(i, SIZE: gl.constexpr):
-    """The phase of turn i at the barriers of a ring."""
+    """The phase of use i of a ring at its barriers."""
     return (gl.to_tensor(i).to(gl.uint32) // SIZE & 1).to(gl.int32)
 
 
 @gluon.jit
 def places_of(shared, seen, i):
-    """Where chunk i of the second pass has B, C and x, after a first pass over `seen` chunks.
+    """Slots of B, C and x of chunk i of the second pass, after a first pass of `seen` chunks.
 
-    C is past the places of the first pass or, if that has all, in the one after B.
+    C is beyond the slots of the first pass.  With two halves, the first pass uses all slots, and C is in that after B.
     """
     x = place_in(seen + place_in(i, shared.RING), shared.first.RING)
     B = place_in(seen + i * shared.HALVES, shared.first.RING)
@@ -247,12 +248,12 @@ def places_of(shared, seen, i):
 
 @gluon.jit
 def scalar(buffer):
-    """The one number in `buffer`."""
+    """The single number in `buffer`."""
     return gl.reduce(buffer.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0, add)
 
 
 @gluon.jit
 def lane_of(vectors, row, lane):
-    """The half of row `row` that is a lane's."""
+    """The lane's half of row `row`."""
     halves = reinterpret(vectors, vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout)
     return halves.index(2 * row + lane)

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-"""The role that makes a chunk's gates, dt and the decays; in the first pass `scores` does.  What roles share:
-`rings.py`."""
+"""Role `gates`: computes each chunk's gates, dt and decays.  In the first pass the role `scores` computes them.
+
+Shared memory: `rings.py`.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,8 +23,8 @@ from ssdprof.kernels.ssd.hopper.weights import two_parts
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
-# (q, column) in the first pass: a warp for each lane of each of two chunks
+FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+# Layout (q, column) of the first pass: one warp per lane and chunk, two chunks at once
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
 STAGES = {
@@ -46,13 +48,13 @@ STAGES = {
     "segment_gates": "chunk_cumsum",
     "gates": "chunk_cumsum",
 }
-# What is waited for at a barrier, here or by others.  Those that wait for a free place are ahead of the others.
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"full": "waiting.chunk", "told": "waiting.gates", "empty": "ahead"}
 
 
 @gluon.jit
 def exp2_approx(v):
-    """The instruction that `gl.exp2` becomes once Triton has linked CUDA's library of functions, which takes long."""
+    """The instruction that `gl.exp2` compiles to, without linking CUDA's libdevice, which takes long."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -63,7 +65,7 @@ def log2_approx(v):
 
 @gluon.jit
 def softplus(v):
-    """log(1 + e^v) with a relative error below 3e-6: by its series where e^v is small and 1 + e^v would round."""
+    """log(1 + e^v) with a relative error below 3e-6.  Uses the series for small e^v, where 1 + e^v would round."""
     e = exp2_approx(v * LOG2_E)
     series = e * (1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667)))))
     return gl.where(v > 20.0, v, gl.where(e < 0.0625, series, log2_approx(1.0 + e) * LN_2))
@@ -71,10 +73,10 @@ def softplus(v):
 
 @gluon.jit
 def load_bits(p, inside):
-    """What p points to, in 32 bits; zero where not `inside`.
+    """Load the numbers at p as 32 bits; zero where not `inside`.
 
-    A loop that loads 16-bit numbers for its next turn packs two of them into one register at its end, and so waits for
-    them a turn too early.  Numbers of 32 bits it leaves alone.
+    If a loop loads 16-bit numbers for its next iteration, the compiler packs two of them into one register at the end
+    of the iteration, and so waits for them one iteration too early.  It does not pack 32-bit numbers.
     """
     code: gl.constexpr = """{
         .reg .pred inside;
@@ -88,7 +90,7 @@ def load_bits(p, inside):
 
 @gluon.jit
 def number_of(bits, dtype: gl.constexpr):
-    """In fp32, the number of `dtype` that has these bits."""
+    """Convert the bits of a number of `dtype` to fp32."""
     if dtype != gl.float32:
         bits = bits.to(gl.int16)
     return gl.cast(bits, dtype, bitcast=True).to(gl.float32)
@@ -103,28 +105,28 @@ def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
     dt = gl.where(v == v, gl.minimum(gl.maximum(v, low), high), v)
     dt = gl.where(valid, dt, 0.0)
     dA = dt * A[None, :]
-    # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+    # a step below FORGOTTEN decays to zero anyway, and would cost later differences their precision
     dA = gl.where(dA == dA, gl.maximum(gl.minimum(dA, 0.0), FORGOTTEN), dA)
     return dt, gl.associative_scan(dA, 0, add), gl.reduce(dA, 0, add)
 
 
 @gluon.jit
 def decay_exp2(log2_decay):
-    """2^log2_decay, at most 1: rounding of a difference of sums cannot push it past.  NaN stays NaN."""
+    """2^log2_decay, clamped to 1, because the rounding of a difference of sums may exceed it.  NaN stays NaN."""
     return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
 
 
 @gluon.jit
 def put(vector, v):
-    """v (q, column) into a vector of a ring."""
+    """Store v (q, column) into a vector of a ring."""
     vector.store(gl.permute(v, (1, 0)).reshape([v.shape[0] * v.shape[1]]))
 
 
 @gluon.jit
 def rates_of(shared, segment, rates, SLICES: gl.constexpr, CHUNKS: gl.constexpr, layout: gl.constexpr):
-    """A log2(e) and dt_bias (column), dt's row at the sequence's begin, and offsets of CHUNKS chunks in it (q, column).
+    """A log2(e), dt_bias (column), a pointer to the sequence's dt, offsets of CHUNKS chunks (q, column), dt's stride.
 
-    Columns are lanes: first both of a chunk, then those of the chunk before.
+    Columns are lanes: both lanes of a chunk, then both of the preceding chunk.
     """
     dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
     o_c = gl.arange(0, 2 * CHUNKS, gl.SliceLayout(0, layout))
@@ -140,7 +142,7 @@ def rates_of(shared, segment, rates, SLICES: gl.constexpr, CHUNKS: gl.constexpr,
 
 @gluon.jit
 def tell(first, seen, go):
-    """Whether another turn of the first pass follows the one after `seen` chunks."""
+    """Write the flag that says whether another turn of the first pass follows the one after `seen` chunks."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = place_in(seen // first.TURN, first.WORDS)
     first.goes_on.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
@@ -154,20 +156,20 @@ def wait_for_place(first, chunk):
 
 @gluon.jit
 def hand_over(first, chunk):
-    """The turn that begins with `chunk`, whose weights and decay are there."""
+    """Announce that the weights and decay of the turn that begins with `chunk` are stored."""
     mbarrier.arrive(first.full.index(place_in(chunk, first.RING)), count=1)
 
 
 @gluon.jit
 def pairs_of(vectors):
-    """A ring of vectors, two by two."""
+    """View a ring of vectors as a ring of pairs of vectors."""
     pairs: gl.constexpr = [vectors.shape[0] // 2, 2 * vectors.shape[1]]
     return reinterpret(vectors, vectors.dtype, pairs, vectors.layout)
 
 
 @gluon.jit
 def of_each_lane(v):
-    """v (chunk, lane), a column each, as four numbers: those of lane 0, then those of lane 1."""
+    """The four numbers of v, columns (chunk, lane): two of lane 0, then two of lane 1."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     two: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0]))
     lane_0, lane_1 = gl.split(gl.convert_layout(v, four).reshape([2, 2]))
@@ -176,10 +178,10 @@ def of_each_lane(v):
 
 @gluon.jit
 def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
-    """Weights of chunk c of the first pass and of the one before, from dt and a (q, column), and a_end (column).
+    """Compute the weights of chunks c and c - 1 of the first pass, from dt and a (q, column), and a_end (column).
 
-    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns those with these two, how many chunks
-    were seen then, and whether there are more to see.
+    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns them with these two chunks included, the
+    number of chunks read so far, and whether more follow.
     """
     first = shared.first
     o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
@@ -199,12 +201,12 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     if first.TURN == 1:
         if more:
             tell(first, seen + 1, go)
-            # at once: whoever has made a place for `seen` has been given the chunk behind that one
+            # no wait is needed: `units` has waited at this barrier before it released the slot of `seen`
             hand_over(first, seen + 1)
         seen += 1 + more.to(gl.int32)
     else:
         seen += 2
-    # no further ahead of the copies: with more of them on their way all are slower
+    # do not run further ahead of the copies: with more copies in flight all are slower
     before = gl.maximum(seen - 2, 0)
     mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
     return decay_0, decay_1, seen, go
@@ -212,14 +214,14 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
 
 @gluon.jit
 def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
-    """Weights of the chunks that the first pass reads, from its end backwards.  Returns how many these are.
+    """Compute the weights of the chunks of the first pass, from its end backwards.  Returns the number of chunks.
 
-    Two chunks at once, by different warps: what takes long is each one's chain of dependent instructions.  If turns are
-    of two chunks, the last one's second may be before the segment: all zeros.
+    Different warps process two chunks at once, because each chunk's chain of dependent instructions takes long.  With
+    two chunks per turn, the second chunk of the last turn may lie before the segment.  It is then all zeros.
     """
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    # the chunk of a position, counted from c backwards
+    # chunk of a position, counted from c backwards
     back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
     c = segment.back_most - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
@@ -240,10 +242,10 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
 
 @gluon.jit
 def put_gates(shared, n, dt, a, a_end):
-    """All that is made of dt of the program's n-th chunk, a (q, lane) and a_end (lane)."""
+    """Store all vectors of the program's n-th chunk, from dt and a (q, lane) and a_end (lane)."""
     slot = place_in(n, shared.RING)
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.RING) ^ 1)
-    # each is made when it is stored: with N = 256, gates that take more registers make the heads' loops longer, too
+    # compute each vector at its store: with N = 256, more registers in this role also lengthen the loops of `units`
     put(shared.gates.index(slot * 4 + ROW), a)
     put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
     put(shared.gates.index(slot * 4 + KEY), a - log2_approx(dt))
@@ -255,8 +257,8 @@ def put_gates(shared, n, dt, a, a_end):
 
 @gluon.jit
 def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
-    """Those of a segment's second pass, after n chunks of others."""
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): a warp for each lane
+    """Compute the gates of a segment's second pass.  n: the program's chunks before this segment"""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): one warp per lane
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 1, layout)
     o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
@@ -272,7 +274,7 @@ def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT
 
 @gluon.jit
 def gates(shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
-    """Gates of the second pass.  Those of the first are made by `scores`, which has nothing else to do then."""
+    """Compute the gates of the second pass.  `scores` computes those of the first pass, where it is otherwise idle."""
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
         segment_gates(shared, segment, n, rates, low, high, SLICES, DT_SOFTPLUS)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The role that loads a chunk's B, C and x, by the copy engine.  What the roles share: `rings.py`."""
+"""Role `loads`: loads B, C and x of each chunk through TMA.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,13 +26,13 @@ STAGES = {
     "segment_loads": "loads",
     "loads": "loads",
 }
-# The stage of a wait at a barrier, here or in another role.  Who waits for a free place is ahead of the others.
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"full": "waiting.chunk", "told": "waiting.gates", "empty": "ahead"}
 
 
 @gluon.constexpr_function
 def bytes_of(shared, rows):
-    """What a chunk's x takes, with B, and C if `rows` is 2."""
+    """Bytes of a chunk's x and B, and C if `rows` is 2."""
     return 2 * CHUNK * (shared.UNITS * SLICE + rows * shared.HALVES * shared.rows.shape[2])
 
 
@@ -46,7 +46,7 @@ def load_x(shared, segment, place, t, x_desc, full, SLICES: gl.constexpr):
 
 @gluon.jit
 def load_rows(shared, segment, place, t, desc, first_block, full):
-    """B or C, in tiles of (q, half of N): blocks of 64 columns that lie one behind the other."""
+    """Load B or C in tiles of (q, half of N), each stored as consecutive blocks of 64 columns."""
     BLOCKS: gl.constexpr = shared.rows.shape[2] // COLUMNS
     for k in gl.static_range(shared.HALVES):
         rows = rows_of(shared, place, k)
@@ -56,12 +56,12 @@ def load_rows(shared, segment, place, t, desc, first_block, full):
 
 @gluon.jit
 def load_first(shared, segment, seen, k: gl.constexpr, descs, first_block, SLICES: gl.constexpr):
-    """What chunk k of the turn after `seen` chunks of the first pass needs."""
+    """Load chunk k of the turn after `seen` chunks of the first pass."""
     first = shared.first
     x_desc, B_desc, _ = descs
     slot = place_in(seen + k, first.RING)
     full = first.full.index(slot)
-    # before the segment there are zeros, which the copy engine has past the sequence's end
+    # a chunk before the segment must be zero, so read past the sequence's end, where TMA returns zeros
     c = segment.back_most - 1 - seen - k
     t = gl.where(c >= 0, (segment.back_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.RING) ^ 1)
@@ -72,13 +72,13 @@ def load_first(shared, segment, seen, k: gl.constexpr, descs, first_block, SLICE
 
 @gluon.jit
 def load_chunk(shared, segment, seen, i, n, descs, first_block, SLICES: gl.constexpr):
-    """What chunk i of the segment's second pass needs, the program's n-th."""
+    """Load chunk i of the segment's second pass, the program's n-th."""
     first = shared.first
     x_desc, B_desc, C_desc = descs
     slot = place_in(n, shared.RING)
     full = shared.full.index(slot)
     t = (segment.first_chunk + i) * CHUNK
-    # the last chunk of the first pass that was where these go
+    # the last chunk of the first pass that used these slots
     before = seen - first.RING + (n + 1) * shared.HALVES - 1
     here = (n < shared.RING) & (before >= 0)
     before = gl.maximum(before, 0)
@@ -93,7 +93,7 @@ def load_chunk(shared, segment, seen, i, n, descs, first_block, SLICES: gl.const
 
 @gluon.jit
 def segment_loads(shared, segment, n, descs, DSTATE: gl.constexpr, SLICES: gl.constexpr, HEADS_PER_GROUP: gl.constexpr):
-    """What a segment needs, after n chunks of others."""
+    """Load the tiles of a segment.  n: the program's chunks before it"""
     first_block = segment.unit // SLICES // HEADS_PER_GROUP * (DSTATE // COLUMNS)
     first = shared.first
     seen = 0

@@ -1,6 +1,8 @@
 # mypy: ignore-errors
-"""The role that makes a chunk's scores, C B^T times decays; in the first pass it makes the gates.  What the roles
-share: `rings.py`."""
+"""Role `scores`: computes each chunk's scores, C B^T times decays.  In the first pass it computes the gates instead.
+
+Shared memory: `rings.py`.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,27 +33,27 @@ STAGES = {
     "decayed_scores": "bmm_chunk",
     "scores": "bmm_chunk",
 }
-# The stage of a wait at a barrier, here or in another role.  Who waits for a free place is ahead of the others.
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead", "unscored": "ahead"}
 
 
 @gluon.jit
 def masked(v, bits):
-    """v where all of `bits` are set, 0 where none is; two at a time."""
+    """v where all of `bits` are set, 0 where none is set.  Processes two numbers at a time."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
 def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
-    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0; `causal` has all bits set there, and none elsewhere."""
+    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0.  causal: all bits set where s <= q, else none"""
     decay = exp2_approx(row[:, None] - key[None, :])
     scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
-    return masked(scores, causal)  # after all that may overflow above the diagonal
+    return masked(scores, causal)  # mask last: products above the diagonal may overflow
 
 
 @gluon.jit
 def bmm_chunk(shared, seen, n):
-    """C B^T of the n-th chunk, begun."""
+    """Start C B^T of the n-th chunk asynchronously."""
     B, C, _ = places_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
     for k in gl.static_range(shared.HALVES):
@@ -62,7 +64,7 @@ def bmm_chunk(shared, seen, n):
 
 @gluon.jit
 def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
-    """Both units' scores of the n-th chunk.  Vectors of gates are loaded while the product runs."""
+    """Compute the scores of the n-th chunk for all units.  Vectors of gates are loaded while the product runs."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)

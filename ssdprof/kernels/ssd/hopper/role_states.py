@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""The role that holds the states of both lanes, in registers, and makes their outputs.
+"""Role `units`: holds the states of both lanes in registers and computes their outputs.
 
-States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand straight from
-registers.  How both lanes are in one role: `lanes.py`.
+States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand directly from
+registers.  `lanes.py` explains how one role serves both lanes.
 """
 
 from triton.experimental import gluon
@@ -63,9 +63,9 @@ WAITS = {
 
 @gluon.jit
 def add_residual(out, x, D):
-    """out + D x in fp32.  In assembly, or x would be kept as fp32 from its first use on, and spill.
+    """out + D x in fp32.  In assembly, because the compiler otherwise keeps x as fp32 from its first use, and spills.
 
-    In fp16 x is negated before and after, or ptxas would take this conversion for an earlier one and keep that.
+    In fp16, x is negated before and after the conversion, otherwise ptxas reuses and keeps an earlier conversion.
     """
     if x.dtype == gl.bfloat16:
         code: gl.constexpr = """{
@@ -99,29 +99,29 @@ def in_parts(shape, rows):
 
 @gluon.jit
 def own_rows(tile, ROWS: gl.constexpr, half):
-    """A half's ROWS of a tile, or numbers of a vector: all, if N has no halves."""
+    """The ROWS of a tile, or numbers of a vector, of one half; all of them if N is not halved."""
     return reinterpret(tile, tile.dtype, in_parts(tile.shape, ROWS), tile.layout).index(half)
 
 
 @gluon.jit
 def hand_out(shared, lane):
-    """The output of a chunk to `stores`."""
+    """Pass the output of a chunk to `stores`."""
     fence_async_shared()
     arrive(shared.written.index(lane))
 
 
 @gluon.jit
 def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constexpr):
-    """Output of chunk i of the segment, the program's n-th, and the state after it.
+    """Compute the output of chunk i of the segment, the program's n-th, and the state after it.
 
-    out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; of the first term each half of N has a part.
+    out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; each half of N has a partial sum of the first term.
 
-    seen: chunks that the first pass read.
+    seen: chunks that the first pass read
     """
     dtype: gl.constexpr = shared.x.dtype
     HALVES: gl.constexpr = shared.HALVES
-    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
-    AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # there are registers for it
+    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output one lane finishes
+    AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # then registers suffice for `lost` before the first wait
     by_q: gl.constexpr = lanes_layout(CHUNK)  # (lane p, q)
     by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
@@ -144,7 +144,7 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
     B = rows_of(shared, B_place, half)
     xw = weighted(x, weight, False)
     state_begun = warpgroup_mma(gl.convert_layout(xw, n_operand), B, state * decay, is_async=True)
-    if AT_ONCE:  # what that loses
+    if AT_ONCE:  # add the rounding error of xw
         lost = gl.convert_layout(rounded_off(x, weight, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.residual: the chunk before's output, under these products
@@ -167,7 +167,7 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
     mbarrier.wait(shared.scored.index(stage), phase(n, shared.SCORE_RING))
     m = own_rows(shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)), OWN, half)
     out_begun = warpgroup_mma(x, m.permute((1, 0)), out, is_async=True)
-    # all threads have to meet once in each turn of a loop that waits; here it costs least
+    # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
     if HALVES == 2:
         # stage chunk_scan.previous
         theirs = take_part(exchange, lane, by_own)
@@ -198,11 +198,11 @@ def scan_segment(
     HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
     PASSING: gl.constexpr,
 ):  # fmt: skip
-    """Outputs of a segment, after n chunks of others, and the states after it."""
+    """Compute the outputs of a segment and the states after it.  n: the program's chunks before this segment"""
     D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
     HALVES: gl.constexpr = shared.HALVES
     WIDTH: gl.constexpr = DSTATE // HALVES
-    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output this role finishes
+    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output one lane finishes
     by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
     by_n: gl.constexpr = lanes_layout(WIDTH)  # (lane p, n)
     unit, half = segment.unit + unit_of(shared, lane), half_of(shared, lane)
@@ -210,7 +210,7 @@ def scan_segment(
     state = gl.full([LANES * SLICE, WIDTH], 0.0, gl.float32, by_n)
     o_p = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_n)) % SLICE
     o_n = half * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
-    inside = None  # all are
+    inside = None  # no mask
     if HEADDIM % SLICE != 0:
         inside = (o_p < HEADDIM)[:, None]
 
@@ -228,8 +228,8 @@ def scan_segment(
         if PASSING == "look back":
             leave(segment, place, added, decay)
         state, decay = sum_before(segment, place, ALL_LANES, WIDTH, by_n)
-    if initial_ptr is not None:  # in every segment, so that what is not finite in it is in all outputs
-        # past a head's P anything: those rows meet no others, and are not stored
+    if initial_ptr is not None:  # in every segment, so that non-finite numbers in it reach all outputs
+        # rows past a head's P may hold any value: they do not affect other rows, and are not stored
         sequence = segment.sequence.to(gl.int64)
         own_ptr = initial_ptr + sequence * INITIAL_STRIDES[0] + i_h.to(gl.int64) * INITIAL_STRIDES[1]
         rows = own_ptr + o_p.to(gl.int64) * INITIAL_STRIDES[2]
@@ -242,14 +242,14 @@ def scan_segment(
         o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
         D_row = D_ptr + i_h.to(gl.int64) * D_strides[0] + o_d.to(gl.int64) * D_strides[1]
         D = gl.load(D_row, mask=o_d < HEADDIM, other=0.0).to(gl.float32)
-    role_barrier()  # else, in kernels without a first pass, all threads would meet once more in each chunk
+    role_barrier()  # without it, kernels without a first pass have one more barrier per chunk
     for i in range(segment.nchunks):
         state = scan_chunk(shared, exchange, state, D, i, n + i, seen, lane, RELAXED)
     if segment.nchunks > 0:
         hand_out(shared, lane)
     # stage state_passing.store
     if PASSING == "hand on":
-        leave(segment, place, state, gl.to_tensor(0.0))  # in the state is all that was before it
+        leave(segment, place, state, gl.to_tensor(0.0))  # the state includes all earlier chunks
     if segment.last:
         own = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
         gl.store((final_ptr + own + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)

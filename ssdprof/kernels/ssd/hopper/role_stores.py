@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The role that stores a chunk's output, by the copy engine.  What the roles share: `rings.py`."""
+"""Role `stores`: stores each chunk's output through TMA.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,13 +8,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, async_store
 
 STAGES = {"store_chunk": "chunk_scan.residual", "stores": "chunk_scan.residual"}
-# The stage of a wait at a barrier, here or in another role.  Who waits for a free place is ahead of the others.
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"unwritten": "chunk_scan.residual", "written": "ahead"}
 
 
 @gluon.jit
 def store_chunk(shared, segment, i, n, out_desc, SLICES: gl.constexpr):
-    """The output of chunk i of the segment, the program's n-th, up to the sequence's end."""
+    """Store the output of chunk i of the segment, the program's n-th, up to the sequence's end."""
     OWN: gl.constexpr = shared.out.shape[1]
     t = (segment.first_chunk + i) * CHUNK
     for k in gl.static_range(2):

@@ -1,4 +1,4 @@
-"""How the Hopper kernel cuts sequences into segments: by a simulated schedule of the programs on the GPU's SMs."""
+"""The cut of sequences into segments for the Hopper kernel, by simulating the schedule of programs on the SMs."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-# In units of a chunk of the second pass (1.8 us on an H200), fitted to the times in
-# benchmarks/results/hopper-segments-h200.json.  How well: benchmarks/log/ssd.md#row-53.
-# A chunk of the first pass, by halves of N: where all programs begin with one, and where only those that recompute do.
+# Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
+# benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
+# Time of a chunk of the first pass, by halves of N: FIRST_PASS if all programs begin with a first pass, RECOMPUTED if
+# only those that recompute do.
 FIRST_PASS = {1: 0.45, 2: 0.34}
 RECOMPUTED = {1: 0.384, 2: 0.34}
-START = 3.0  # a program's start and end
-PUBLISH = 1.1  # until what a segment adds is seen by others
-PART = 0.36  # for a segment to sum what one before it has published
-CALL = 0.6  # launching, and zeroing the flags
-# Chunks after which the first pass stops, of sixteen pairs of heads with decays as models have them.  One never stops:
-# the first, so that it counts where there are few.
+START = 3.0  # time to start and end a program
+PUBLISH = 1.1  # time until others see the state that a segment adds
+PART = 0.36  # time to sum the published state of one earlier segment
+CALL = 0.6  # time to launch, and to zero the flags
+# Chunks after which the first pass stops, for sixteen pairs of heads with decays as models have them.  One pair never
+# stops.  It is the first, so that it counts in calls with few pairs.
 REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
-LONGEST_RECOMPUTED = 128  # chunks of a sequence whose first passes may go over all that is before
-UNFUSED_CHUNK = 4  # the longest of an unfused pipeline: 256 positions
-MEMORIES = (1, 2, 4, 8)  # chunks in which heads forget, beside those that never do
-AS_LARGE = 1.01  # a squared error as large as another, but for what no test can see
-CLASSES = 16  # of lengths, in each power of two: what is simulated for one is taken for all of its class
+LONGEST_RECOMPUTED = 128  # most chunks of a sequence for `recompute`
+UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline: 256 positions
+MEMORIES = (1, 2, 4, 8)  # memories of heads to check, in chunks, in addition to heads that never forget
+AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no test can detect
+CLASSES = 16  # length classes per power of two; all lengths of a class share one simulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
     """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks.
 
-    A schedule is good when long segments fill the GPU first (their first pass stops early, so they read less twice) and
-    short ones even out the end.
-    recompute: a segment's first pass goes over all that is before it, and none waits for another; for short sequences
-    shares: with whole sequences as segments, programs that stay for equal shares of all chunks (`assignment.py`); if
-        there are no more pairs of units than that, or this is 0, there is a program for each segment
+    In a good schedule, long segments fill the GPU first, and short ones balance the end.  The first pass of a long
+    segment stops early, so a smaller share of it is read twice.
+    recompute: a segment's first pass covers all chunks before it, and no segment waits for another; for short sequences
+    shares: if segments are whole sequences, the number of programs with equal shares of all chunks (`assignment.py`);
+        if 0, or if there are not more pairs of units than this, there is one program per segment
     """
 
     segment: int
@@ -59,29 +60,30 @@ class Segments:
 
 
 def packed_segment(pairs: int) -> int:
-    """Chunks of a segment of packed sequences, whose lengths are on the device: as many as there are pairs of units.
+    """Chunks per segment of packed sequences, whose lengths are on the device: about the number of pairs of units.
 
-    Fewer pairs leave more of the GPU to segments.  With fewer than 8 chunks, long sequences would have too many to sum.
+    Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long sequence would have
+    too many parts to sum.
     """
     return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
 
 def cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
-    """The segments with the least simulated time for `pairs` of units (or halves) of `nchunks` chunks each."""
+    """The segments with the least simulated time, for `pairs` of units (or halves) with `nchunks` chunks each."""
     step = 1 << max(0, nchunks.bit_length() - CLASSES.bit_length())
     return _cut(ceil_div(nchunks, step) * step, pairs, halves, sm_count)
 
 
 @lru_cache(maxsize=1024)
 def _cut(nchunks: int, pairs: int, halves: int, sm_count: int) -> Segments:
-    if pairs > sm_count:  # no more parallelism is needed than they give
+    if pairs > sm_count:  # pairs alone give enough parallelism
         return Segments(segment=max(1, nchunks), shares=sm_count)
     exact = (s for s in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(s, nchunks))
     return min(exact, key=lambda segments: simulated_time(segments, nchunks, pairs, halves, sm_count))
 
 
 def as_exact_as_unfused(segments: Segments, nchunks: int) -> bool:
-    """Whether no head's error is larger than an unfused pipeline's with its longest chunks, however soon it forgets."""
+    """Whether no head's error exceeds that of an unfused pipeline with its longest chunks, however fast it forgets."""
     ours, theirs = segments.lengths(nchunks), Segments(segment=UNFUSED_CHUNK).lengths(nchunks)
     return rounded_twice(ours) <= rounded_twice(theirs) and all(
         squared_error(ours, memory) <= AS_LARGE * squared_error(theirs, memory) for memory in MEMORIES
@@ -89,8 +91,11 @@ def as_exact_as_unfused(segments: Segments, nchunks: int) -> bool:
 
 
 def rounded_twice(lengths: list[int]) -> int:
-    """Pairs of chunks of which one is before the other's segment: what it adds to the other's output is rounded by the
-    first pass, and as a part of the state.  An unfused pipeline does that to what is before a chunk."""
+    """Number of pairs of chunks in which the first one precedes the segment of the second one.
+
+    The contribution of the first chunk to the second one's output is rounded twice: by the first pass, and as part of
+    the state.  An unfused pipeline rounds the contributions of all earlier chunks twice.
+    """
     before, pairs = 0, 0
     for length in lengths:
         pairs += length * before
@@ -99,11 +104,14 @@ def rounded_twice(lengths: list[int]) -> int:
 
 
 def squared_error(lengths: list[int], memory: float) -> float:
-    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk.  In units of one rounding: the
-    output's own, one per term, and a second one for terms from before a segment.  docs/measuring.md."""
+    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in units of one rounding.
+
+    Counts the rounding of the output, one rounding per term, and a second one for terms from before a segment.
+    See docs/measuring.md.
+    """
     kept = math.exp(-2 / memory)
 
-    def energy(nchunks: int) -> float:  # that one chunk has of so many, up to its own
+    def energy(nchunks: int) -> float:  # of a chunk's output, from the last `nchunks` chunks, its own included
         return (1 - kept**nchunks) / (1 - kept)
 
     first, before = 0, 0.0
@@ -114,13 +122,13 @@ def squared_error(lengths: list[int], memory: float) -> float:
 
 
 def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
-    """Ways to cut a sequence of `nchunks` chunks, where the GPU has room for so many programs per pair at once."""
+    """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs per pair at once."""
     yield Segments(segment=max(1, nchunks))
     at_once = max(1, int(programs_per_pair))
     for count in sorted({2, 3, 4, 6, 8, 11, 16, 22, 32, at_once, at_once + 1}):
         if count <= min(nchunks, at_once + 1):
             yield Segments(segment=ceil_div(nchunks, count))
-    for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # of a sequence, in long segments
+    for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # share of a sequence in long segments
         long = max(1, round(part * nchunks / at_once))
         left = nchunks - at_once * long
         if left > 0:
@@ -136,12 +144,12 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Segments]:
 
 
 def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm_count: int) -> float:
-    """Until the last program ends, in chunks' time, if SMs take programs in order as they come free, one each."""
+    """Time until the last program ends, in chunks.  Each SM runs one program at a time, and programs start in order."""
     lengths = segments.lengths(nchunks)
     looks_back = len(lengths) > 1 and not segments.recompute
     of_first_pass = (RECOMPUTED if segments.recompute else FIRST_PASS)[halves]
     free = [0.0] * sm_count
-    published: list[list[float]] = [[] for _ in range(pairs)]  # when, by segments
+    published: list[list[float]] = [[] for _ in range(pairs)]  # time of publication, by segment
     end, before = 0.0, 0
     for index, length in enumerate(lengths):
         last = index == len(lengths) - 1
@@ -163,7 +171,7 @@ def simulated_time(segments: Segments, nchunks: int, pairs: int, halves: int, sm
 
 
 def _parts(before: list[int], reach: int) -> int:
-    """How many of the segments before it a segment reads: until the remaining decay is zero."""
+    """The number of earlier segments that a segment reads until the remaining decay is zero."""
     parts = 0
     for length in reversed(before):
         parts += 1

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Weights of positions as two 16-bit numbers, and x times them.  The gates make them, the states take them.
+"""Weights of positions as two 16-bit numbers, and their products with x.  `role_gates.py` computes the weights.
 
-In fp16 the second one is times 2^11, or it would be lost where a weight is below 2^-14: 0x45000000 in fp32, and what
-takes it is times 0x10001000, 2^-11 twice.
+In fp16 the second number is stored times 2^11 (0x45000000 in fp32), because it would be lost for weights below 2^-14.
+Code that reads it multiplies by 0x10001000, a pair of 2^-11.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ STAGES = {"two_parts": "caller", "weighted": "caller", "rounded_off": "caller"}
 
 @gluon.jit
 def two_parts(v, dtype: gl.constexpr):
-    """v as a sum of two numbers of `dtype`, in the low and the high half of a word: the nearest, and the rest."""
+    """v as a sum of two numbers of `dtype`: the nearest one in the low half of a word, the rest in the high half."""
     code: gl.constexpr = for_dtype(
         """{
             .reg .b16 near, rest;
@@ -35,7 +35,7 @@ def two_parts(v, dtype: gl.constexpr):
 
 @gluon.jit
 def weighted(x, weight, WHOLE: gl.constexpr):
-    """x^T (lane p, q) times a weight per position, as an operand: times the first part of the weight, or the WHOLE."""
+    """x^T (lane p, q) times a weight per position, as an operand: the WHOLE weight, or only its first part."""
     if WHOLE:
         code: gl.constexpr = for_dtype(
             """{
@@ -63,7 +63,7 @@ def weighted(x, weight, WHOLE: gl.constexpr):
 
 @gluon.jit
 def rounded_off(x, weight, product):
-    """x * weight - product, where the product is of x and the first part: what that lost.
+    """x * weight - product: the rounding error of `product`, which is x times the first part of the weight.
 
     x * near - product has no more digits than x, so that only the sum with x * rest is rounded.
     """

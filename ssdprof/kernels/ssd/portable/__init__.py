@@ -3,7 +3,7 @@
 config.py            tiles, warps and segments of a call
 launch.py            arguments, buffers and number of programs of a call
 portable_kernel.py   the kernel
-segments.py          which segment of which sequence a program works on
+segments.py          assignment of segments to programs
 stages.py            the stages inside a segment, one function each
-states.py            states in memory, and how a segment hands one over to the next
+states.py            states in memory, and their hand-over from one segment to the next
 """

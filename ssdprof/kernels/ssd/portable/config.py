@@ -1,4 +1,4 @@
-"""How the fused kernel cuts a call into programs, and why."""
+"""How the portable kernel divides a call into programs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def whole_block(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PortableConfig:
-    """Chosen by the shape of one sequence, dtype and GPU, never by the batch: a sequence's result must not depend on
-    its neighbours.
+    """Chosen by the shape of one sequence, dtype and GPU, never by the batch, so that a sequence's result does not
+    depend on its neighbours.
 
     chunk: positions per chunk, a power of two of at least 16
-    max_segments, min_chunks, max_chunks: a sequence gets max_segments segments, unless they would then have fewer than
-        min_chunks or more than max_chunks chunks.  More segments are more programs at work on one sequence; fewer spend
-        less on the first pass.
-    block_p: how much of P one program holds, a power of two of at least 16
-    block_n: how much of N it multiplies at once, a power of two of at least 16
-    p_rows: whether the state is held as (p, n) or as (n, p)
+    max_segments, min_chunks, max_chunks: a sequence has max_segments segments, unless these would have fewer than
+        min_chunks or more than max_chunks chunks.  More segments let more programs work on one sequence; fewer segments
+        spend less time on first passes.
+    block_p: slice of P per program, a power of two of at least 16
+    block_n: block of N per product, a power of two of at least 16
+    p_rows: the state is held as (p, n); otherwise as (n, p)
     state_stages, scan_stages: chunks in flight in the first and in the second pass
     """
 
@@ -49,7 +49,7 @@ class PortableConfig:
     def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> PortableConfig:
         """The configuration for a GPU of this compute capability, by `config_table.PORTABLE`.
 
-        The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps; what is left holds the
+        The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps.  The other half holds the
         chunk's scores and output.
         """
         headdim, dstate, wide = inputs.x.shape[3], inputs.B.shape[3], inputs.x.dtype == torch.float32
@@ -69,7 +69,7 @@ class PortableConfig:
         return config.fitted(inputs)
 
     def fitted(self, inputs: SSDInputs) -> PortableConfig:
-        """With a chunk no longer than sequences of one length need; segments keep their lengths."""
+        """With a shorter chunk if all sequences are shorter than one chunk; segments keep their lengths."""
         if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
             return self
         chunk = max(16, triton.next_power_of_2(inputs.x.shape[1]))
@@ -91,7 +91,7 @@ class PortableConfig:
         return bool(nchunks > self.segment_chunks(nchunks))
 
     def segments(self, inputs: SSDInputs) -> int:
-        """Segments of all sequences; an upper bound if they are packed, for their lengths are on the device."""
+        """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
         length = inputs.x.shape[1]
         if inputs.cu_seqlens is None:
             nchunks = triton.cdiv(length, self.chunk)

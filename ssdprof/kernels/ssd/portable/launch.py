@@ -1,4 +1,4 @@
-"""Launching the portable kernel: what it is called with, what a call allocates, and how many programs it has."""
+"""Launch of the portable kernel: its arguments, workspace and grid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: PortableConfig
 
 
 class PortableLaunch:
-    """Everything about a call but its tensors: it serves all inputs of one `SSDInputs.signature`, and holds none."""
+    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them."""
 
     def __init__(self, inputs: SSDInputs, precision: Precision, config: PortableConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
@@ -43,7 +43,7 @@ class PortableLaunch:
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # nothing to do for -1, the CPU
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
             out, final_states, states, sync, gates = self._sizes.allocate(inputs.x)
             self._launcher(
                 self._programs, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
@@ -54,12 +54,12 @@ class PortableLaunch:
 
 
 def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: PortableConfig) -> SSDOutput:
-    """Output as x, final states in fp32.  What the kernel does not do, `fused.py` has refused."""
+    """Output in x's dtype, final states in fp32.  `fused.py` has rejected unsupported inputs."""
     return PortableLaunch(inputs, precision, config)(inputs)
 
 
 def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
-    """Strides in the order of the tensors, the new one's last; sizes; the limits of dt."""
+    """Strides in the order of the tensors, those of the output last; sizes; limits of dt."""
     return (
         tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
         tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
@@ -92,7 +92,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: PortableConfig, ha
 
 
 def _span(inputs: SSDInputs, chunk: int) -> int:
-    """Elements between the first and the last of a tile of positions, or of a state, at most."""
+    """Largest distance, in elements, between two elements of a tile of positions or of a state."""
     tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
     spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
     if inputs.initial_states is not None:
@@ -103,5 +103,5 @@ def _span(inputs: SSDInputs, chunk: int) -> int:
 
 
 def _new(inputs: SSDInputs) -> torch.Tensor:
-    """The output's shape and strides."""
+    """A meta tensor with the output's shape and strides."""
     return torch.empty(inputs.x.shape, device="meta")

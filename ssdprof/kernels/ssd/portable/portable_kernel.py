@@ -5,24 +5,24 @@
     h     = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T                   chunk_state, state_passing
     out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s        bmm_chunk, chunk_scan
 
-A sequence is cut into segments, a segment into chunks.  One program owns one segment of one slice of one head's P, and
-keeps the state in registers.  It goes over its segment twice: first backwards, for the state that the segment adds to a
-zero state; then, once the segment before has handed over its state, forwards, for the output.  The last segment of a
-sequence needs no first pass.  The chunk here is a matter of speed: it changes no result beyond rounding and has nothing
-to do with `SSDInputs.chunk_size`.
+A sequence is cut into segments, and a segment into chunks.  One program owns one segment of one slice of one head's P,
+and keeps the state in registers.  It reads its segment twice.  The first pass runs backwards and computes the state
+that the segment adds to a zero state.  Then the program waits for the state of the preceding segment.  The second pass
+runs forwards and computes the output.  The last segment of a sequence needs no first pass.  The chunk size affects only
+speed and rounding, and is independent of `SSDInputs.chunk_size`.
 
-The first pass stops where the decay to the segment's end has underflowed: what lies before would be multiplied by a
-zero.  (A NaN or Inf there reaches later segments in the recurrence, and does not here.)
+The first pass stops where the decay to the segment's end underflows: earlier chunks would be multiplied by zero.  (A
+NaN or Inf there reaches later segments in the recurrence, but not here.)
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: gates (h * p-slices, 2, b * l) fp32 and a chunk more: dt and a, written and read by one program
-      states (sequences, h, p, n) state_dtype: the one that is being handed over; final_states itself if fp32
+Work: gates (h * p-slices, 2, b * l) fp32 plus one chunk: dt and a, written and read by the same program
+      states (sequences, h, p, n) state_dtype: the state that is handed over; final_states itself if fp32
       sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of segments handed over
-Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound if packed.
-      The ticket and not the program's number says which segment: a program waits only for lower tickets, which have
-      started, so that progress needs no two programs at once.
+Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound for packed sequences.
+      The ticket, not the program id, selects the segment.  A program waits only for lower tickets, whose programs have
+      started, so that progress does not require two programs to run at the same time.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
@@ -48,8 +48,8 @@ from ssdprof.kernels.ssd.portable.stages import (
 )
 from ssdprof.kernels.ssd.portable.states import hand_over_state, store_state, take_state, wait_for_state, zero_state
 
-FLAGS = tl.constexpr(32)  # where the flags begin in sync
-FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector each
+FLAGS = tl.constexpr(32)  # offset of the flags in sync
+FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
 
 STAGES = {"_fused_kernel": "setup"}
 
@@ -114,7 +114,7 @@ def _fused_kernel(
     B_rows = Rows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
     C_rows = Rows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
     out_rows = Rows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
-    positions = tl.cast(seqlen, tl.int64)  # of all sequences
+    positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
     gates = Gates(gates_ptr + (2 * positions * unit + position), positions)

@@ -1,19 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Which segment of which sequence a program of `portable_kernel.py` works on."""
+"""Assignment of segments to programs of `portable_kernel.py`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences looked at side by side
+SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration
 
 STAGES = {"take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket"}
 
 
 @triton.jit
 def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
-    """Lower tickets belong to programs that run or have ended.  Without a hand-over the program's number is enough."""
+    """The program's ticket.  Lower tickets belong to programs that run or have ended.
+
+    Without a hand-over between segments the program id is sufficient.
+    """
     if HANDOVER:
         return tl.atomic_add(sync_ptr, 1, sem="relaxed")
     else:
@@ -28,8 +31,10 @@ def segment_chunks(nchunks, RULE: tl.constexpr):
 
 @triton.jit
 def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.constexpr, RULE: tl.constexpr):
-    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences; sequence -1 if there
-    are not so many."""
+    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences.
+
+    The sequence is -1 if the segment does not exist.
+    """
     sequence, segment, before = -1, 0, 0
     begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for block in range(0, sequences, SEQUENCE_BLOCK):
@@ -39,7 +44,7 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.c
         start = tl.load(p, mask=m_s, other=0).to(tl.int64)
         stop = tl.load(p + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
         nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
-        # an empty sequence has one segment of no chunks, which makes its initial state its final one
+        # an empty sequence has one segment without chunks, which copies the initial state to the final state
         segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE)), 1)
         segments = tl.where(m_s, segments, 0)
         after = before + tl.cumsum(segments, axis=0)

@@ -3,17 +3,19 @@
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
 """The stages of `portable_kernel.py`, one function each, in the order of the algorithm.
 
-A source line belongs to one stage (`STAGES`), whatever the compiler inlines: that is how stalls are told apart.
+Every source line belongs to one stage (`STAGES`), even after inlining.  Stall attribution relies on this.
 
 Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
-N is cut into blocks, `step` elements apart in memory; the state is a tuple of them.  What the last one has past N is
-zero: B and C are read with a mask, and so the state stays zero there.  A sum over N is made of theirs:
-tensor cores round towards zero whenever they add products, and sums of blocks are rounded to nearest.  Where there are
-several, a stage reads its own: all of them would not fit into registers until the next stage.
-A tile's pointers are a scalar 64-bit base, which moves from chunk to chunk, and a tile of offsets, which costs no
-registers where its strides are compile-time constants.  Rows at or past `length` are another sequence's: never read,
-never written.  ALIGNED says that no chunk has any.  Only gates are read past `length`, because a mask per vector would
-be one instruction in eight; they may be anything there, and reach neither the state nor a row that is stored.
+
+N is cut into blocks, `step` elements apart in memory, and the state is a tuple of blocks.  The last block is zero past
+N, because B and C are read with a mask.  A sum over N is the sum of the blocks' sums: tensor cores round towards zero
+when they add products, but sums of blocks are rounded to nearest.  With several blocks, each stage loads its own,
+because registers cannot hold all of them until the next stage.
+
+The pointers of a tile are a scalar 64-bit base, which advances by chunks, and a tile of offsets, which costs no
+registers if its strides are compile-time constants.  Rows at or past `length` belong to another sequence and are never
+read or written.  ALIGNED means that no chunk has such rows.  Only gates are read past `length`, because a mask per
+vector would be one instruction in eight.  Their values there affect neither the state nor a stored row.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ import triton.language as tl
 from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with room for rounding: the least positive one is 2^-149
-GATE_ROWS = tl.constexpr(8)  # chunks prepared side by side
+FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+GATE_ROWS = tl.constexpr(8)  # chunks per iteration of chunk_cumsum
 
 
 class Rows(NamedTuple):
-    """Rows, one for each position, of a tensor of one sequence, head or group.
+    """Rows, one per position, of a tensor of one sequence, head or group.
 
-    ptr: position 0    tile: offsets of a chunk's rows and columns    stride: from a position to the next
-    step: from a block of N to the next
+    ptr: position 0    tile: offsets of a chunk's rows and columns    stride: between positions
+    step: between blocks of N
     """
 
     ptr: Any
@@ -52,7 +54,7 @@ class Gates(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What dt is made of: raw values from ptr on, `stride` apart, a bias and limits; and A, by which it decays."""
+    """Inputs of dt and the decay: raw values at ptr, `stride` apart, a bias, limits, and the rate A."""
 
     ptr: Any
     stride: Any
@@ -77,7 +79,7 @@ STAGES = {
 
 @triton.jit
 def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.constexpr):
-    """Block k of B or C of the chunk at t.  AGAIN: read it, even if the compiler could still have it."""
+    """Load block k of B or C of the chunk at t.  AGAIN: load it even if the compiler could reuse an earlier load."""
     BLOCK: tl.constexpr = rows.tile.shape[1]
     if (k + 1) * BLOCK > DSTATE:
         m_n = (tl.arange(0, BLOCK) < DSTATE - k * BLOCK)[None, :]
@@ -88,20 +90,20 @@ def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.cons
 
 @triton.jit
 def softplus(v):
-    """log(1 + exp(v)), without overflow and with all digits where exp(v) is small."""
+    """log(1 + exp(v)), without overflow, and with full precision where exp(v) is small."""
     e = tl.exp2(-tl.abs(v) * LOG2_E)
     u = 1.0 + e
-    # log(u) belongs to the rounded u; e / (u - 1) takes the rounding back
+    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
 
 
 @triton.jit
 def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr):
-    """Stage 1 for the chunks first .. first + count - 1, many at once: dt and a, to memory.
+    """Stage 1 for the chunks first .. first + count - 1, several at once: store dt and a in memory.
 
-    To memory, because the other stages want them in several layouts: a load in the right layout is cheaper than an
-    exchange between threads in every chunk.  Returns how many chunks are still felt at the segment's end.
+    The other stages need them in several layouts, and a load in the right layout is cheaper than an exchange between
+    threads in every chunk.  Returns the number of chunks whose decay to the segment's end is not zero.
     """
     o_r, o_q = tl.arange(0, GATE_ROWS), tl.arange(0, CHUNK)
     felt = 0
@@ -114,7 +116,7 @@ def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, 
         if DT_SOFTPLUS:
             dt = softplus(dt)
         dt = tl.where(m, tl.clamp(dt, steps.low, steps.high, propagate_nan=tl.PropagateNan.ALL), 0.0)
-        # below FORGOTTEN a step decays to zero all the same, and would cost the differences after it their digits
+        # a step below FORGOTTEN decays to zero anyway, and would cost later differences their precision
         dA = tl.maximum(dt * (steps.A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
         a = tl.cumsum(dA, axis=1)
         tl.store(gates.ptr + t, dt, mask=m)
@@ -123,7 +125,7 @@ def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, 
         later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
         felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
         tail += tl.sum(end, axis=0)
-    tl.debug_barrier()  # every thread's gates are written before another thread reads them
+    tl.debug_barrier()  # all gates are stored before other threads read them
     return felt
 
 
@@ -134,8 +136,8 @@ def chunk_state(
 ):  # fmt: skip
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
-    With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, what the chunk adds to a state 2^tail later.
-    Its weighted x is rounded, which only later segments see.
+    With a `tail`: state + sum_t 2^(a_end - a_t + tail) dt_t x_t B_t^T, for a state after a further decay of 2^tail.
+    The weighted x is then rounded, which affects only later segments.
     """
     CHUNK: tl.constexpr = x.shape[0]
     AGAIN: tl.constexpr = tail is None and len(state) > 1
@@ -156,8 +158,8 @@ def chunk_state(
         block = state[k]
         B = load_block(B_rows, t, k, m_q, DSTATE, AGAIN)
         if tail is None:
-            # what rounding takes away is multiplied too: a term of the state is then rounded once on its way to the
-            # output, as a term of the chunk is (docs/measuring.md).  Before the other product, for which nothing waits
+            # also multiply the rounding error: a term of the state is then rounded once on its way to the output, as
+            # a term of the chunk is (docs/measuring.md).  This product comes first, because nothing waits for the other
             block *= decay
             if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
                 block = add_outer_products(block, lost, B, P_ROWS)
@@ -167,7 +169,7 @@ def chunk_state(
 
 @triton.jit
 def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
-    """block + sum_t x_t B_t^T, of one block of N."""
+    """block + sum_t x_t B_t^T, for one block of N."""
     if P_ROWS:
         return tl.dot(tl.trans(x), B, block, input_precision=DOT_PRECISION)
     else:
@@ -179,10 +181,10 @@ def segment_state(
     state, x_rows, m_p, B_rows, gates, first, count, felt, length,
     DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Stage 2 over a segment, from its end backwards.  Returns the state from zero, and log2 of the segment's decay.
+    """Stage 2 for a segment, from its end backwards.  Returns its state from a zero state, and log2 of its decay.
 
-    Reads only the last `felt` chunks.  If those are not all, the decay is past FORGOTTEN already, that is, zero.
-    Another segment follows, so that every chunk is whole.
+    Reads only the last `felt` chunks.  If these are not all, the decay is below FORGOTTEN, which counts as zero.
+    Another segment follows, so that all chunks are full.
     """
     CHUNK: tl.constexpr = x_rows.tile.shape[0]
     tail = 0.0
@@ -198,7 +200,7 @@ def segment_state(
 def chunk_products(
     state, C_rows, B_rows, gates, t, length, DSTATE: tl.constexpr, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Stage 4, C B^T, and of stage 5 what entered the chunk, 2^(a_t) h C_t: block by block, so that C is read once."""
+    """Stage 4, C B^T, and the first term of stage 5, 2^(a_t) h C_t.  Both go block by block, so that C is read once."""
     CHUNK: tl.constexpr = C_rows.tile.shape[0]
     BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
     m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
@@ -222,13 +224,13 @@ def chunk_products(
 def scan_current(
     out, CB, x_rows, m_p, gates, t, length, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Stage 5: (out + what the chunk's own positions leave, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s; x)."""
+    """Stage 5: add the chunk's own positions, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s.  Returns (out, x)."""
     o_q = tl.arange(0, CB.shape[0])
     m_q = (o_q < length - t) | ALIGNED
     x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_q[:, None] & m_p, other=0.0)
     dt = tl.load(gates.ptr + t + o_q)
     a = tl.load(gates.ptr + gates.plane + t + o_q)
-    # `decay_exp2`, written out: as a call it takes 16 bytes more of stack, packed with N = 256 (Triton 3.6, sm_90)
+    # `decay_exp2` inlined by hand: a call takes 16 bytes more stack, packed with N = 256 (Triton 3.6, sm_90)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
     scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
@@ -244,6 +246,6 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
     if z_rows is not None:
         z = tl.load(z_rows.ptr + tl.cast(t, tl.int64) * z_rows.stride + z_rows.tile, mask=m, other=0.0).to(tl.float32)
         root = tl.rsqrt(1.0 + tl.exp2(-z * LOG2_E))
-        out *= z * (root * root)  # z sigmoid(z): a division would be six instructions more
+        out *= z * (root * root)  # z sigmoid(z): a division would take six more instructions
     p = out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile
     tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)

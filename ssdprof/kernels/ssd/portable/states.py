@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""Stage 3 of `portable_kernel.py`: states in memory, and how a segment hands one over to the next.
+"""Stage 3 of `portable_kernel.py`: states in memory, and their hand-over from one segment to the next.
 
-A state is a tuple of blocks of N, (p, n) if P_ROWS, else (n, p), in memory `step` elements apart.  What the last block
-has past N is zero.
+A state is a tuple of blocks of N, each (p, n) if P_ROWS, else (n, p).  In memory, blocks are `step` elements apart.
+The last block is zero past N.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def zero_state(tile, BLOCKS: tl.constexpr):
 
 @triton.jit
 def wait_for_state(flag_ptr, segment):
-    """Stage 3, until the segment before has handed over."""
+    """Stage 3: wait until the preceding segment has handed over its state."""
     while tl.atomic_add(flag_ptr, 0, sem="acquire") < segment:
         pass
 
 
 @triton.jit
 def part_of_state(m_state, k: tl.constexpr, BLOCK: tl.constexpr, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
-    """Where block k of a state lies inside P, as `m_state` says, and inside N."""
+    """Mask of block k of a state: inside P (`m_state`) and inside N."""
     if (k + 1) * BLOCK > DSTATE:
         m_n = tl.arange(0, BLOCK) < DSTATE - k * BLOCK
         return m_state & (m_n[None, :] if P_ROWS else m_n[:, None])
@@ -51,7 +51,7 @@ def part_of_state(m_state, k: tl.constexpr, BLOCK: tl.constexpr, DSTATE: tl.cons
 
 @triton.jit
 def take_state(ptr, tile, step, m_state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
-    """Stage 3: a state in fp32, from L2: a line of it in L1 may be older."""
+    """Stage 3: load a state in fp32.  Bypasses L1, whose lines may be outdated."""
     BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
     state = ()
     for k in tl.static_range((DSTATE + BLOCK - 1) // BLOCK):
@@ -63,7 +63,7 @@ def take_state(ptr, tile, step, m_state, DSTATE: tl.constexpr, P_ROWS: tl.conste
 
 @triton.jit
 def store_state(ptr, tile, step, m_state, state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
-    """Stage 3, or a sequence's end."""
+    """Store a state, in stage 3 or at a sequence's end."""
     BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
     for k in tl.static_range(len(state)):
         m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
@@ -74,12 +74,12 @@ def store_state(ptr, tile, step, m_state, state, DSTATE: tl.constexpr, P_ROWS: t
 def hand_over_state(
     states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2, DSTATE: tl.constexpr, P_ROWS: tl.constexpr
 ):
-    """Stage 3: the state leaving the segment, into the place of the one that entered it."""
+    """Stage 3: overwrite the state that entered the segment with the one that leaves it, and set the flag."""
     decay = decay_exp2(decay_log2)
     leaving = ()
     for k in tl.static_range(len(entering)):
         leaving = leaving + (entering[k] * decay + added[k],)
-    tl.debug_barrier()  # every thread has read what entered
+    tl.debug_barrier()  # all threads have read the entering state
     store_state(states_ptr, tile, step, m_state, leaving, DSTATE, P_ROWS)
-    tl.debug_barrier()  # every thread has written what leaves
+    tl.debug_barrier()  # all threads have stored the leaving state
     tl.atomic_add(flag_ptr, 1, sem="release")

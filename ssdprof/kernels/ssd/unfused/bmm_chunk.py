@@ -3,7 +3,7 @@
 
     CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
 
-Tiles that lie above the diagonal or past the chunk's last position are not written, and chunk_scan does not use them.
+Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does not use them.
 
 In:   C, B (b, l, g, n)
 Out:  CB (b, c, g, q, s), fp32 if exact and 16 bit if relaxed
@@ -33,13 +33,13 @@ STAGES = {"_bmm_chunk_kernel": "bmm_chunk"}
 class BmmChunkConfig:
     block_q: int = 64
     block_s: int = 64
-    block_n: int = 64  # state dimensions read per loop turn
+    block_n: int = 64  # state dimensions read per iteration
     num_warps: int = 4
     num_stages: int = 3
 
     @classmethod
     def choose(cls, *, dstate: int, chunk_size: int, dtype: torch.dtype) -> BmmChunkConfig:
-        """By `config_table.BMM_CHUNK`, no larger than the sizes need."""
+        """By `config_table.BMM_CHUNK`, limited to the sizes of the call."""
         tile = first_fit(BMM_CHUNK, CallSizes(wide=dtype == torch.float32, dstate=dstate)).take
         return cls(
             block_q=min(chunk_size, tile.block),
@@ -66,7 +66,7 @@ def _bmm_chunk_kernel(
     CHUNK_SIZE: tl.constexpr, DSTATE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # --- which tile is mine
+    # --- this program's tile
     Q_TILES: tl.constexpr = (CHUNK_SIZE + BLOCK_Q - 1) // BLOCK_Q
     S_TILES: tl.constexpr = (CHUNK_SIZE + BLOCK_S - 1) // BLOCK_S
     i_tile = tl.program_id(0) % (Q_TILES * S_TILES)

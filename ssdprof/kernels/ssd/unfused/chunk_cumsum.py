@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""SSD stage 1 of 5: the step of every position, and how far the decay has come in its chunk.
+"""SSD stage 1 of 5: the time step of every position, and its cumulative log decay in the chunk.
 
     dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
     dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
 
-In logarithms to base 2, because the later stages take exp2 of its differences many times per element.
+Logarithms have base 2, because later stages take exp2 of their differences many times per element.
 
 In:   dt_raw (b, l, h) | A (h) | dt_bias (h) or None
 Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
@@ -33,7 +33,7 @@ STAGES = {"_softplus": "chunk_cumsum", "_chunk_cumsum_kernel": "chunk_cumsum"}
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCumsumConfig:
-    """block_h: heads per program.  dt_raw has heads innermost: 16 of them in 16 bit fill a 32-byte sector."""
+    """block_h: heads per program.  Heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector."""
 
     block_h: int = 16
     num_warps: int = 4
@@ -51,10 +51,10 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)); x itself above 20, where they agree in fp32."""
+    """log(1 + exp(x)).  Returns x above 20, where both agree in fp32."""
     e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
     u = 1.0 + e
-    # log(u) belongs to the rounded u; e / (u - 1) takes the rounding back, which matters for small e
+    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding, which matters for small e
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, log1p)
 
@@ -66,7 +66,7 @@ def _chunk_cumsum_kernel(
     seqlen, nheads, nchunks, dt_low, dt_high,
     DT_SOFTPLUS: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    # --- which heads and chunk are mine
+    # --- this program's heads and chunk
     h_blocks = tl.cdiv(nheads, BLOCK_H)
     i_bc = tl.program_id(0) // h_blocks
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
@@ -78,7 +78,7 @@ def _chunk_cumsum_kernel(
     m_h = o_h < nheads
     m = m_h[:, None] & (o_q < length)[None, :]
 
-    # --- the step
+    # --- time step
     dt_raw_offset = ptr_offset((i_b, start + o_q[None, :], o_h[:, None]), dt_raw_strides)
     b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]
     if dt_bias_ptr is not None:
@@ -89,9 +89,9 @@ def _chunk_cumsum_kernel(
     b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     b_dt = tl.where(m, b_dt, 0.0)
 
-    # --- the decay so far
-    # later stages subtract these sums: their rounding becomes a relative error of the decay.  fp32 inputs show it, so
-    # they are summed in fp64 and rounded once; 16-bit inputs do not
+    # --- cumulative log decay
+    # later stages subtract these sums, so that their rounding becomes a relative error of the decay.  It is not visible
+    # with 16-bit inputs.  With fp32 inputs it is, so their sums are computed in fp64 and rounded once
     SUM_DTYPE: tl.constexpr = tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
     b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
     b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)

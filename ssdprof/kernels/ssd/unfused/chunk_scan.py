@@ -6,9 +6,9 @@
               + sum_{s <= q} CB[q, s] * exp(a[q] - a[s]) * dt[s] * x[s, p]
     out[q, p] = (y[q, p] + D * x[q, p]) * silu(z[q, p])
 
-With r the first position of a program's block of q, exp(a[q] - a[s]) = exp(a[q] - a[r]) * exp(a[r] - a[s]) for every s
-before the block: one factor per row and one per column, both at most 1.  Only the blocks on the diagonal need an
-exponential per element.
+Let r be the first position of a program's block of q.  For every s before the block, exp(a[q] - a[s]) =
+exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most 1.  Only blocks on the diagonal
+need an exponential per element.
 
 In:   CB (b, c, g, q, s) | x, z (b, l, h, p) | C (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
       prev_states (b, c, h, p, n) | D (h) or (h, p)
@@ -39,14 +39,14 @@ STAGES = {"_chunk_scan_kernel": "chunk_scan"}
 class ChunkScanConfig:
     block_q: int = 128  # a multiple of block_s
     block_p: int = 64
-    block_s: int = 32  # source positions per loop turn
+    block_s: int = 32  # source positions per iteration
     block_n: int = 128  # state dimensions per product with the entering state
     num_warps: int = 4
     num_stages: int = 3
 
     @classmethod
     def choose(cls, inputs: SSDInputs) -> ChunkScanConfig:
-        """By `config_table.CHUNK_SCAN`, no larger than the sizes need."""
+        """By `config_table.CHUNK_SCAN`, limited to the sizes of the call."""
         headdim, dstate, wide = inputs.x.shape[3], inputs.C.shape[3], inputs.x.dtype == torch.float32
         call = CallSizes(wide=wide, headdim=headdim, dstate=dstate, gate=inputs.z is not None)
         tile = first_fit(CHUNK_SCAN, call).take
@@ -81,7 +81,7 @@ def _chunk_scan_kernel(
     CHUNK_SIZE: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # --- which block is mine: heads of one chunk are neighbours, because they share CB and C
+    # --- this program's block; heads of one chunk are in neighbouring programs, because they share CB and C
     P_TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     Q_BLOCKS: tl.constexpr = CHUNK_SIZE // BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
@@ -140,7 +140,7 @@ def _chunk_scan_kernel(
             mask=m_s[:, None] & m_p[None, :], other=0.0,
         )  # [BLOCK_S, BLOCK_P]  # fmt: skip
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
-        # what lies above the diagonal was never written: it may be NaN
+        # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
         acc = tl.dot(b_scores.to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
 
@@ -171,7 +171,7 @@ def chunk_scan(
 ) -> torch.Tensor:
     """Launch the kernel; x, z, C and D come from `inputs`.  Shapes are in the module docstring.
 
-    The precision is in the operands: products with CB are computed in CB's dtype.
+    Operands determine the precision: products with CB are computed in CB's dtype.
     """
     x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
     _, seqlen, nheads, headdim = x.shape

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""SSD stage 2 of 5: the state each chunk would end in if it began from zero.
+"""SSD stage 2 of 5: the state after each chunk, starting from a zero state.
 
     states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
@@ -31,13 +31,13 @@ STAGES = {"_chunk_state_kernel": "chunk_state"}
 class ChunkStateConfig:
     block_p: int = 64
     block_n: int = 128
-    block_q: int = 64  # positions of the chunk read per loop turn
+    block_q: int = 64  # positions of the chunk read per iteration
     num_warps: int = 4
     num_stages: int = 3
 
     @classmethod
     def choose(cls, *, headdim: int, dstate: int, chunk_size: int, dtype: torch.dtype) -> ChunkStateConfig:
-        """By `config_table.CHUNK_STATE`, no larger than the sizes need."""
+        """By `config_table.CHUNK_STATE`, limited to the sizes of the call."""
         tile = first_fit(CHUNK_STATE, CallSizes(wide=dtype == torch.float32, headdim=headdim, dstate=dstate)).take
         return cls(
             block_p=max(16, min(triton.next_power_of_2(headdim), tile.block_p)),
@@ -66,7 +66,7 @@ def _chunk_state_kernel(
     CHUNK_SIZE: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, INTERMEDIATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    # --- which tile is mine: heads of one chunk are neighbours, because they share B
+    # --- this program's tile; heads of one chunk are in neighbouring programs, because they share B
     P_TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
     N_TILES: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
     i_tile = tl.program_id(0) % (P_TILES * N_TILES)
@@ -99,7 +99,7 @@ def _chunk_state_kernel(
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
         b_dA = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
         weight = (decay_exp2(end - b_dA) * b_dt).to(INTERMEDIATE)
-        # x is scaled, not B: the scaled operand then stays in registers
+        # scale x, not B: the scaled operand then stays in registers
         b_x = (b_x.to(INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
         acc = tl.dot(b_x, b_B, acc, input_precision=DOT_PRECISION)
 

@@ -1,7 +1,7 @@
-"""SSD in five launches: the baseline, and the algorithm stage by stage.
+"""SSD in five launches, one per stage of the algorithm: the baseline.
 
 `ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes `SSDInputs`.
-Unless `Precision` says otherwise, dtypes are those of the original unfused kernels of state-spaces/mamba.
+By default, dtypes are those of the original unfused kernels of state-spaces/mamba.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def ssd_unfused(
 ) -> SSDOutput:
     """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of `ssd_fused`.
 
-    chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.  batch_invariant: every call is.
-    Not for torch.compile(fullgraph=True).
+    chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.  batch_invariant: no effect, every
+    call is batch invariant.  Does not support torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError that names what the kernels do not do.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
     """
     inputs = SSDInputs(
         x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
@@ -58,18 +58,18 @@ def ssd_unfused(
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output as x, final states in fp32.
+    """Output in x's dtype, final states in fp32.
 
-    Raises UnsupportedError for sizes above MAX_HEADDIM or MAX_DSTATE, for inputs that want a gradient, and for tensors
-    that are not on a GPU, outside Triton's interpreter.
+    Raises UnsupportedError for sizes above MAX_HEADDIM or MAX_DSTATE, for inputs that require a gradient, and, outside
+    Triton's interpreter, for tensors that are not on a GPU.
     """
     _refuse_unsupported(inputs)
-    with torch.cuda.device(inputs.x.get_device()):  # nothing to do for -1, the CPU
+    with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
         return five_stages(inputs, precision)
 
 
 def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    """`run` without its checks, on the current device."""
+    """`run` without checks, on the current device."""
     chunks = Chunks.of(inputs)
     dt, dA_cumsum_log2 = chunk_cumsum(
         inputs.dt,
@@ -87,14 +87,14 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         initial_states=inputs.initial_states,
         state_dtype=precision.state_dtype,
     )
-    del states  # its memory is free for CB
+    del states  # CB can reuse its memory
     CB = bmm_chunk(inputs.C, inputs.B, chunks, precision=precision)
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     return SSDOutput(out, final_states)
 
 
 def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """Its launches, configurations and workspace.  Allocates and launches nothing."""
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     (batch, _, nheads, headdim), (ngroups, dstate) = inputs.x.shape, inputs.B.shape[2:]
     nchunks, size, dtype = batch * chunk_count(inputs), inputs.power_of_two_chunk, inputs.x.dtype
@@ -105,7 +105,7 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
         "bmm_chunk": BmmChunkConfig.choose(dstate=dstate, chunk_size=size, dtype=dtype),
         "chunk_scan": ChunkScanConfig.choose(inputs),
     }
-    # in bytes, except states
+    # bytes, except `states`: elements
     gate = 2 * 4 * nchunks * nheads * size
     states = nchunks * nheads * headdim * dstate
     CB = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize

@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""SSD stage 3 of 5: the state that enters each chunk, and the one that leaves the sequence.
+"""SSD stage 3 of 5: the state that enters each chunk, and the final state.
 
     prev_states[0]   = initial_states, or 0
     prev_states[c+1] = exp(dA_cumsum[c, -1]) * prev_states[c] + states[c]
 
-Accumulated in fp32 in registers; only what is stored is rounded to the dtype of prev_states.
+States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of prev_states.
 
 In:   states (b, c, h, p, n) fp32 | dA_cumsum_log2 (b, h, c, q) fp32 | initial_states (sequences, h, p, n) or None
 Out:  prev_states (b, c, h, p, n) state_dtype | final_states (sequences, h, p, n) fp32
-Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and walks over the sequence's chunks.
+Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over the sequence's chunks.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
 
@@ -32,7 +32,7 @@ STAGES = {"_state_passing_kernel": "state_passing"}
 class StatePassingConfig:
     """block: elements of a state per program, 4 fp32 (one 16-byte access) per thread.
 
-    The loop is bound by memory and each turn depends on the one before, so loads run num_stages turns ahead.
+    The loop is memory bound, and each iteration depends on the previous one, so loads run num_stages iterations ahead.
     """
 
     block: int = 512
@@ -58,7 +58,7 @@ def _state_passing_kernel(
     CHUNK_SIZE: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
     BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # --- which part of which state is mine
+    # --- this program's part of a state
     BLOCKS: tl.constexpr = (HEADDIM * DSTATE + BLOCK - 1) // BLOCK
     i_sh = tl.program_id(0) // BLOCKS
     i_s, i_h = i_sh // nheads, i_sh % nheads
@@ -70,7 +70,7 @@ def _state_passing_kernel(
     else:
         i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
 
-    # --- chunk after chunk
+    # --- loop over chunks
     state = tl.zeros((BLOCK,), dtype=tl.float32)
     if initial_states_ptr is not None:
         initial_offset = ptr_offset((i_s, i_h, o_p, o_n), initial_states_strides)

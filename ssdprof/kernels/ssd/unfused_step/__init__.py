@@ -1,4 +1,4 @@
-"""A decode step of SSD in two launches, one kernel a file: the baseline of `recurrent`.
+"""A decode step of SSD in two launches, one kernel per file: the baseline of `recurrent`.
 
 two_launches.py   the implementation `unfused_step`
 step_state.py -> step_output.py

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Second launch of an unfused SSD step: what a token reads from the state after it.
+"""Second launch of an unfused SSD step: the output, read from the state after the token.
 
     out = (state C + D x) * silu(z)
 
@@ -71,7 +71,7 @@ def _ssd_step_output_kernel(
 
 
 def step_output(inputs: SSDInputs, states: torch.Tensor, config: RecurrentConfig) -> torch.Tensor:
-    """Launch the kernel on the current device.  states: those after the token, (b, h, p, n) fp32."""
+    """Launch the kernel on the current device.  states: after the token, (b, h, p, n) fp32."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     tensors = (states, inputs.C, inputs.x, inputs.D, inputs.z, out)
     batch, heads, headdim, dstate = inputs.states_shape

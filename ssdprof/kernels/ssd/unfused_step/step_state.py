@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""First launch of an unfused SSD step: the state of every head after one more token, in fp32.
+"""First launch of an unfused SSD step: the state of every head after the token, in fp32.
 
     dt    = clamp(softplus(dt + dt_bias), low, high)
     state = exp(dt A) state + dt x B^T
@@ -76,7 +76,7 @@ def _ssd_step_state_kernel(
 
 
 def step_state(inputs: SSDInputs, config: RecurrentConfig) -> torch.Tensor:
-    """Launch the kernel on the current device.  `SSDInputs` has checked the shapes; l is 1."""
+    """Launch the kernel on the current device.  `SSDInputs` has checked the shapes; l must be 1."""
     final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=inputs.x.device)
     tensors = (inputs.x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, final_states)
     batch, heads, headdim, dstate = inputs.states_shape

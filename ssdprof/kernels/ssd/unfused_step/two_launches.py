@@ -1,7 +1,7 @@
-"""A decode step of SSD in two launches: the state is written, and read again for the output.
+"""A decode step of SSD in two launches: the first writes the state, the second reads it for the output.
 
 It moves one state more than a fused step and computes the same in fp32.  The five launches of `unfused` would be a slow
-baseline for one token: they are made for chunks.
+baseline for one token, because they process chunks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ssdprof.kernels.ssd.unfused_step.step_output import step_output
 from ssdprof.kernels.ssd.unfused_step.step_state import step_state
 
 _NAME = "unfused_step"
-_EQUALS = "; the same as exact with fp32 states"  # of every other precision, for a report to say
+_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: ARG001, B008
-    """Output as x, final states in fp32, of one token of each sequence.
+    """Output in x's dtype, final states in fp32, for one token of each sequence.
 
     Raises UnsupportedError for more tokens, for packed sequences, and where the kernels cannot run.
     """
@@ -33,15 +33,15 @@ def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # 
 
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
-    """`run` without its checks."""
+    """`run` without checks."""
     config = RecurrentConfig.choose(inputs)
-    with torch.cuda.device(inputs.x.get_device()):  # nothing to do for -1, the CPU
+    with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
         final_states = step_state(inputs, config)
         return SSDOutput(step_output(inputs, final_states, config), final_states)
 
 
 def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """Its launches and configuration.  Launches nothing."""
+    """The launches and configuration of a call.  Launches nothing."""
     _refuse_unsupported(inputs)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
