@@ -45,7 +45,7 @@ _ADVICE = {
     "or more warps hide it.",
     "math_pipe_throttle": "A compute pipe is full here: this is work, and only less work helps.",
     "mio_throttle": "Too many shared-memory, exponential or shuffle instructions at once: wider accesses, or fewer.",
-    "lg_throttle": "Too many small global accesses at once: wider ones, or the copy engine.",
+    "lg_throttle": "Too many small global accesses at once: wider ones, or TMA copies.",
     "no_instructions": "The code does not fit the instruction cache: unroll less, or specialise less.",
     "membar": "A fence waits for writes to arrive: a narrower scope or one fence for several writes.",
     "warpgroup_arrive": "The tensor cores' operands are not ready: prepare registers and fences earlier.",

@@ -1,7 +1,7 @@
 """The Hopper kernel's own source, run on a CPU: what Gluon gives it, in torch, and its roles in turns at random.
 
 Each role is a thread, or one for each lane if it has both, and one runs at a time.  At a barrier, an atomic or a wait
-another takes over, drawn at random; copies by the copy engine happen at some time between.  A matrix product is
+another takes over, drawn at random; TMA copies happen at some time between.  A matrix product is
 computed when it is waited for, the latest time that the hardware may read its operands, so that a place that was let go
 too early is seen.  Shared memory holds NaN at first.  Layouts mean nothing here.  Some programs are there at once, and
 one more begins when one has ended, in no order.
@@ -268,7 +268,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What the copy engine reads and writes by: an address, sizes, strides.  Zeros are outside of those sizes."""
+    """A TMA descriptor: an address, sizes, strides.  Zeros are outside of those sizes."""
 
     def __init__(self, host: Any) -> None:
         self.shape, self.strides = host.shape, host.strides
@@ -278,7 +278,7 @@ class Descriptor:
         self.start = Pointer.to(getattr(base, "tensor", base) if ahead else base) - ahead
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
-        """Where a tile's elements are, and which of them the copy engine reads or writes."""
+        """Where a tile's elements are, and which of them TMA reads or writes."""
         places, inside = torch.tensor(0), torch.tensor(True)
         of_dimensions = zip(start, self.shape, self.strides, self.block, strict=True)
         for k, (first, size, stride, length) in enumerate(of_dimensions):

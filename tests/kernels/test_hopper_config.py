@@ -70,7 +70,7 @@ def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.Monkey
             strides = (sequence + apart, *within)
             moved = torch.empty(3 * sequence, dtype=tensor.dtype).as_strided(tensor.shape, strides)
             reason = unsupported(replace(inputs, **{name: moved}))
-            assert reason == (f"batch stride of {name}, which the copy engine cannot read" if refused else ""), apart
+            assert reason == (f"batch stride of {name}, which TMA cannot read" if refused else ""), apart
 
 
 def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

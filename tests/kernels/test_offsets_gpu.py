@@ -44,7 +44,7 @@ def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
 def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
     """The same values, as columns of one matrix whose rows are `row` elements apart; NaN lies between them."""
     assert (inputs.x.shape[1] - 1) * row > 2**31
-    room = row // len(names) // 64 * 64  # where the next tensor's columns begin: as a copy engine wants them
+    room = row // len(names) // 64 * 64  # where the next tensor's columns begin: as TMA requires
     memory = torch.full(((inputs.x.shape[1] - 1) * row + row,), torch.nan, dtype=BF16, device="cuda")
     far = {}
     for i, name in enumerate(names):

@@ -83,7 +83,7 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     """With N = 256 the halves' exchange among them.
 
     Between roles the tool sees races that are none.  Roles meet at mbarriers, where a thread may arrive for others that
-    it has met at their own barrier, and the copy engine arrives, too.  racecheck learns of such chains bit by bit:
+    it has met at their own barrier, and TMA arrives, too.  racecheck learns of such chains bit by bit:
     NVIDIA's release notes have false reports about mbarriers put right in 2025.4, 2026.1 and 2026.3.  What roles leave
     for each other `test_fused_hopper_emulated.py` holds, where they take turns at random.
     """

@@ -183,7 +183,7 @@ def unreadable(inputs: GDNInputs) -> str:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         row = row_stride(tensor)
         if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
-            return f"strides or alignment of {name}, which the copy engine cannot read"
+            return f"strides or alignment of {name}, which TMA cannot read"
         if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
-            return f"batch stride of {name}, which the copy engine cannot read"
+            return f"batch stride of {name}, which TMA cannot read"
     return ""

@@ -8,7 +8,7 @@
     stores      1 warp    stores the output of a chunk through TMA                    role_stores.py
 
 Each ring slot has two mbarriers.  Consumers wait at `full`, the producer at `empty`.  Use n of a ring of SIZE slots has
-slot n % SIZE and phase n / SIZE % 2.  TMA is Hopper's copy engine.
+slot n % SIZE and phase n / SIZE % 2.  TMA is the Tensor Memory Accelerator.
 """
 
 from triton.experimental import gluon

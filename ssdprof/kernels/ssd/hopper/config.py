@@ -101,9 +101,9 @@ def unsupported(inputs: SSDInputs) -> str:
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         row = row_stride(tensor)
         if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
-            return f"strides or alignment of {name}, which the copy engine cannot read"
+            return f"strides or alignment of {name}, which TMA cannot read"
         if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
-            return f"batch stride of {name}, which the copy engine cannot read"
+            return f"batch stride of {name}, which TMA cannot read"
     for name, tensor in (("B", B), ("C", C)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
             return f"group stride of {name}"
