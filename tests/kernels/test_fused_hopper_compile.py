@@ -99,6 +99,6 @@ def test_lanes_do_not_meet_where_one_may_go_on_longer(label: str) -> None:
 
 @pytest.mark.parametrize("label", CASES)
 def test_lanes_meet_once_a_chunk_or_twice_where_they_exchange_parts(label: str) -> None:
-    """Triton adds barriers for all threads of a role to protect shared memory; with five per chunk, exact was slower."""
+    """Triton adds barriers for all threads of a role to protect shared memory.  Five per chunk made exact slower."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
     assert kernel.meetings == half_count(CASES[label][0].dstate)
