@@ -1,4 +1,4 @@
-"""`run --cast`: which tensors change their dtype, and what is said of that."""
+"""`run --cast`: which tensors change their dtype, and what the reports say about it."""
 
 from __future__ import annotations
 
