@@ -1,4 +1,4 @@
-"""Numbers as strings: units, digits, and shares that never claim more than there is."""
+"""Numbers as strings: units, digits, and shares that are never rounded up to a full claim."""
 
 import math
 
