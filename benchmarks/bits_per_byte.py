@@ -29,7 +29,7 @@ def best_bigram_bits_per_byte(training: bytes, held_out: bytes) -> float:
 
 @torch.no_grad()
 def model_bits_per_byte(model: torch.nn.Module, held_out: bytes) -> float:
-    """Bits per byte, all but the first byte scored; the model starts afresh every EVALUATION_WINDOW bytes."""
+    """Bits per byte, all but the first byte scored; the model's state is reset every EVALUATION_WINDOW bytes."""
     ids = torch.frombuffer(bytearray(held_out), dtype=torch.uint8).long()[None]
     bits = 0.0
     for start in range(0, ids.shape[1] - 1, EVALUATION_WINDOW):
