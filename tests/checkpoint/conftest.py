@@ -37,7 +37,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:  # n
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
-    """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family, which tests must not change."""
+    """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family.  Copy it before changes."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def save(name: str) -> Path:

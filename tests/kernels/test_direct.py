@@ -97,7 +97,7 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
 
 
 def prepared(first: tuple[Any, ...]) -> DirectLaunch:
-    """A launcher after Triton's launch of these tensors.  Keeps them, so that others do not get their addresses."""
+    """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their addresses."""
     launch = direct_launch(Compiled(), first, CONSTANTS)
     assert launch is not None
     return launch

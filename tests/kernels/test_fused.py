@@ -72,7 +72,7 @@ def test_a_state_in_blocks_of_n(block_n: int, p_rows: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
-        # the default tier has every precision, and square states in every dtype
+        # the default tier: every precision for bf16 inputs; for other inputs, states of the inputs' dtype
         pytest.param(
             dtype,
             precision,

@@ -44,7 +44,7 @@ def assert_stage(ours: torch.Tensor, formula: Formula, inputs: GDNInputs, precis
 
 @dataclass(frozen=True)
 class Stages:
-    """A call's chunks, and the results that stages pass on, in which only these results are rounded."""
+    """A call's chunks, and the results that stages pass on, with no rounding except of these results."""
 
     inputs: GDNInputs
     chunks: list[Chunk]

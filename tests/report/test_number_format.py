@@ -1,4 +1,4 @@
-"""Numbers as strings: units, digits, and shares that are never rounded up to a full claim."""
+"""Numbers as strings: units, digits, and shares that are 0 % or 100 % only if they are exact."""
 
 import math
 

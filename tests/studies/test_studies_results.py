@@ -32,7 +32,7 @@ STUDIES = ("scan-002", "scan-003")
 
 
 def inter_chunk_rows() -> list[dict[str, Any]]:
-    """Each contender takes 10 us a chunk, the proposed one half of that, and without loads ahead 8."""
+    """Each contender takes 10 us per chunk, the proposed one half of that, and 8 us without loads ahead."""
     us = {PROPOSED: 5.0, NOT_AHEAD: 8.0}
     found = []
     for cell in inter_chunk_cells():
