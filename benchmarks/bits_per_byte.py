@@ -23,7 +23,7 @@ def bigram_bits_per_byte(training: bytes, held_out: bytes, prior: float) -> floa
 
 
 def best_bigram_bits_per_byte(training: bytes, held_out: bytes) -> float:
-    """The prior is chosen on the held-out text itself, which favours the bigram model."""
+    """Chooses the prior on the held-out text, which favours the bigram model."""
     return min(bigram_bits_per_byte(training, held_out, prior) for prior in (1, 3, 10, 30, 100, 300))
 
 

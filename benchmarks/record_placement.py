@@ -1,4 +1,4 @@
-"""Record that a model with more weights than the GPU's memory gives the same captures, and what each placement costs.
+"""Record that a model with more weights than the GPU's memory gives the same captures, and the cost of each placement.
 
     python benchmarks/record_placement.py FILE [--layers N] [--seq N] [--folder DIR]
 

@@ -4,7 +4,7 @@
 
 Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
 library that is installed, one after the other, and writes <run>.json and <run>.md into FOLDER.  The runs share the
-budget, the most important ones first; results name what did not fit.  A run that hangs is stopped, and
+budget, the most important ones first; results name the runs that did not fit.  A run that hangs is stopped, and
 its results so far are kept.  The results of mamba2-2.7b also have the claims of the authors of the fused SSD
 kernel.  No network is needed.
 """

@@ -2,8 +2,8 @@
 
     python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla] [--complete]
 
-The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
-key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
+The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, equally many key and
+value heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
 in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
 GPU.  --complete keeps the cases that FILE.json holds and measures the others; GPU and kernels must be the same.
 """

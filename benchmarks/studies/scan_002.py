@@ -1,4 +1,4 @@
-"""Measure the inter-chunk state pass on the GPU here, and judge what its proposal claims.
+"""Measure the inter-chunk state pass on the GPU here, and judge the claims of its proposal.
 
     python benchmarks/studies/scan_002.py --out DIR [--budget SECONDS] [--without-ncu]
     python benchmarks/studies/scan_002.py --from scan-002.json

@@ -1,4 +1,4 @@
-"""Measure the selective scan on the GPU here, and judge what was published about it.
+"""Measure the selective scan on the GPU here, and judge the published claims about it.
 
     python benchmarks/studies/scan_003.py --out DIR [--budget SECONDS]
     python benchmarks/studies/scan_003.py --from scan-003.json
