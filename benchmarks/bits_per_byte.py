@@ -23,13 +23,13 @@ def bigram_bits_per_byte(training: bytes, held_out: bytes, prior: float) -> floa
 
 
 def best_bigram_bits_per_byte(training: bytes, held_out: bytes) -> float:
-    """The prior is chosen on the held-out text itself, which favours the bigram model."""
+    """Chooses the prior on the held-out text, which favours the bigram model."""
     return min(bigram_bits_per_byte(training, held_out, prior) for prior in (1, 3, 10, 30, 100, 300))
 
 
 @torch.no_grad()
 def model_bits_per_byte(model: torch.nn.Module, held_out: bytes) -> float:
-    """Bits per byte, all but the first byte scored; the model starts afresh every EVALUATION_WINDOW bytes."""
+    """Bits per byte, all but the first byte scored; the model's state is reset every EVALUATION_WINDOW bytes."""
     ids = torch.frombuffer(bytearray(held_out), dtype=torch.uint8).long()[None]
     bits = 0.0
     for start in range(0, ids.shape[1] - 1, EVALUATION_WINDOW):

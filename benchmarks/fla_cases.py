@@ -3,9 +3,9 @@
     python benchmarks/fla_cases.py path/to/tests/ops/test_gdn.py RESULT.json
     python benchmarks/fla_cases.py benchmarks/olmo_gdn_cases.py RESULT.json
 
-fla must be installed: its recurrence is what the tests compare with.  Shapes and tolerances are those of the test file.
+fla must be installed, because the tests compare with its recurrence.  Shapes and tolerances are those of the test file.
 Outputs and final states are compared; gradients are not, because our kernels have none.  A case with options that our
-kernel refuses by name counts as refused.  Writes RESULT.json and a table beside it; exit code 1 if a case failed.
+kernel refuses by name counts as refused.  Writes RESULT.json and a table next to it; exit code 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # read when fla is imported: its Triton path alone
+os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # read when fla is imported; selects only its Triton path
 
 import pytest
 import torch

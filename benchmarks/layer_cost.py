@@ -1,4 +1,4 @@
-"""Times how long verifying and sampling a layer takes, also with the previous sampling method."""
+"""Measures the time to verify and sample a layer, also with the previous sampling method."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def took(work: Callable[[], object]) -> float:
 
 
 def sample_as_before(runs: dict[str, Run], bench: CudaBench) -> None:
-    """5 rounds of warm-up, then 20 to 640 until the 95 % bootstrap interval of every median is within half a per cent,
-    checked whenever their number has doubled, or until 3 seconds have passed."""
+    """5 rounds of warm-up, then 20 to 640 rounds.  Ends when the 95 % bootstrap interval of every median is within half
+    a per cent, checked when the number of rounds has doubled, or after 3 seconds."""
     recordings = {key: bench.record(run) for key, run in runs.items()}
     samplers = [
         sampler

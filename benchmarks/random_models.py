@@ -38,8 +38,8 @@ class Mamba2:
 class Granite:
     """A hybrid of ibm-granite: 36 Mamba-2 and 4 attention layers, a gated MLP after each.
 
-    mlp: width of the dense MLP, shared if there are experts.  experts, chosen, expert: their number, how many a
-    token visits, and their width; none in a dense model.
+    mlp: width of the dense MLP, shared if there are experts.  experts, chosen, expert: the number of experts, the
+    number per token, and their width; 0 in a dense model.
     """
 
     hidden: int
@@ -117,7 +117,7 @@ class Granite:
         yield "model.norm.weight", ones(self.hidden)
 
     def _experts(self, prefix: str, draw: Draw) -> Weights:
-        """Stored together, as the checkpoints hold them."""
+        """The experts' weights, stored together as in the checkpoints."""
         into, out = 1 / math.sqrt(self.hidden), 1 / math.sqrt(self.expert)
         yield f"{prefix}.router.layer.weight", draw.linear(self.experts, self.hidden)
         yield f"{prefix}.input_linear.weight", draw.normal(self.experts, 2 * self.expert, self.hidden, std=into)
@@ -178,7 +178,7 @@ class Mamba2_2B:
 class Defined:
     """A model by its config: names and shapes of weights come from transformers' definition.
 
-    norms_at_zero: its norms multiply by 1 + weight, save those behind the operator
+    norms_at_zero: its norms multiply by 1 + weight, except those after the operator
     """
 
     depth: int
@@ -246,7 +246,7 @@ QWEN35_9B = Defined(
 # allenai/Olmo-Hybrid-7B: 24 gated-delta-rule layers with beta up to 2, and 8 attention layers.
 OLMO_HYBRID_7B = Defined(
     depth=32,
-    fewest_layers=4,  # transformers refuses one without attention
+    fewest_layers=4,  # transformers refuses a model without attention
     norms_at_zero=False,
     dimensions={
         "architectures": ["OlmoHybridForCausalLM"],

@@ -30,7 +30,7 @@ class Draw:
         return self.normal(outputs, inputs, std=scale / math.sqrt(inputs))
 
     def dt_bias(self, heads: int) -> torch.Tensor:
-        """softplus of it is a time step, log-uniform in 1e-3..1e-1."""
+        """Its softplus is a time step, log-uniform in 1e-3..1e-1."""
         dt = torch.exp(self.uniform(heads, math.log(1e-3), math.log(1e-1)))
         return (dt + torch.log(-torch.expm1(-dt))).bfloat16()
 

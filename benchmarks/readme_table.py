@@ -3,7 +3,7 @@
     python benchmarks/readme_table.py
 
 It reads every benchmarks/results/bench-<operator>-*.json.  An operator's tables in the README, one for each GPU, are
-between two marks.  Its page next to the results has a selection for each GPU, and then everything.
+between two marks.  Its page next to the results has a selection for each GPU, and then all tables.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LAYOUTS = (
 class Operator:
     """The contents of the tables of one operator.
 
-    library: speedups are over it.  models: columns, by the names of their shapes.  in_readme: layouts of tokens.
-    sizes: heading of a shape's sizes.  published: the published fused kernel has tables of its own.
+    library: baseline of the speedups.  models: columns, by the names of their shapes.  in_readme: layouts of tokens.
+    sizes: heading of a shape's sizes.  published: whether the published fused kernel has separate tables.
     """
 
     name: str
@@ -75,7 +75,7 @@ def committed(of: Operator) -> dict[str, BenchReport]:
 
 
 def write_section(readme: Path, of: Operator, made: str) -> None:
-    """Replace what is between the operator's marks."""
+    """Replace the text between the operator's marks."""
     start, end = of.marks
     text = readme.read_text(encoding="utf-8")
     head, _, rest = text.partition(start)
@@ -102,7 +102,7 @@ def section(reports: Reports, of: Operator = SSD) -> str:
 
 
 def _of_one_gpu(gpu: str, reports: Reports, of: Operator) -> str:
-    """The table of a GPU, with the kernels and dates of its results; empty if there are none."""
+    """The table of a GPU, with the kernels and dates of its results; empty without results."""
     found = _measured(reports, of.library, "bf16")
     table = _by_layout(of, "", [cell for cell, _ in found], of.library, of.in_readme)
     if not table.rows:
@@ -137,7 +137,7 @@ def page(reports: Reports, of: Operator = SSD) -> str:
 
 
 def _by_gpu(reports: Reports) -> dict[str, Reports]:
-    """The GPU with most cells first."""
+    """The reports by GPU.  The GPU with the most cells comes first."""
     groups: dict[str, dict[str, BenchReport]] = {}
     for name, report in reports.items():
         gpu = report.environment.gpu
@@ -147,13 +147,13 @@ def _by_gpu(reports: Reports) -> dict[str, Reports]:
 
 
 def _dated(of: Operator, gpu: str, theirs: Reports, reports: Reports) -> str:
-    """The GPU's name, and if others have results of a newer kernel, when its newest were measured."""
+    """The GPU's name, and the date of its newest results if other GPUs have results of a newer kernel."""
     own = _newest(theirs, of)
     return f"{gpu}, an older kernel ({own.created[:10]})" if _is_older(own, _newest(reports, of)) else gpu
 
 
 def _newest(reports: Reports, of: Operator) -> BenchReport:
-    """Results over the library come first: the tables are made of them."""
+    """The newest report.  Results over the library have priority, because the tables show them."""
     return max(reports.values(), key=lambda report: (report.baseline == of.library, report.created))
 
 
@@ -162,7 +162,7 @@ def _is_older(report: BenchReport, newest: BenchReport) -> bool:
 
 
 def _kernel(report: BenchReport) -> str:
-    """Equal for results of one kernel.  Those from before its sources' hash was recorded go by the day."""
+    """Equal for results of one kernel.  Results from before the hash of its sources was recorded have their day."""
     return report.kernels or report.created[:10]
 
 
@@ -181,8 +181,8 @@ def _tables(of: Operator, gpu: str, reports: Reports) -> tuple[Table, ...]:
 
 
 def _measured(reports: Reports, baseline: str, dtype: str) -> list[tuple[BenchCell, BenchReport]]:
-    """Cells with the exact fused kernel and such inputs, drawn as usual, of the reports whose baseline it is; each
-    once, of the newest report."""
+    """Cells with the exact fused kernel, this dtype and the default draw, from reports with this baseline.  Each cell
+    comes once, from its newest report."""
     found: dict[tuple[str, str], tuple[BenchCell, BenchReport]] = {}
     for report in sorted(reports.values(), key=lambda report: report.created, reverse=True):
         for cell in report.cells if report.baseline == baseline else ():
@@ -217,7 +217,7 @@ def _by_layout(
 
 
 def _by_shape(of: Operator, title: str, cells: Sequence[BenchCell]) -> Table:
-    """A row for each shape that no model above has, or that was packed; a column for each layout of tokens."""
+    """A row for each packed shape and each shape of no model above; a column for each layout of tokens."""
     others = [cell for cell in cells if cell.shape not in of.models or cell.packed]
     layouts = {cell.tokens: cell for cell in sorted(others, key=lambda cell: (cell.packed, cell.dims.seqlen))}
     found = {(cell.shape, cell.tokens): _speedup(cell, baseline_of(cell, of.library)) for cell in others}
@@ -238,7 +238,7 @@ def _heading(of: Operator, cell: BenchCell) -> str:
 
 
 def _sizes(cell: BenchCell) -> str:
-    """In the words of `Operator.sizes`."""
+    """The sizes in the order of `Operator.sizes`."""
     one, two, three, four = cell.dims.sizes.values()
     return f"{one}/{two}, {three}, {four}" if cell.dims.operator == "gdn" else f"{one} x {two}, {three}, {four}"
 

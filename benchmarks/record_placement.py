@@ -1,4 +1,4 @@
-"""Record that a model with more weights than the GPU's memory gives the same captures, and what each placement costs.
+"""Record that a model with more weights than the GPU's memory gives the same captures, and the cost of each placement.
 
     python benchmarks/record_placement.py FILE [--layers N] [--seq N] [--folder DIR]
 
@@ -45,7 +45,7 @@ from ssdprof.schema.placement import PlacementKind
 
 MODEL = "granite-4.0-h-small"
 LAYER_BYTES = 1_610_000_000
-HELD_LAYERS = 2.5  # decoder layers for which an offload's cap leaves room, the streamed one included
+HELD_LAYERS = 2.5  # decoder layers that fit under an offload's cap, including the streamed one
 WITHIN = 0.15  # of the predicted peak
 Captures = list[dict[str, torch.Tensor]]
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> CaptureRequest
 
 
 def cap_bytes(request: CaptureRequest, subject: Subject, held_layers: float) -> int:
-    """Room for what the model computes, for its embedding and for some decoder layers."""
+    """Memory for the model's computation, its embedding and some decoder layers."""
     beside = placement.bytes_beside_weights(request, subject)
     layer = subject.located.weight_bytes(1) - subject.located.weight_bytes(0)
     outside = subject.located.weight_bytes(0) - layer
@@ -86,7 +86,7 @@ def gpus() -> range:
 
 
 def free_unused() -> None:
-    """Hooks make cycles of a model that is gone; until they are collected, its memory counts as taken."""
+    """Collects reference cycles that hooks create.  Until then, a deleted model's memory counts as allocated."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -145,7 +145,7 @@ def same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def failures(rows: dict[str, Row]) -> list[str]:
-    """The recorded runs that do not show what they should."""
+    """The recorded runs with an unexpected result."""
     found: list[str] = []
     for kind, row in rows.items():
         if "error" in row:

@@ -4,7 +4,7 @@
 
 Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
 library that is installed, one after the other, and writes <run>.json and <run>.md into FOLDER.  The runs share the
-budget, the most important ones first; results name what did not fit.  A run that hangs is stopped, and
+budget, the most important ones first; results name the runs that did not fit.  A run that hangs is stopped, and
 its results so far are kept.  The results of mamba2-2.7b also have the claims of the authors of the fused SSD
 kernel.  No network is needed.
 """
@@ -28,15 +28,15 @@ from ssdprof.schema.prefill import PrefillCase, PrefillLength, PrefillReport
 
 HERE = Path(__file__).parent
 TO_START_S = 12  # for a run's imports; its own budget begins after them
-TO_STOP_S = 20  # after a run's limit until it is interrupted, and again until it is killed
-LEAST_S = 30  # a run with less does not begin
+TO_STOP_S = 20  # from a run's limit to its interrupt, and from that to the kill
+LEAST_S = 30  # a run with less time does not begin
 BASELINE = "unfused"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """limit_s: of wall clock, that later runs cannot take from it and it cannot take from them.  seconds: of sampling
-    for each length and surroundings."""
+    """limit_s: seconds of wall clock that are reserved for this run.  seconds: seconds of sampling for each length and
+    surroundings."""
 
     name: str
     seq: str
@@ -50,14 +50,14 @@ SSD_PEERS, GDN_PEERS = ("mamba_ssm",), ("fla", "flash_qla", "flashinfer")
 RUNS = (
     Run(name="mamba2-2.7b", seq="1k,16k,128k", peers=SSD_PEERS, surroundings="both", limit_s=130),
     Run(name="granite-4.0-h-1b", seq="1k,16k,128k", peers=SSD_PEERS, surroundings="both", limit_s=90),
-    # a prefill of 128K tokens takes about six seconds: the bundled surroundings alone
+    # a prefill of 128K tokens takes about six seconds: only the bundled surroundings
     Run(name="qwen3.5-9b", seq="16k,128k", peers=GDN_PEERS, surroundings="bundled", limit_s=150),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published claim about the end-to-end speedup of a fused over the unfused SSD, as published."""
+    """A published claim about the end-to-end speedup of a fused over the unfused SSD, with its original words."""
 
     seqlen: int
     words: str
@@ -82,7 +82,7 @@ def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
 
 
 def allowance(run: Run, later: Sequence[Run], left_s: float) -> float:
-    """Seconds for the run: its limit, and the time that later runs do not need, at most the remaining time."""
+    """Seconds for the run: its limit plus the time that later runs do not need, at most the remaining time."""
     return min(left_s, max(run.limit_s, left_s - sum(one.limit_s for one in later)))
 
 
@@ -130,7 +130,7 @@ def beside_claims(lengths: Sequence[PrefillLength], claims: tuple[Claim, ...]) -
 
 
 def _pairs(length: PrefillLength) -> list[tuple[PrefillCase, PrefillCase]]:
-    """Each fused case with every other one of the same surroundings."""
+    """Each fused case with every other case of the same surroundings."""
     return [
         (fused, other)
         for fused in length.cases
@@ -141,7 +141,7 @@ def _pairs(length: PrefillLength) -> list[tuple[PrefillCase, PrefillCase]]:
 
 
 def _interval(case: PrefillCase, baseline: PrefillCase) -> str:
-    """The interval of the speedup over the report's baseline; the record has none over another library."""
+    """The interval of the speedup over the report's baseline.  The record has no interval over another library."""
     if case.speedup is None or baseline.implementation != BASELINE:
         return ""
     low, high = case.speedup.interval.low, case.speedup.interval.high

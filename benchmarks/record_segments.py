@@ -1,10 +1,10 @@
-"""Time the Hopper SSD kernel with sequences cut into segments in many ways, on the GPU here.
+"""Time the Hopper SSD kernel with many ways to cut sequences into segments, on the GPU here.
 
     python benchmarks/record_segments.py FILE
 
 Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` considers, for
-three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  Constants of
-`segments.py` are fitted to them, and tests/kernels/test_hopper_segments.py checks the fit.
+three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  The constants of
+`segments.py` are fitted to these times, and tests/kernels/test_hopper_segments.py checks the fit.
 """
 
 from __future__ import annotations

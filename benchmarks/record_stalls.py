@@ -3,7 +3,7 @@
     python benchmarks/record_stalls.py FOLDER
 
 Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep; no_source.ncu-rep, which is fused_hopper without source
-counters and stall reasons; two pages of them as ncu prints CSV; and launched.json, the launches of each.  The layer is
+counters and stall reasons; two of their pages in ncu's CSV; and launched.json, the launches of each.  The layer is
 drawn at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128, one group, 16384 tokens of bf16.
 With a gate z, the fused implementation takes its portable kernel.  Reports hold the paths of the sources.
 """

@@ -54,9 +54,9 @@ def reproduce(
     checkout: Path | None = None,
     records: Mapping[str, Recorded] | None = None,
 ) -> int:
-    """Measures now, and writes after each measurement.
+    """Measures, and writes the result after each measurement.
 
-    out: folder; None for that of the GPU.  records: reports that exist, by the names of their measurements.
+    out: folder; None for the GPU's folder.  records: existing reports, by the names of their measurements.
     """
     began = time.monotonic()
     code: int = ExitCode.OK
@@ -77,7 +77,7 @@ def reproduce(
 
 
 def recorded(document: Published, words: Iterable[str], kernels: str) -> dict[str, Recorded]:
-    """words: MEASUREMENT=FILE.  kernels: the hash that reports without one have, "" if it is not known."""
+    """words: MEASUREMENT=FILE.  kernels: the hash for reports without one, "" if it is unknown."""
     measures = {one.name: one for one in document.measure}
     found: dict[str, Recorded] = {}
     for word in words:
@@ -116,7 +116,7 @@ def refuse_without_gpu(name: str, document: Published) -> None:
 
 
 def run_runner(document: Published, budget: float, out: Path | None) -> int:
-    """The exit code of the document's own script, which writes the files; 70 if it was killed."""
+    """The exit code of the document's script, which writes the files; 70 if it was killed."""
     from ssdprof.environment.machine import gpu  # imports torch
 
     here = None if out else gpu()

@@ -32,7 +32,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Rivals:
-    """yardstick: the library that every run times.  names: of the others."""
+    """yardstick: the library that every run times.  names: names of the other libraries."""
 
     yardstick: str = ""
     names: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Rivals:
     def best(self, cell: BenchCell, time: Callable[[str], float]) -> Rival | None:
         """The fastest rival, the yardstick included; None unless another one was measured, in the run or before.
 
-        time: an implementation's least device time in the cell, us; infinite if it has none.
+        time: least device time of an implementation in the cell, us; infinite if there is none.
         """
         others = [rival for name in self.names if (rival := self._one(cell, name, time))]
         own = Rival(us=time(self.yardstick), how=f"{self.yardstick}, in the run")

@@ -2,8 +2,8 @@
 
     python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla] [--complete]
 
-The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, as many value heads as
-key heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
+The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, equally many key and
+value heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
 in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
 GPU.  --complete keeps the cases that FILE.json holds and measures the others; GPU and kernels must be the same.
 """
@@ -36,7 +36,7 @@ from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
 
-BATCHES = (  # sequences, tokens of each, heads, K = V, size that the gate is divided by, share of gates that are 0
+BATCHES = (  # sequences, tokens of each, heads, K = V, divisor of the gate, share of gates that are 0
     (1, 63, 1, 64, 1.0, 0.0), (2, 500, 3, 60, 1.0, 0.0), (2, 1000, 3, 64, 1.0, 0.5), (3, 1024, 4, 100, 0.1, 0.0),
     (4, 1024, 4, 128, 1.0, 0.0), (2, 1500, 4, 128, 10.0, 0.0), (4, 2048, 8, 64, 1.0, 0.0), (8, 512, 8, 64, 1.0, 0.0),
     (16, 512, 8, 64, 1.0, 0.0), (32, 256, 8, 64, 1.0, 0.0), (64, 128, 8, 64, 1.0, 0.0), (8, 512, 8, 128, 1.0, 0.0),
@@ -52,7 +52,7 @@ TIMED = ("fla", "fused", "unfused", "recurrent")
 
 @dataclass(frozen=True, kw_only=True)
 class SmallShape(GDNShape):
-    """gate_norm: what gates are divided by.  ungated: share of gates that are 0.  total: tokens of a pack; else 0."""
+    """gate_norm: divisor of the gates.  ungated: share of gates that are 0.  total: tokens of a pack, or 0."""
 
     gate_norm: float
     ungated: float
@@ -63,11 +63,11 @@ class SmallShape(GDNShape):
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, fp16 as in the comparison."""
+    """All cells, in fp16 as in the comparison."""
     for sequences, length, heads, dim, gate_norm, ungated in BATCHES:
         yield _cell(Tokens(sequences=sequences, seqlen=length), heads, dim, gate_norm, ungated)
     for sequences, total, heads, dim, ungated in PACKS:
-        longest = -(-total // sequences)  # `draw` cuts the total anywhere; this is the mean
+        longest = -(-total // sequences)  # the mean; `draw` cuts the total at random places
         yield _cell(Tokens(sequences=sequences, seqlen=longest, shortest=1), heads, dim, 1.0, ungated, total=total)
 
 
@@ -82,7 +82,7 @@ def _cell(tokens: Tokens, heads: int, dim: int, gate_norm: float, ungated: float
 
 
 def draw(cell: Cell, device: torch.device) -> GDNInputs:
-    """The same at every call.  Packs are cut at drawn places, and have initial states."""
+    """The same inputs in every call.  Packs are cut at random places, and have initial states."""
     shape, tokens, dtype = cell.shape, cell.tokens, dtype_named(cell.dtype)
     assert isinstance(shape, SmallShape)
     generator = torch.Generator(device).manual_seed(0)
@@ -113,7 +113,7 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
 
 
 def joined(earlier: BenchReport, later: BenchReport) -> BenchReport:
-    """The cases of both, in the order of `cells`; the rest is of the later one.
+    """The cases of both, in the order of `cells`; the other fields are those of the later one.
 
     Raises BadInputError if kernels, libraries or GPUs differ.
     """
@@ -131,7 +131,7 @@ def _measured_with(report: BenchReport) -> dict[str, str | None]:
 
 
 def table(report: BenchReport) -> str:
-    """Markdown: device times in microseconds, and how many times as fast as fla ours are."""
+    """Markdown: device times in microseconds, and our speedups over fla."""
     lines = [
         "| case | "
         + " | ".join(f"{name}, us" for name in TIMED)

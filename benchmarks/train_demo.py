@@ -32,14 +32,14 @@ WARMUP_STEPS = 50
 MATRIX_RATE = 4e-3
 OTHER_RATE = 4e-3
 WEIGHT_DECAY = 0.1
-TRAINING_CHUNK = 64  # what the operator computes does not depend on it
+TRAINING_CHUNK = 64  # the operator's result does not depend on it
 SAVE_EVERY = 100  # steps: an interrupted run keeps its newest weights
 
 
 def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]
     """out_t = C_t h_t + D x_t with h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, chunk by chunk.
 
-    Differentiable; the model's own fallback needs several times the memory.
+    Differentiable; the model's fallback needs several times the memory.
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A, D, dt_bias: (h)    B, C: (b, l, 1, n)    l a multiple of the chunk
     """
@@ -64,7 +64,7 @@ def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]
 
 
 def lean_operator(name: str) -> AbstractContextManager[object]:
-    """While it is open, `demo` trains on `ssd`; transformers' own gated delta rule is lean enough as it is."""
+    """Inside this context, `demo` trains on `ssd`.  The gated delta rule of transformers needs little enough memory."""
     if name == "demo-gdn":
         return nullcontext()
     return patch("transformers.models.granitemoehybrid.modeling_granitemoehybrid.mamba2_chunk_scan", ssd)
@@ -99,7 +99,7 @@ def batches(data: bytes, steps: int) -> Iterator[torch.Tensor]:
 
 
 def train(model: torch.nn.Module, steps: int) -> Iterator[int]:
-    """Linear warm-up, then linear decay to zero.  Yields the number of each step that is done."""
+    """Linear warm-up, then linear decay to zero.  Yields the number of each finished step."""
     model.train()
     opts = optimizers(model)
     schedules = [
@@ -126,7 +126,7 @@ def train(model: torch.nn.Module, steps: int) -> Iterator[int]:
 
 
 def judge(name: str, folder: Path) -> None:
-    """Print what the weights in `folder` and the bigram model need on the held-out text."""
+    """Print the bits per byte of the weights in `folder` and of the bigram model on the held-out text."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     print(f"held-out text, {name}: {model_bits_per_byte(model, text.held_out()):.3f} bits per byte")
     print(f"held-out text, bigram: {best_bigram_bits_per_byte(text.training(), text.held_out()):.3f} bits per byte")

@@ -22,7 +22,7 @@ from ssdprof.operators.operator import Output
 from ssdprof.schema import Speedup
 
 OPERATOR = "ssd"
-CHUNK_SIZE = 256  # of unfused
+CHUNK_SIZE = 256  # for unfused
 DIFFERENCE = 0.03
 SHORT_WAIT = 1000  # cycles
 SHORT_WAIT_US = 1.0
@@ -44,7 +44,7 @@ def inputs_of(shape: str, seqlen: int) -> Any:
 
 @cache
 def run_of(place: Place) -> Run:
-    """A call, compiled."""
+    """A call whose kernels are compiled."""
     shape, seqlen, implementation = place
     call: Run = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
     call()
@@ -94,9 +94,9 @@ def told(speedup: Speedup, kind: str) -> Row:
 
 
 def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
-    """The call with a wait: on the GPU after it, when it is recorded and replayed; on the host before it, when it is
-    called.  The GPU is idle when a call is timed, so that a wait before the first launch delays all that follows,
-    whether the host or the GPU decides how long the call takes."""
+    """The call with a wait: on the GPU after it, if it is recorded and replayed; on the host before it, if it is
+    called.  The GPU is idle when a call is timed.  A wait before the first launch therefore delays everything after it,
+    whether the host or the GPU limits the call."""
 
     def run() -> Output:
         if torch.cuda.is_current_stream_capturing():
@@ -113,7 +113,7 @@ def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
 
 @cache
 def longer_waits(bench: CudaBench, place: Place) -> tuple[int, float]:
-    """The waits, in cycles and in microseconds, that make device time and call time longer by DIFFERENCE."""
+    """The waits, in cycles and in microseconds, that increase device time and call time by DIFFERENCE."""
     short = waiting(run_of(place), cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
     recording = bench.record(short)
     device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))

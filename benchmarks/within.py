@@ -1,4 +1,4 @@
-"""Runs commands with a time limit, each in a process of its own."""
+"""Runs commands with a time limit, each in a separate process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-TO_STOP_S = 30  # after its limit until a command is interrupted, and again until it is killed
-TO_NOTICE_S = 5  # for a command to end by itself after the user interrupts both
+TO_STOP_S = 30  # from a command's limit to its interrupt, and from that to the kill
+TO_NOTICE_S = 5  # time for a command to end after the user interrupts both processes
 
 
 def run_within(words: Sequence[str], seconds: float, *, to_stop_s: float = TO_STOP_S) -> int:
@@ -22,7 +22,7 @@ def run_within(words: Sequence[str], seconds: float, *, to_stop_s: float = TO_ST
     try:
         return _end(process, seconds + to_stop_s, to_stop_s)
     except KeyboardInterrupt:
-        _end(process, TO_NOTICE_S, to_stop_s)  # Ctrl-C reaches both; a signal to this process alone does not
+        _end(process, TO_NOTICE_S, to_stop_s)  # Ctrl-C reaches both; a signal to only this process does not
         raise
 
 

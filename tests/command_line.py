@@ -1,4 +1,4 @@
-"""`ssdprof` called in the test's own process."""
+"""Calls `ssdprof` in the test's process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ssdprof.cli import app
 
 
 class Answer:
-    """What one call of the command line gave: its exit code, stdout, and stderr as one line."""
+    """The result of one call of the command line: exit code, stdout, and stderr as one line."""
 
     def __init__(self, *words: str) -> None:
         result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)

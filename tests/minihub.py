@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on localhost: as much of the HTTP API as huggingface_hub uses to find and download models.
+"""A small Hugging Face hub on localhost: the part of the HTTP API that huggingface_hub uses to find and load models.
 
     with MiniHub() as hub:
         hub.publish("org/name", folder)                      # or gated=True, private=True, revision="refs/pr/1"
@@ -59,8 +59,8 @@ class MiniHub:
         self.repos: dict[str, Repo] = {}
         self.log: list[Request] = []
         self.closed = False
-        self.down: int | None = None  # a status to answer everything with
-        self.drops = 0  # requests to hang up on, without an answer
+        self.down: int | None = None  # a status for all answers
+        self.drops = 0  # number of requests for which the connection closes without an answer
         self._cuts: dict[str, list[int]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -74,7 +74,7 @@ class MiniHub:
         self.close()
 
     def close(self) -> None:
-        """Stop answering, on open connections too, as when the network is gone."""
+        """Stop answering, also on open connections, as if the network were down."""
         self.closed = True
         self._server.shutdown()
         self._server.server_close()
@@ -91,7 +91,7 @@ class MiniHub:
     ) -> str:
         """Serve `folder` as one revision of `repo_id`; returns its commit.
 
-        gated: files only with the token.  private: nothing at all without it, as if the repo were not there.
+        gated: files only with the token.  private: nothing without the token, as if the repo did not exist.
         """
         repo = self.repos.setdefault(repo_id, Repo())
         repo.revisions[revision] = folder
@@ -100,7 +100,7 @@ class MiniHub:
         return commit_of(folder)
 
     def cut(self, file: str, *after_bytes: int) -> None:
-        """Break the connection in the next GETs of `file`: the first after so many bytes, the second, ..."""
+        """Break the connection in the next GETs of `file`, each after the given number of bytes."""
         self._cuts[file] = list(after_bytes)
 
     def next_cut(self, file: str) -> int | None:
@@ -108,7 +108,7 @@ class MiniHub:
         return cuts.pop(0) if cuts else None
 
     def downloads(self) -> list[str]:
-        """Names of the files that were fetched whole or in part, each once, in order; not those only looked up."""
+        """Names of the files that were fetched completely or in part, each once, in order; without mere look-ups."""
         fetched = [request for request in self.log if request.method == "GET" and "/resolve/" in request.path]
         return list(dict.fromkeys(re.sub(r"^.*/resolve/[^/]+/", "", request.path) for request in fetched))
 
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: MiniHub
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the hub keeps its own log."""
+        """Does nothing: the hub has its own log."""
 
     def do_GET(self) -> None:
         if self.hub.closed:
@@ -238,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
     # --- answers
 
     def find(self, request: Request, repo_id: str, revision: str, *, is_file: bool = False) -> Path | None:
-        """The files of a revision; answers with the hub's error and returns None when they may not be seen."""
+        """The files of a revision.  Without access, it answers with the hub's error and returns None."""
         repo = self.hub.repos.get(repo_id)
         if repo is None or (repo.private and not request.authorized):
             self.fail(404 if request.authorized else 401, "RepoNotFound", "Invalid username or password.")

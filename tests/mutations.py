@@ -1,7 +1,7 @@
-"""Seeded damage to a checkpoint's small files, and how far such a checkpoint gets.
+"""Seeded damage to a checkpoint's small files, and the errors that such a checkpoint causes.
 
-`PYTHONPATH=.:tests python tests/mutations.py 500 [family ...]` tries so many of each tiny model, or of the demo model,
-and prints those that do not end well.
+`PYTHONPATH=.:tests python tests/mutations.py 500 [family ...]` tries 500 mutations of each tiny model, or of the demo
+model, and prints those with an unexpected error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WRONG_KEYS = (
 
 @dataclass(frozen=True)
 class Mutation:
-    """`content` takes the place of the file `file`; `what` says how it came about."""
+    """`content` replaces the file `file`; `what` describes the damage."""
 
     what: str
     file: str
@@ -79,9 +79,9 @@ def _damaged_bytes(draw: random.Random, file: str, original: bytes) -> tuple[str
 
 
 def _damage(draw: random.Random, content: dict[str, Any]) -> str:
-    """Change one place in `content`; says which and how."""
+    """Change one place in `content`, and describe the change."""
     inner, path = content, ""
-    while True:  # a dict anywhere inside
+    while True:  # choose a dict at any depth
         deeper = [key for key, value in inner.items() if isinstance(value, dict) and value]
         if not deeper or draw.random() < 0.4:
             break
@@ -105,7 +105,7 @@ def _damage(draw: random.Random, content: dict[str, Any]) -> str:
 
 @contextmanager
 def damaged(folder: Path, mutation: Mutation) -> Iterator[Path]:
-    """The checkpoint in `folder` with the mutation's file in place of its own."""
+    """A copy of the checkpoint in `folder` with the mutation's file."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-mutated-") as temporary:
         copy = Path(temporary) / "model"
         shutil.copytree(folder, copy, symlinks=True)
@@ -114,7 +114,7 @@ def damaged(folder: Path, mutation: Mutation) -> Iterator[Path]:
 
 
 def outcome(folder: Path) -> SsdprofError | None:
-    """Take `folder` as far as its first operator's inputs; the error that a user would see, if any."""
+    """Process `folder` up to its first operator's inputs, and return the error that a user would see, if any."""
     import torch
 
     from ssdprof.capture.layers import capture_layers
@@ -138,7 +138,7 @@ def outcome(folder: Path) -> SsdprofError | None:
 
 
 def try_all(folder: Path, count: int, *, seed: int = 0) -> dict[str, str]:
-    """What each mutation that does not end well came to: a defect of ssdprof."""
+    """Mutation -> unexpected error, which is a defect of ssdprof."""
     defects = {}
     for mutation in mutations(folder, count, seed):
         with damaged(folder, mutation) as copy:
@@ -154,7 +154,7 @@ def try_all(folder: Path, count: int, *, seed: int = 0) -> dict[str, str]:
 
 def main() -> None:
     count, families = int(sys.argv[1]), sys.argv[2:]
-    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)  # a config may ask for any amount of memory
+    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30,) * 2)  # a config may require any amount of memory
     for folder in [saved_family(family) for family in families] or [DEMO_FOLDERS["demo"]]:
         defects = try_all(folder, count)
         for what, why in defects.items():

@@ -1,4 +1,4 @@
-"""`ssdprof answers` on the demo models: exact and relaxed are told apart, and a broken kernel fails the gate."""
+"""`ssdprof answers` on the demo models: it distinguishes exact and relaxed, and a broken kernel fails the gate."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 
 @pytest.fixture
 def register(registries_of_its_own: None) -> Register:  # noqa: ARG001
-    """Adds an implementation for the length of a test; and makes a plain one of the baseline, which is slow here."""
+    """Adds an implementation until the test ends, and replaces the baseline, which is slow here, by a plain one."""
 
     def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
         plan = registry.Plan(variant="torch", launches=0)
@@ -49,7 +49,7 @@ def swapped_heads(inputs: Any, _precision: Any) -> Any:
 
 
 def without_decay(inputs: Any, _precision: Any) -> Any:
-    """One chunk forgets nothing."""
+    """In one chunk nothing decays."""
     if hasattr(inputs, "g"):
         g = inputs.g.clone()
         g[:, :32] = 0
@@ -107,7 +107,7 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
         (name, layer) for layer in (0, 1) for name in ("unfused", "broken")
     ]
     assert all((case.bands[0].kl_mean > 1e-3) == (case.implementation == "broken") for case in alone)
-    assert len(seen) == 2 + 2  # both together, then each alone
+    assert len(seen) == 2 + 2  # both together, then each separately
     jsonschema.validate(json.loads(shown), json.loads(SCHEMA_FILE.read_text()))
     assert "Mean KL with one layer at a time" in call("export")[1]
 
@@ -172,7 +172,7 @@ def test_bad_input(words: tuple[str, ...], message: str) -> None:
 
 @pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
 def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path: Path, weights: str, item: int) -> None:
-    """Without a GPU that is fp32, unless the user wants the model's own."""
+    """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
     code, out, err = call("answers", str(tmp_path), "--prompt", "random", "--weights", weights, "--dry-run", "--json")
     assert code == 0, err

@@ -20,11 +20,11 @@ from ssdprof.pipeline.request import parse_percent
 
 @pytest.fixture(autouse=True)
 def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))  # for processes of their own
+    monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))  # for separate processes
 
 
 def refused(code: int, *words: str) -> str:
-    """stderr of a call that must end in two lines, print no data and leave no run behind."""
+    """stderr of a refused call.  It must end in two lines, without data on stdout and without a run."""
     answer = Answer(*words)
     assert answer.code == code, answer.err
     assert answer.out == ""
@@ -97,7 +97,7 @@ def test_a_state_dtype_that_is_none(states: str) -> None:
 
 @pytest.mark.parametrize(("layers", "words"), [("99", "Layer 99"), ("2", "Layer 2"), ("first:0", ""), ("x", "read")])
 def test_a_layer_that_is_not_there(layers: str, words: str) -> None:
-    """Layer 2 of the demo model is there, but it is attention."""
+    """Layer 2 of the demo model exists, but it is attention."""
     assert words in refused(2, "run", "demo", "--layers", layers)
 
 
@@ -216,7 +216,7 @@ def test_models_as_a_table_and_as_json() -> None:
 
 
 def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is cut where 80 columns have no room for a row."""
+    """Nothing is truncated if a row needs more than 80 columns."""
     monkeypatch.setattr("ssdprof.commands.terminal.WIDTH_OF_A_PIPE", 80)
     text = Answer("models").out
     assert max(map(len, text.splitlines())) <= 80
@@ -225,7 +225,7 @@ def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Square brackets are no markup."""
+    """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
     monkeypatch.setattr("ssdprof.environment.doctor", lambda: (check,))
     assert Answer("doctor").out.split() == ["ok", "cache", "/home/[bold]me"]
@@ -311,7 +311,7 @@ WRONG = [
 
 
 def test_wrong_usage_is_answered_before_torch_is_imported() -> None:
-    """torch takes seconds to import, and nothing of it is needed for the answer."""
+    """torch takes seconds to import and is not needed for the answer."""
     Path("damaged").mkdir()
     Path("damaged/manifest.json").write_text("{")
     code = (
@@ -397,7 +397,7 @@ def test_sigterm_is_told_as_ctrl_c_is(tmp_path: Path) -> None:
 
 
 def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: the administrator, who may run the tests, may write everywhere."""
+    """Simulated, because root may run the tests and may write everywhere."""
     monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loads the model"))
     monkeypatch.setattr("os.access", lambda *_: False)
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16", "--out", "captures")
@@ -447,7 +447,7 @@ def test_random_tokens_need_no_tokenizer() -> None:
 
 
 def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
-    """Before anything is downloaded: the folder has no weights."""
+    """This happens before any download: the folder has no weights."""
     from ssdprof.checkpoint.located import DEMO_FOLDERS
 
     Path("model").mkdir()

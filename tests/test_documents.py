@@ -1,4 +1,4 @@
-"""Links and anchors of documents and of code lead somewhere, and the prose keeps to plain words."""
+"""Links and anchors of documents and of code have targets, and the prose uses plain words."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ CODE = sorted(
 
 
 def anchors(file: Path) -> set[str]:
-    """Those that a Markdown file has, as GitHub makes them of headings, and those that it writes itself."""
+    """The anchors of a Markdown file: those that GitHub derives from headings, and explicit ones."""
     text = file.read_text(encoding="utf-8")
     found = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
@@ -60,7 +60,7 @@ def test_a_broken_anchor_is_found() -> None:
     assert broken(ROOT / "README.md", "docs/nothing.md")
 
 
-# Phrases of the dialect that this project once had; CONTRIBUTING.md, "Plain words", says what to write instead.
+# Phrases that this project does not allow; CONTRIBUTING.md, "Plain words", has the alternatives.
 BANNED = re.compile(
     r"""(?:^\ *|[.!?]\ \ ?|\"\"\")Of\ (?!course|floor:)[a-z`]   # a sentence that begins with "Of"
     | \bgoes\ on\ where\b
@@ -90,7 +90,7 @@ BANNED = re.compile(
 
 
 def test_the_prose_keeps_to_plain_words() -> None:
-    exempt = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}  # the examples of what not to write; what was released
+    exempt = {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}  # examples of wrong wording; released entries
     prose = [file for file in DOCUMENTS if file not in exempt and "log" not in file.parts and "text" not in file.parts]
     code = [file for file in CODE if "tests" not in file.parts and file not in exempt]
     found = [

@@ -1,4 +1,4 @@
-"""The whole way of the data, through the command line, on the demo models and without a GPU."""
+"""The whole pipeline, through the command line, on the demo models and without a GPU."""
 
 import json
 import os
@@ -36,7 +36,7 @@ ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
 def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `ssdprof run` of a demo was called once, at every precision, with its two streams beside it."""
+    """A folder with one `ssdprof run` of a demo at every precision, and the two output streams of the run."""
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -49,7 +49,7 @@ def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: ARG001
-    """That folder as the current one, in the place of the empty one."""
+    """That folder as the current one, instead of an empty one."""
     monkeypatch.chdir(demo_run)
     return demo_run
 
@@ -72,7 +72,7 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     assert compared == {
         ("unfused", "exact, fp32 states"),
         ("fused", "exact, fp32 states"),
-        ("unfused", "exact, bf16 states"),  # what the relaxed ones are compared with
+        ("unfused", "exact, bf16 states"),  # the baseline of the relaxed ones
         ("unfused", "relaxed, bf16 states"),
         ("fused", "relaxed, bf16 states"),
     }
@@ -315,7 +315,7 @@ def test_an_implementation_that_there_is_not_is_refused_before_anything_is_loade
 
 @demo_alone
 def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan on stdout, and the run's own refusal with its exit code."""
+    """The plan on stdout, and the error of the run with its exit code."""
     monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "broken")
@@ -382,7 +382,7 @@ def test_a_config_that_claims_absurd_sizes() -> None:
 
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says how much was needed and what would fit."""
+    """The error has the required memory and what would fit."""
     monkeypatch.setattr("ssdprof.pipeline.limits.free_bytes", lambda: 1 << 20)
     answer = Answer("run", "demo", *SEQ)
     assert answer.code == 3
@@ -404,13 +404,13 @@ def test_a_full_disk_ends_a_run_and_names_it(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the command line in a process of its own."""
+    """Starts the command line in a separate process."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "ssdprof", *words],
-            # a background job of a shell ignores Ctrl-C, and so would its children
+            # a shell's background job ignores Ctrl-C, and so would its children
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             cwd=tmp_path,
             stdout=subprocess.PIPE,
@@ -436,12 +436,12 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 def layers_done(report: RunReport) -> int:
-    """Layers whose last case is there: unfused comes before it."""
+    """Number of layers with their last case; unfused comes before it."""
     return len({case.layer for case in report.cases if case.implementation == "fused"})
 
 
 def test_interrupted_before_the_first_case(running: Callable[..., subprocess.Popen[str]]) -> None:
-    """Nothing is kept that could become the latest run."""
+    """No run is kept that could become the latest one."""
     process = running("run", "demo", "--seq", "300")
     wait_for(lambda: any(Path("runs").glob("*/.lock")), process)
     process.send_signal(signal.SIGINT)
@@ -453,9 +453,9 @@ def test_interrupted_before_the_first_case(running: Callable[..., subprocess.Pop
 
 
 def interrupt_a_run(running: Callable[..., subprocess.Popen[str]], folder: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a run that a signal reached after its first layer.
+    """Exit code, stdout and stderr of a run that got a signal after its first layer.
 
-    On a busy machine a run can be at its end before the signal is: then another one is started.
+    On a busy machine a run can end before the signal arrives.  Then another run is started.
     """
     for _ in range(3):
         process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", folder)
@@ -469,7 +469,7 @@ def interrupt_a_run(running: Callable[..., subprocess.Popen[str]], folder: str) 
 
 
 def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
-    """A valid report that says it is partial, and no command takes it for a pass."""
+    """The report is valid and marked as partial, and no command treats it as passed."""
     code, out, err = interrupt_a_run(running, "run")
     assert (code, out) == (130, ""), err
     assert "marked as partial" in err

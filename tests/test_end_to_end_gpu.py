@@ -1,4 +1,4 @@
-"""The whole way of the data on a GPU."""
+"""The whole pipeline on a GPU."""
 
 import signal
 import subprocess
@@ -41,11 +41,11 @@ BASELINES = {f"exact, {state} states" for state in ("fp32", "fp16", "bf16")}
 
 
 def test_segments_and_one_piece_see_the_same_inputs() -> None:
-    """Accuracy is a function of the inputs, which carry nothing but the rounding of another order of sums."""
+    """Accuracy depends on the inputs, which differ only in the rounding of sums in another order."""
     words = ("--seq", "4k", "--layers", "3", "--dtypes", "exact", "--states", "fp32")
     whole, pieces = run(*words), run(*words, "--segment", "1000")
     assert (whole.segment_length, pieces.segment_length) == (4096, 1000)
-    # of `out` only: final states are few terms where a head forgets fast, and their roundings are a matter of chance
+    # only `out`: the final state of a fast head has few terms, and its rounding error varies by chance
     ours = [
         [found.vs_oracle.rms_ratio for case in report.cases for found in case.accuracy if found.tensor == "out"]
         for report in (whole, pieces)

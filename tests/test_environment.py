@@ -1,4 +1,4 @@
-"""What the machine is and lacks, with NVML, ncu and the driver played by stand-ins."""
+"""The machine's properties and what it lacks, with stand-ins for NVML, ncu and the driver."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
 def test_the_hash_is_that_of_all_sources_of_an_operators_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those in sub-folders, and those that operators share; another operator's do not count."""
+    """It includes sources in sub-folders and sources that operators share, but not those of another operator."""
     assert machine.kernels_hash("ssd") == machine.kernels_hash("ssd") != machine.kernels_hash("gdn")
     monkeypatch.setattr(machine, "files", lambda _: tmp_path)
     counts = [Path("_launch.py"), Path("ssd", "fused.py"), Path("ssd", "hopper", "kernel.py")]
@@ -117,7 +117,7 @@ def test_idling_and_a_set_clock_are_no_throttling(harmless: int) -> None:
 
 
 class FakeNvml:
-    """As pynvml, for one device."""
+    """Replaces pynvml, with one device."""
 
     NVMLError = pynvml.NVMLError
     NVML_ERROR_FUNCTION_NOT_FOUND = pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
@@ -242,7 +242,7 @@ def test_the_interpreter_is_said() -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML knows of it, and so kernels are not interpreted; its driver is too old, say."""
+    """NVML finds the GPU, so kernels are not interpreted.  For example, its driver is too old."""
     monkeypatch.setattr("ssdprof.kernels._triton.INTERPRETED", False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert check("kernels").status == "missing"
@@ -263,7 +263,7 @@ def test_on_a_gpu_everything_about_it_is_known() -> None:
 
 
 def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the sources are run from where they lie."""
+    """As if the sources ran without an installation."""
 
     def absent(_: str) -> None:
         raise PackageNotFoundError("ssdprof")

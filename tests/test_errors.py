@@ -1,4 +1,4 @@
-"""What a user is told: whole, on one line, and without secrets."""
+"""Error messages for users: complete, on one line, and without secrets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The whole command line in a process of its own, with the real hub client, against a hub on this machine."""
+"""The whole command line in a separate process, with the real hub client and a hub on this machine."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, s
         assert bool(failed.stdout) == bool(dry)
     assert "tokenizer.json" in hub.downloads()
     weights = [request for request in hub.log if request.path.endswith("model.safetensors")]
-    assert all(request.range for request in weights if request.method == "GET")  # of the header alone
+    assert all(request.range for request in weights if request.method == "GET")  # only the header
 
 
 def test_a_family_name_is_planned_as_its_flagship(ssdprof: Call) -> None:

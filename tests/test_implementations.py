@@ -1,4 +1,4 @@
-"""`--impl` and `--baseline`: a user's own kernel and other libraries in `run` and `accuracy`, as a user meets them."""
+"""`--impl` and `--baseline`: a user's kernel and other libraries in `run` and `accuracy`, as a user calls them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def call(*words: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG001
-    """An empty folder that Python imports from, and a quick baseline: kernels are slow in the interpreter."""
+    """An empty folder that Python imports from, and a fast baseline, because kernels are slow in the interpreter."""
     for key, old in list(registry._implementations.items()):
         if key[1] in ("unfused", "fused"):
             registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))
@@ -49,12 +49,12 @@ def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG0
 
 @pytest.fixture
 def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process of its own: what is judged here is judged afterwards."""
+    """Skips the rehearsal in a separate process; these tests judge the results afterwards."""
     monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
 
 
 def cases() -> dict[str, CaseResult]:
-    """Those of the latest run."""
+    """The cases of the latest run."""
     return {case.implementation: case for case in runs.read(None)[1].cases}
 
 
@@ -75,7 +75,7 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
 
 
 def test_every_command_of_the_document_takes_the_example() -> None:
-    """The names in it are those of the example."""
+    """The commands use the names of the example."""
     text = DOCUMENT.read_text()
     assert set(re.findall(r"my_kernels:(\w+)", text)) == set(re.findall(r"^def (my_\w+)", text, re.M))
 
@@ -109,7 +109,7 @@ def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, stat
 @pytest.mark.usefixtures("unrehearsed")
 @pytest.mark.parametrize("command", ["run", "answers"])
 def test_what_a_kernel_prints_is_no_data(here: Path, command: str) -> None:
-    """Neither when its module is imported, nor when it is called."""
+    """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
         "from ssdprof.measure.oracle import oracle_output\n"
         "print('imported')\n"
@@ -123,7 +123,7 @@ def test_what_a_kernel_prints_is_no_data(here: Path, command: str) -> None:
 
 def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> None:
     with only_data_on_stdout():
-        ctypes.CDLL(None).puts(b"of the C library")  # in its buffer until that is flushed
+        ctypes.CDLL(None).puts(b"of the C library")  # stays in the buffer until a flush
         os.write(1, b"of a system call\n")
     print("data")
     found = capfd.readouterr()
@@ -218,7 +218,7 @@ def test_a_library_that_is_not_there_is_left_out_unless_nothing_else_is_compared
 def test_an_installed_package_registers_a_kernel(
     here: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, *, apart: bool
 ) -> None:
-    """Rehearsed in a process of its own or not."""
+    """With and without a rehearsal in a separate process."""
     if not apart:
         request.getfixturevalue("unrehearsed")
     info = here / "site" / "tiny-1.0.dist-info"
@@ -262,7 +262,7 @@ def narrow(inputs: Any) -> Any:
 
 
 def sloppy(inputs: Any) -> Any:
-    """One element is off."""
+    """One element is wrong."""
     out, states = oracle_output(inputs)
     out[0, 3, 0, 0] += out.abs().max() / 10
     return out, states

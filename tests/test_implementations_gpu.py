@@ -1,4 +1,4 @@
-"""A user's own kernel on a GPU: timed if it is right; a fault or a hang of it costs nobody else the GPU."""
+"""A user's kernel on a GPU: timed if it is right; other kernels can use the GPU after its fault or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tree promises: who may import whom, a quick command line, and documents that tell the truth."""
+"""Rules of the repository: allowed imports, a fast command line, and correct documents."""
 
 import ast
 import os
@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ssdprof"
 
 MEASURING = {"errors", "schema", "quantities", "progress", "capture", "environment", "operators", "kernels", "measure"}
 STAGES = MEASURING | {"checkpoint", "stalls", "runs", "files"}
-# What each part may import of ssdprof, beside itself.  The order is that of the data.
+# The parts of ssdprof that each part may import, in addition to itself, in the order of the data.
 MAY_IMPORT = {
     "errors": set(),
     "schema": set(),
@@ -53,7 +53,7 @@ def module_name(file: Path) -> str:
 
 
 def imports(file: Path) -> set[str]:
-    """Modules of ssdprof that a file imports, wherever in the file it does."""
+    """Modules of ssdprof that a file imports, at any place in the file."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -86,7 +86,7 @@ def test_a_part_imports_only_what_it_may(name: str) -> None:
 
 
 def test_only_its_own_rooms_know_an_operator() -> None:
-    """`kernels/__init__.py` exports functions for people who want a kernel alone; nothing else names an operator."""
+    """`kernels/__init__.py` exports functions for users who need only a kernel; nothing else names an operator."""
     facade = PACKAGE / "kernels" / "__init__.py"
     for operator in operators.names():
         own = (f"ssdprof.kernels.{operator}", f"ssdprof.operators.{operator}")
@@ -99,7 +99,7 @@ def test_only_its_own_rooms_know_an_operator() -> None:
 
 
 def test_no_stage_asks_for_an_operator_by_name() -> None:
-    """No comparison with an operator's name, outside its own rooms and the table of model types."""
+    """No comparison with an operator's name outside of `operators` and `kernels`."""
     names = set(operators.names())
     for file in SOURCES:
         if part(module_name(file)) in ("operators", "kernels"):
@@ -133,7 +133,7 @@ def has_kernel(module: str) -> bool:
 
 
 def test_no_environment_variable_reaches_a_kernel() -> None:
-    """_triton.py alone asks for one, Triton's own, and it only says whether to interpret."""
+    """Only _triton.py reads one, Triton's variable that selects the interpreter."""
     for file in (PACKAGE / "kernels").rglob("*.py"):
         if file.name != "_triton.py":
             assert "environ" not in file.read_text(encoding="utf-8"), file.relative_to(ROOT)
@@ -150,7 +150,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """By processor time, which says the same on a busy machine: the wall-clock time is that of the program alone."""
+    """Measured by processor time, which does not change on a busy machine."""
 
     def seconds() -> float:
         before = os.times()
@@ -217,7 +217,7 @@ def test_every_option_in_the_readme_exists() -> None:
 
 @pytest.mark.parametrize("mark", ["main", "test", "full"])
 def test_ci_finds_the_readme_commands(mark: str) -> None:
-    """.ci/run takes the fenced block behind the mark; there must be exactly one, of one line."""
+    """.ci/run reads the fenced block after the mark; there must be exactly one, with one line."""
     found = re.findall(rf"^<!-- ci: {mark} -->\n```\n(.+)\n```$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(found) == 1
 

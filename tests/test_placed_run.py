@@ -20,7 +20,7 @@ PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 
 @pytest.fixture(autouse=True)
 def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    """An empty folder, and room for 60 % of the demo's weights beside what it computes."""
+    """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = CaptureRequest(model=ModelRequest(model="demo"), prompt=PromptRequest(seqlens=(24,)))
     subject = find(request)
     free = bytes_beside_weights(request, subject) + int(0.6 * subject.weight_bytes)

@@ -1,4 +1,4 @@
-"""A checkpoint of random weights has the real model's dimensions, says what it is, and runs report it."""
+"""A checkpoint of random weights has the real model's dimensions and is marked, and runs report the mark."""
 
 import dataclasses
 import subprocess
@@ -70,7 +70,7 @@ def test_its_dimensions_are_the_real_models(name: str) -> None:
 
 @pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
 def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the script's, with the model's four first layers at a small width."""
+    """A folder from the script, with the model's first four layers at a small width."""
     model = MODELS[request.param]
     monkeypatch.setitem(
         MODELS,
@@ -135,14 +135,14 @@ def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None
     for inputs in seen:
         assert 0.2 < float(inputs.v.std()) < 5
         decays = inputs.g.exp()
-        assert decays.median() > 0.5  # a step forgets part of the state: neither all of it nor nothing
+        assert decays.median() > 0.5  # a step forgets a part of the state
         assert decays.min() < 0.9
         assert inputs.beta.min() < 0.3 * largest_beta
         assert 0.7 * largest_beta < inputs.beta.max() <= largest_beta
 
 
 def test_too_few_layers_are_refused(tmp_path: Path) -> None:
-    """Olmo-Hybrid's definition wants an attention layer, and the fourth is the first one."""
+    """Olmo-Hybrid's definition requires an attention layer, and the first one is the fourth layer."""
     command = [sys.executable, SCRIPT, "olmo-hybrid-7b", tmp_path / "few", "--layers", "3"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""Several processes of torchrun share a run's layers: one report, whatever becomes of them."""
+"""Several processes of torchrun share a run's layers: there is one report, even if processes fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ssdprof.pipeline.run import check
 from ssdprof.pipeline.subject import find_to_replay
 from ssdprof.schema import RunReport
 
-OF_TORCHRUN = {  # what it sets for the first of two ranks
+OF_TORCHRUN = {  # its variables for the first of two ranks
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
     "RANK": "0",
@@ -66,7 +66,7 @@ def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks])
     process = subprocess.Popen([sys.executable, "-c", ""])
     first.store.set("1/process", str(process.pid))
     deadline = time.monotonic() + 30
-    while not first.lost() and time.monotonic() < deadline:  # as a zombie: nobody has asked for its exit code
+    while not first.lost() and time.monotonic() < deadline:  # as a zombie: its exit code has not been read
         time.sleep(0.01)
     assert first.lost() == (1,)
     process.wait()
@@ -116,7 +116,7 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_world_size_that_torchrun_did_not_set_is_refused(absent: str) -> None:
-    """Containers of a cluster may have it without the rest."""
+    """Containers of a cluster may set it without the other variables."""
     with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as caught:
         join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
     assert "unset WORLD_SIZE" in caught.value.hint
@@ -144,7 +144,7 @@ def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
 def test_what_ranks_cannot_share_is_refused(
     words: tuple[str, ...], what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each would do all of it, two of them on one GPU."""
+    """Otherwise each rank would do all of the work, two of them on one GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = Answer(*words)
@@ -164,7 +164,7 @@ def test_more_ranks_than_layers_are_refused(two: tuple[Ranks, Ranks]) -> None:
 def test_what_is_wrong_in_every_rank_is_told_by_the_first(
     words: tuple[str, ...], ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ended: torchrun ends the others, because the first one ended.  If it does not, the error is this rank's."""
+    """ended: torchrun ends the other ranks, because the first one ended.  Otherwise the other ranks print the error."""
 
     def sleep(_: float) -> None:
         if ended:
@@ -194,7 +194,7 @@ def test_what_goes_wrong_once_work_is_divided_is_told_by_every_rank(
 
 @pytest.mark.slow
 def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
-    """torchrun ends the other rank, which may be slower and not have found the error yet."""
+    """torchrun ends the other rank, which may be slower and may not have found the error yet."""
     process = start("run", "demo", "--layers", "99")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
@@ -212,7 +212,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def same(report: RunReport) -> dict[str, Any]:
-    """What is alike in two runs of the same thing."""
+    """The equal parts of two runs of the same command."""
     return report.model_dump(exclude={"run_id", "created", "command", "ranks", "clocks", "placement"}) | {
         "held": report.placement and report.placement.held
     }
@@ -240,7 +240,7 @@ def test_two_ranks_write_the_report_of_one_process(start: Start, tmp_path: Path)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_gpus_write_the_report_of_one_but_for_times(start: Start, tmp_path: Path) -> None:
-    """All but times and peaks is equal: captures and so accuracies, to the bit; kernels and their launches."""
+    """Only times and peaks may differ.  Captures and therefore accuracies have equal bits; kernels and launches too."""
     words = ("run", "demo", "--seq", "4k", "--layers", "first:2", "--smallest-difference", "50%", *FAST)
     for name, ranks in (("one", False), ("two", True)):
         process = start(*words, "--out", name, ranks=ranks)

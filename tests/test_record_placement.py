@@ -1,4 +1,4 @@
-"""The script that records placements: what it compares, what it calls a failure, and what is kept when it is ended."""
+"""The script that records placements: its comparisons, its failures, and the results after an early end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Recorded = tuple[list[str], dict[str, Any], str]
 
 @contextmanager
 def capped_main_memory(size: int) -> Iterator[None]:
-    """There, only the disk takes what does not fit."""
+    """In capped main memory, only the disk can hold the remaining weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "free_bytes", lambda: size)
         yield

@@ -1,4 +1,4 @@
-"""The script that records prefill times: how runs share a budget, what is broken off, and the published claims."""
+"""The script that records prefill times: how runs share a budget, interruptions, and the published claims."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ssdprof.schema.prefill import CallTime, PrefillCase, PrefillLength, Prefill
 @pytest.mark.parametrize(
     ("left_s", "allowed_s"),
     [
-        (400, 160),  # the limits of the later ones are theirs
-        (250, 130),  # its own limit comes first
+        (400, 160),  # reduced by the limits of the later ones
+        (250, 130),  # its own limit has priority
         (90, 90),
     ],
 )

@@ -1,4 +1,4 @@
-"""The published schemas: current, complete, and kept to by what the commands print."""
+"""The published schemas are current and complete, and the commands' output follows them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`run` and `capture` as a server would see the model, through the command line and without a GPU."""
+"""`run` and `capture` with a server's calls of the model, through the command line and without a GPU."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ WHOLE = (*FAST, "--full")  # and the whole report
 
 
 def kinds(report: RunReport) -> Counter[tuple[str, str, int]]:
-    """(kind of call, implementation, tokens of the call) -> cases."""
+    """(kind of call, implementation, tokens of the call) -> number of cases."""
     return Counter(
         (case.call.kind if case.call else "prompt", case.implementation, case.dims.seqlen) for case in report.cases
     )
@@ -72,7 +72,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert report.prompts[0].serving == Serving(decode=2)
     assert report.prompts[0].batch == 2
     assert "2 pieces of it one after the other" in report.prompts[0].source
-    assert not report.answers  # nobody asked for them
+    assert not report.answers  # not requested
     assert outcome(report).passed
     for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):
         assert words in " ".join(answer.out.split())
@@ -231,7 +231,7 @@ def test_a_batch_counts_towards_what_the_interpreter_takes() -> None:
 
 
 def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer of it would fit; generating takes all of them."""
+    """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 1_000_000)
     assert Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--dry-run").code == 0
     answer = Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run")

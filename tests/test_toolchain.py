@@ -1,4 +1,4 @@
-"""A bare machine with a GPU: what Triton and the driver lack is named before a kernel is compiled, with a remedy."""
+"""A machine with a GPU and missing tools: errors name what Triton or the driver lacks, with a remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ssdprof.progress import Unwatched
 
 
 class FakeNvml:
-    """As pynvml, on a machine with some GPUs."""
+    """Replaces pynvml, on a machine with some GPUs."""
 
     NVMLError = pynvml.NVMLError
     NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
@@ -71,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
 
 @pytest.fixture
 def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that has all of it, in a folder: bin/gcc, bin/apt-get, include/Python.h, lib/libcuda.so.1."""
+    """A machine with all tools, in a folder: bin/gcc, bin/apt-get, include/Python.h, lib/libcuda.so.1."""
     for name in ("bin/gcc", "bin/apt-get", "bin/ldconfig", "include/Python.h", "lib/libcuda.so.1"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch(mode=0o755)
@@ -153,7 +153,7 @@ def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pyt
     (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")
     require_toolchain()
     (furnished / "bin" / "icx").rename(furnished / "bin" / "gcc")
-    monkeypatch.setenv("CC", "")  # Triton starts the program of this name, too
+    monkeypatch.setenv("CC", "")  # Triton also starts the program with this name
     assert (need("C compiler").found, need("C compiler").command) == ("", "unset CC")
 
 
@@ -167,7 +167,7 @@ def test_the_linkers_cache_comes_before_the_environment(furnished: Path) -> None
 
 
 def test_without_a_linkers_cache_triton_must_be_told_the_folder(furnished: Path) -> None:
-    """It calls ldconfig before it looks at LD_LIBRARY_PATH."""
+    """Triton calls ldconfig before it reads LD_LIBRARY_PATH."""
     (furnished / "bin" / "ldconfig").unlink()
     with pytest.raises(MissingCapabilityError, match=r"does not find libcuda\.so\.1") as caught:
         require_toolchain()
@@ -213,7 +213,7 @@ def test_a_cache_from_which_nothing_can_be_loaded(furnished: Path, monkeypatch: 
 
 
 def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that runs under a number of its own often has root's home."""
+    """A container that runs with its own user ID often has root's home."""
     stat = os.stat
 
     def refuse(path: Any, **options: Any) -> os.stat_result:
@@ -242,7 +242,7 @@ def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.usefixtures("furnished")
 def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the working directory: a container may run under a number that no user has."""
+    """The cache is in the working directory.  A container may run with a user ID that no user has."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}[0])
     require_toolchain()
@@ -255,7 +255,7 @@ def capture_demo(folder: Path) -> None:
 
 def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (furnished / "bin" / "gcc").unlink()
-    limits.check_replay((16,))  # in the interpreter nothing is compiled
+    limits.check_replay((16,))  # the interpreter compiles nothing
     limits.check_capture()
     monkeypatch.setattr(limits, "INTERPRETED", False)
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
@@ -272,7 +272,7 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: 
 
 
 def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):  # the last driver is too old to say which CUDA it runs
+    for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):  # the last driver is too old to report its CUDA version
         driver(monkeypatch, gpus=gpus, cuda=cuda)
         assert unusable_gpu() == ""
 
@@ -290,7 +290,7 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
         ("12.8", 12080, "²", "CUDA_VISIBLE_DEVICES='²' hides"),
         ("12.8", 12080, "GPU-gone", "CUDA_VISIBLE_DEVICES='GPU-gone' hides"),
         ("12.8", 12080, "MIG-gone,0", "CUDA_VISIBLE_DEVICES='MIG-gone,0' hides"),
-        # It is set, and not to blame.
+        # The variable is set, but is not the cause.
         ("12.8", 12080, "GPU-1234", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "GPU-1", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "MIG-1234", "torch cannot start one.  Run: python -c"),
@@ -337,7 +337,7 @@ def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch:
 
 @pytest.mark.usefixtures("furnished")
 def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that another process has in exclusive mode, or whose memory is full."""
+    """For example because another process uses it in exclusive mode, or because its memory is full."""
 
     def refuse(_: object) -> tuple[int, int]:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later.")
@@ -355,7 +355,7 @@ def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) 
 def doctor_of_a_slice(
     monkeypatch: pytest.MonkeyPatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
 ) -> dict[str, checks.Check]:
-    """What the doctor says of a slice of an H200 that others share.  memory: free and total."""
+    """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)
     gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
     monkeypatch.setattr(checks, "gpu", lambda: gpu)

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family: what capture and checkpoint tests run on.
+"""Tiny random models of every supported family, for tests of capture and checkpoint.
 
 Each has several operator layers, and the hybrids at least one attention layer.  Weights are drawn so that the operator
 does real work: decays spread over several decades, dt neither 0 nor saturated, projections that are not almost 0.
@@ -218,7 +218,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
 
 @cache
 def shared(name: str) -> Any:
-    """`build(name)` once per process, for tests that leave the model as it is."""
+    """`build(name)` once per process, for tests that do not change the model."""
     return build(name)
 
 
@@ -228,7 +228,7 @@ def prompt(seqlen: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
 
 
 def layer_refs(name: str) -> tuple[LayerRef, ...]:
-    """The operator layers as the checkpoint stage would list them."""
+    """The operator layers as the checkpoint stage lists them."""
     operator: str = "ssd" if name in SSD else "gdn"
     return tuple(LayerRef(index=i, name=f"model.layers.{i}.mixer", operator=operator) for i in OPERATOR_LAYERS[name])
 

@@ -1,4 +1,4 @@
-"""`ssdprof` in processes of its own, alone or as two ranks of torchrun."""
+"""`ssdprof` in separate processes: one process, or two ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULE = ("-m", "ssdprof")
 def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]:
     """start(*words, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
 
-    program: what Python and torchrun are given before the words.  What still runs at the end is terminated.
+    program: arguments of Python and torchrun before the words.  Processes that still run at the end are terminated.
     """
     started: list[subprocess.Popen[str]] = []
 
@@ -44,7 +44,7 @@ def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]
 
 
 def wait_for(found: Callable[[], Any]) -> Any:
-    """The first true answer of `found`.  TimeoutError after 120 s."""
+    """The first true result of `found`.  Raises TimeoutError after 120 s."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if answer := found():
@@ -54,7 +54,7 @@ def wait_for(found: Callable[[], Any]) -> Any:
 
 
 def ranks_of(parent: int) -> dict[int, int]:
-    """Rank -> process, of torchrun's children."""
+    """Rank -> process, for torchrun's children."""
     found = {}
     for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         words = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")

@@ -51,7 +51,7 @@ def numbers(document: Published, values: Mapping[str, float], gpu: str) -> list[
 
 
 def is_other(quoted_gpus: str, gpu: str) -> bool:
-    """Whether a GPU is not among those of the source, such as "A100, H100"."""
+    """Whether a GPU differs from those of the source, such as "A100, H100"."""
     return not any(name.strip() in gpu for name in quoted_gpus.split(","))
 
 
@@ -66,7 +66,7 @@ def _claim(claim: Claim, values: Mapping[str, float], units: Mapping[str, str], 
             for left, sign, right in COMPARISON.findall(claim.holds)
         )
         shown = {name: (number(values[name]), units.get(name.partition("[")[0], "")) for name in names}
-        alone = len(shown) == 1 and all(unit for _, unit in shown.values())  # a runner's names say what unit they have
+        alone = len(shown) == 1 and all(unit for _, unit in shown.values())  # a runner's names contain their units
         measured = "; ".join(
             f"{'' if alone else f'{_words(name)}:'} {one} {unit}".strip() for name, (one, unit) in shown.items()
         )
@@ -92,7 +92,7 @@ def _number(group: Numbers, key: str, quoted: float, values: Mapping[str, float]
 
 
 def _worded(inside: bool, other: bool, absolute: bool) -> str:
-    """Ratios can be compared between GPUs: inside or outside.  Times cannot."""
+    """Ratios can be compared between GPUs, and are inside or outside.  Times cannot."""
     if other and absolute:
         return OTHER_GPU
     return f"{INSIDE if inside else OUTSIDE}{f' ({OTHER_GPU})' if other else ''}"

@@ -21,7 +21,7 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, Ssdp
 from ssdprof.report import format as fmt
 
 HERE = Path(__file__).parent.parent
-LEAST_S = 10  # a measurement with less does not begin
+LEAST_S = 10  # a measurement with less time does not begin
 PUBLISHED = "published"  # a name of --impl that needs a checkout
 NAMING = ("--impl", "--against", "--match-with", "--baseline")
 INTERRUPTED = "the run was interrupted"
@@ -33,8 +33,8 @@ Found = tuple[dict[str, Any], dict[str, str]]
 class Means:
     """The resources of measurements.
 
-    seconds: of wall clock, for all of them.  published: a checkout of the published kernel.  folder: where reports are
-    kept until they are part of the result.  recorded: reports that exist already, by the names of their measurements.
+    seconds: of wall clock, for all of them.  published: a checkout of the published kernel.  folder: holds reports
+    until they are part of the result.  recorded: existing reports, by the names of their measurements.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class Means:
 
 
 def measure(document: Published, means: Means, run: Run | None = None) -> Iterator[Found]:
-    """After each measurement: the reports so far, as JSON by measurement, and the reasons for missing ones.
+    """Yields, after each measurement, the reports so far, as JSON by measurement, and the reasons for missing ones.
 
     Raises MissingCapabilityError if nothing was measured, and KeyboardInterrupt, after the last report, if the user
     interrupts a measurement.
@@ -100,7 +100,7 @@ def reports_folder(name: str, beside: Path) -> Iterator[Path]:
 
 
 def _one(one: Measure, means: Means, seconds: float, run: Run) -> tuple[dict[str, Any] | None, str]:
-    """The report, if there is one, and the error, if there was one.  A report counts in spite of an error."""
+    """The report, if it exists, and the error, if there was one.  A report counts despite an error."""
     out, end, why = means.folder / f"{one.name}.json", time.monotonic() + seconds, ""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as scratch:
         for command in one.commands:
@@ -113,7 +113,7 @@ def _one(one: Measure, means: Means, seconds: float, run: Run) -> tuple[dict[str
             except KeyboardInterrupt:
                 why = INTERRUPTED
                 break
-            # of ssdprof, 1 is a verdict; of a script, a traceback
+            # exit code 1 is a verdict from ssdprof, and a traceback from a script
             if code != ExitCode.OK and not (code == ExitCode.GATE_FAILED and command.startswith("ssdprof ")):
                 why = f"`{command}` ended with exit code {code}"
                 break

@@ -1,4 +1,4 @@
-"""Reads benchmarks/published/NAME.toml: the claims of a source, and how they are measured.  Format: its README.md."""
+"""Reads benchmarks/published/NAME.toml: a source's claims and how they are measured.  README.md has the format."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _COMPARISONS = re.compile(rf"{COMPARISON.pattern}(?: and {COMPARISON.pattern})*"
 
 
 class Part(BaseModel):
-    """A table of the document.  A key that it does not know is an error."""
+    """A table of the document.  An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Measure(Part):
-    """commands: run one after the other; the last writes `file`.  share: of the seconds that are left.
-    subject: of a bench "SHAPE, DTYPE", of prefill a model; a recorded report must be of this.
+    """commands: run one after the other; the last writes `file`.  share: share of the remaining seconds.
+    subject: "SHAPE, DTYPE" for a bench, a model for prefill; a recorded report must have the same subject.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Measure(Part):
 
 
 class _Value(Part):
-    """key: of the combination of `each`, in words, or as stated; "" if the value has only a name."""
+    """key: the words of the combination of `each`, or the stated key; "" if the value has only a name."""
 
     name: str
     measure: str
@@ -51,7 +51,7 @@ class _Value(Part):
 class Ratio(_Value):
     """The speedup of `of` over `over`; without `over`, the time of `of` in microseconds.
 
-    statistic: of the samples of each; all but the median are of all recordings, pooled.
+    statistic: statistic of the samples.  All but the median use the pooled samples of all recordings.
     """
 
     kind: Literal["time"]
@@ -82,8 +82,8 @@ class Match(_Value):
 class Stall(_Value):
     """Percent of the samples of an implementation's warps that are in `stages`, stalled for `reasons`.
 
-    stages: a name stands for its parts too; empty for all.  without: parts of them that do not count.  reasons: empty
-    for all.  resource: of its longest kernel, instead.
+    stages: a name includes its parts; empty for all.  without: excluded parts of them.  reasons: empty for all.
+    resource: if set, this number of its longest kernel is the value instead.
     """
 
     kind: Literal["stalls"]
@@ -98,7 +98,7 @@ class Stall(_Value):
 
 
 class EndToEnd(_Value):
-    """By how many percent a prefill is faster with `of` instead of `over`; without `over`, a part of its time.
+    """The speedup of a prefill with `of` instead of `over`, in percent; without `over`, a part of its time.
 
     part: the whole call in milliseconds; the GPU's work for the operator, in milliseconds; or the percent of the call
     in which the GPU is idle.
@@ -121,7 +121,7 @@ Value = Annotated[Ratio | Match | Stall | EndToEnd, Field(discriminator="kind")]
 class Numbers(Part):
     """Quoted numbers, each compared with the value `value[KEY]`; without `value`, they are not measured here.
 
-    within_pct: of the quoted number, that still is inside.  beside: further values without a quoted number.
+    within_pct: largest difference, in percent of the quoted number.  beside: further values without a quoted number.
     """
 
     words: str
@@ -134,9 +134,9 @@ class Numbers(Part):
 
 
 class Claim(Part):
-    """holds: comparisons of values, joined by "and".  why: it is not measured.  note: how it is judged.  reason: why it
-    does not hold in the recorded results.  gpu: if another than the document's.  absolute: it is about a time, which
-    another GPU cannot confirm."""
+    """holds: comparisons of values, joined by "and".  why: why it is not measured.  note: how it is judged.  reason:
+    why it does not hold in the recorded results.  gpu: if it differs from the document's.  absolute: whether it is
+    about a time, which another GPU cannot confirm."""
 
     words: str
     quoted: str
@@ -170,7 +170,7 @@ class Figure(Part):
 
 
 class Published(Part):
-    """One document.  gpu: what the source measured on; several are separated by commas.  quoted: a runner's own."""
+    """One document.  gpu: GPUs of the source, separated by commas.  quoted: quoted numbers of a runner."""
 
     title: str
     source: str
@@ -219,7 +219,7 @@ def names_in(claim: Claim) -> list[str]:
 
 
 def is_number(side: str) -> bool:
-    """Whether a side of a comparison is a number; else it is a value's name."""
+    """Whether a side of a comparison is a number.  Otherwise it is a value's name."""
     return side[0] in "-0123456789"
 
 
@@ -244,8 +244,8 @@ def load(name: str, folder: Path = FOLDER) -> Published:
 
 
 def _spelled_out(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for each combination of the words in `each`, filled into the braces; words that are not in the name make
-    the key.
+    """One value for each combination of the words in `each`, which replace the braces.  Words that are not in the name
+    are the key.
     """
     plain = {key: one for key, one in value.items() if key != "each"}
     each = {name: [str(word) for word in words] for name, words in value.get("each", {}).items()}
@@ -259,7 +259,7 @@ def _spelled_out(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_each_value(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """One for each value in `words_of`, which maps the value's name to the words of its table."""
+    """One table for each value in `words_of`, which maps the value's name to the words of its table."""
     shared = {key: one for key, one in numbers.items() if key != "words_of"}
     words_of = numbers.get("words_of", {})
     return [shared | {"value": value, "words": words} for value, words in words_of.items()] or [shared]

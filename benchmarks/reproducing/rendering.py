@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 LONGEST_LABEL = 64  # characters on a line of a figure's label
 TOKENS = re.compile(r"([\d,]+) x ([\d,]+)")
 VALUE = re.compile(r"(\w+)(?:\[(.+)\])?")
-Series = list[tuple[str, float]]  # of a value: key and number
+Series = list[tuple[str, float]]  # keys and numbers of a value
 
 
 def as_markdown(document: Published, result: Result, sections: Mapping[str, str] | None = None) -> str:
     """Claims first, then numbers, then choices, then missing measurements.
 
-    sections: of a runner: title -> Markdown, empty for one that has nothing to show.
+    sections: sections of a runner: title -> Markdown, empty for a section without content.
     """
     shown = document.runner or (document.figure and _drawn(document.figure, result))
     parts = [
@@ -112,7 +112,7 @@ def _numbers(document: Published, result: Result) -> Iterator[str]:
 
 
 def _rest_of_values(document: Published, result: Result) -> Iterator[str]:
-    """Measured by cell, and quoted nowhere: a column for each value, or a row if there are more values than cells."""
+    """Values by cell without a quoted number: a column for each value, or a row if there are more values than cells."""
     names = {one.name: one.unit for one in document.value}
     compared = {name for group in document.numbers for name in (group.value, *group.beside)}
     found = {name: dict(series) for name in names if name not in compared and (series := _series(name, result))}
@@ -170,7 +170,7 @@ def _paint(picture: Picture, figure: Figure, drawn: dict[str, Series], quoted: d
 
 
 def _lines(axes: Axes, drawn: Mapping[str, Series]) -> None:
-    """Over the length: a colour for each value, a marker for each batch."""
+    """Plots over the length: a colour for each value, a marker for each batch."""
     batches = {name: _by_batch(series) for name, series in drawn.items()}
     markers = dict(zip(sorted({batch for found in batches.values() for batch in found}), cycle("os^Dv*P")))
     for color, (name, found) in zip(canvas.COLORS, batches.items(), strict=False):
@@ -184,7 +184,7 @@ def _lines(axes: Axes, drawn: Mapping[str, Series]) -> None:
 
 
 def _points(axes: Axes, drawn: dict[str, Series], quoted: Mapping[str, Mapping[str, float]]) -> None:
-    """A line for each key, from above; crosses are quoted numbers."""
+    """Plots a line for each key, from the top; crosses are quoted numbers."""
     keys = _keys(drawn)
     if keys == [""]:  # every value is one number
         keys, drawn = list(drawn), {"measured": [(name, series[0][1]) for name, series in drawn.items()]}

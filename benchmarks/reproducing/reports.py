@@ -1,4 +1,4 @@
-"""Reads from reports of ssdprof what values need: cases, the GPU, wrong outputs, and missing cases."""
+"""Reads the data for values from reports of ssdprof: cases, the GPU, wrong outputs, and missing cases."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ssdprof.schema.speed import Timing
 from ssdprof.schema.stalls import StallReport
 
 Report = BenchReport | RunReport | StallReport | PrefillReport
-RIGHT = ("passed", "refused", "out of memory")  # statuses with which the output of our case was wrong
+RIGHT = ("passed", "refused", "out of memory")  # statuses without a wrong output; any other status of ours is one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One implementation in one cell.  words: as `of` in a document describes it.  us: by clock and statistic.
+    """One implementation in one cell.  words: its description, as in `of` of a document.  us: by clock and statistic.
 
-    trial: a chunk size that the implementation was not fastest with.
+    trial: whether this is a chunk size with which the implementation was not fastest.
     """
 
     cell: str
@@ -39,7 +39,7 @@ class Case:
     trial: bool = False
 
     def fits(self, words: str) -> bool:
-        """Whether it is described by an implementation, then intermediates and states, then "@128"."""
+        """Whether the words describe it: an implementation, then intermediates and states, then "@128"."""
         *wanted, last = words.split()
         chunk = last if last.startswith("@") else ""
         own = [word for word in self.words if not word.startswith("@")]
@@ -138,7 +138,7 @@ def created(report: Report) -> str:
 
 
 def subjects(report: Report) -> set[str]:
-    """What was measured, as `subject` in a document names it; empty of a run and of stalls."""
+    """The measured subjects, as in `subject` of a document; empty for a run and for stalls."""
     if isinstance(report, BenchReport):
         return {f"{cell.shape}, {cell.dims.dtype}" for cell in report.cells}
     return {report.checkpoint.requested} if isinstance(report, PrefillReport) else set()
@@ -163,7 +163,7 @@ def wrong(report: Report) -> list[str]:
         return [
             f"{case.layer.name}: {case.implementation}, {case.precision}: {case.status}: {case.reason}"
             for case in outcome(report).failed
-            if case.status not in RIGHT and case.implementation not in others  # a baseline is a library's, too
+            if case.status not in RIGHT and case.implementation not in others  # a baseline can be a library's too
         ]
     if isinstance(report, PrefillReport):
         return [

@@ -22,14 +22,14 @@ from ssdprof.environment.machine import kernels_hash
 from ssdprof.errors import BadInputError
 from ssdprof.measure.faults import first_line
 
-_FOLDERS = re.compile(r"(?<![^=,])/(?:[^/,=]+/)*(?=[^/,=])")  # of an absolute path: all but its name
+_FOLDERS = re.compile(r"(?<![^=,])/(?:[^/,=]+/)*(?=[^/,=])")  # the part of an absolute path before the name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """gpu: torch's name.  missing: what was not measured, with the reason.  stored: the JSON document itself.
+    """gpu: torch's name.  missing: name of a missing measurement -> reason.  stored: the JSON document.
 
-    origin: a sentence for each thing to know of where the numbers are from.
+    origin: sentences about the origin of the numbers.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Result:
 
 
 class Recorded(BaseModel):
-    """A report that was measured before.  file: within benchmarks/results, or its name.  kernels: their hash, "" where
-    it is not known; stated: on the command line, because the report lacks it.  report: as JSON; a result
-    has it among its reports.
+    """A report that was measured before.  file: its path in benchmarks/results, or its name.  kernels: their hash, ""
+    if it is unknown.  stated: whether the command line gave the hash, because the report lacks it.  report: as JSON;
+    in a result it is one of the reports.
     """
 
     file: str
@@ -63,7 +63,7 @@ def stored(
     name: str, document: Published, found: Mapping[str, Any], missing: Mapping[str, str], *, seconds: float,
     recorded: Mapping[str, Recorded],
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of the new reports, with references to recorded ones.  `values` and `claims` are for people:
+    """The JSON document of the new reports, with references to recorded ones.  `values` and `claims` are for readers;
     `load` computes them from the reports again.
     """
     plain = {
@@ -88,12 +88,12 @@ def folder_of(gpu: str) -> str:
 
 
 def typed(words: Iterable[str]) -> str:
-    """A command without the folders of this machine: a result is read elsewhere."""
+    """A command without the folders of this machine, because results are read on other machines."""
     return shlex.join(_FOLDERS.sub("", word) for word in words)
 
 
 def _without_folders(reports: Any) -> Any:
-    """The same of the commands that reports hold."""
+    """Removes the folders of this machine from commands in reports."""
     if isinstance(reports, list):
         return [_without_folders(one) for one in reports]
     if not isinstance(reports, dict):
@@ -122,7 +122,7 @@ def load(name: str, document: Published, file: Path) -> Result:
         raise BadInputError(f"{file} is a result of {content['study']}, not of {name}.", again)
     try:
         return understood(name, document, content)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # a key or a report that is not as written
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # a key or a report of another form
         raise BadInputError(f"{file} is no whole result of {name}: {first_line(error)}.", again) from error
 
 
@@ -155,7 +155,7 @@ def understood(name: str, document: Published, content: Mapping[str, Any]) -> Re
 
 
 def _origin(content: Mapping[str, Any]) -> Iterator[str]:
-    """When it was measured, and with which kernels; results from before this was recorded do not say."""
+    """The date and the kernels of the measurement; unknown for results from before they were recorded."""
     recorded = {key: Recorded.model_validate(one) for key, one in content.get("recorded", {}).items()}
     hashes = ", ".join(f"{operator} {digest[:12]}" for operator, digest in content.get("kernels", {}).items())
     if content["reports"].keys() - recorded.keys():

@@ -21,7 +21,7 @@ GROUPS = ((INSIDE, "Holds"), (OUTSIDE, "Does not hold"), ("", "Cannot be said"))
 
 
 def page(found: Sequence[tuple[str, Published, Sequence[Result]]]) -> str:
-    """found: name, document, and results of one or more GPUs; a comparison without a result is named too."""
+    """found: name, document, and results of one or more GPUs.  A comparison without a result is also named."""
     parts = [HEAD, *_summary(found)]
     for name, document, results in found:
         parts.append(f"## {document.title}\n\n{document.source}  GPU of the source: {document.gpu}.")
@@ -49,7 +49,7 @@ def _group(verdict: Verdict) -> str:
 
 
 def _of_result(document: Published, result: Result) -> Iterator[str]:
-    """One GPU's, group by group."""
+    """The results of one GPU, group by group."""
     yield f"### On {result.gpu}"
     yield " ".join((*result.origin, f"[All numbers](published/{result.folder}/{result.name}.md)."))
     found = judging.claims(document, result.values, result.gpu)

@@ -1,4 +1,4 @@
-"""Measure the inter-chunk state pass on the GPU here, and judge what its proposal claims.
+"""Measure the inter-chunk state pass on the GPU here, and judge the claims of its proposal.
 
     python benchmarks/studies/scan_002.py --out DIR [--budget SECONDS] [--without-ncu]
     python benchmarks/studies/scan_002.py --from scan-002.json
@@ -6,7 +6,7 @@
 Writes scan-002.json, after each cell, and in the end scan-002.md and scan-002.svg into DIR.  Every contender is
 compared with the recurrence in fp64 before it is timed; one that is wrong or fails has no time, and the exit code is
 then 1.  Cells and counters for which the budget leaves no time are named.  --from writes the pages of a result again,
-beside it, without a GPU.
+next to it, without a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.report.plots.canvas import draw as drawn
 from ssdprof.schema import Launch
 
-MOST_WATCHED_LAUNCHES = 32  # of one call: ncu replays each a dozen times
+MOST_WATCHED_LAUNCHES = 32  # per call: ncu replays each a dozen times
 NCU_SECONDS = 40
 NAME = "scan-002"
 CELL_SECONDS = 0.8
@@ -44,7 +44,7 @@ Run = Callable[[], torch.Tensor | peer.Passed]
 
 
 class StatePassing(Study[Cell]):
-    """One run of all cells, then of ncu."""
+    """One run of all cells, then one of ncu."""
 
     def __init__(self, budget: float, folder: Path, *, with_ncu: bool = True) -> None:
         super().__init__(NAME, budget, folder)
@@ -62,7 +62,7 @@ class StatePassing(Study[Cell]):
             self.result.missing[COUNTED] = "not asked for"
 
     def keep(self) -> dict[str, Any]:
-        """What the file holds now."""
+        """The current content of the file."""
         self.result.values |= values_of(self.result.rows, self.counters)
         self.result.more["counters"] = self.counters
         return save(self.result, self.folder)
@@ -78,7 +78,7 @@ class StatePassing(Study[Cell]):
                 try:
                     with counted_launches() as launched:
                         found[name] = kernel(inputs)
-                except Exception as error:  # whatever its compiler or its launch raises: the others go on without it
+                except Exception as error:  # any error of its compiler or its launch; the others continue
                     refuse_if_lost(self.bench.device, name, error)
                     self.result.wrong.append(f"{name} at {cell}: {first_line(error)}")
                     continue
@@ -113,9 +113,9 @@ class StatePassing(Study[Cell]):
             self.result.rows.append(row(cell, name, times.get(name), **facts[name], floor_us=floor_us))
 
     def peer_call(self, cell: Cell, inputs: InterChunkInputs) -> tuple[Run | None, dict[str, Any]]:
-        """On the same states, with one decay for each chunk and head, and what is known of it.
+        """A call on the same states, with one decay for each chunk and head, and facts about it.
 
-        None if it is not there, or not right; whatever it raises, the others go on.
+        None if the library is missing, wrong, or raises an error; the others continue.
         """
         if self.peer is None or cell["rank"]:
             return None, {}
@@ -140,7 +140,7 @@ class StatePassing(Study[Cell]):
             self.watched.append(Watched(contender=name, chunks=cell["chunks"], dim=cell["dim"], kernels=tuple(kernels)))
 
     def count(self) -> None:
-        """By ncu, in another process."""
+        """Counts with ncu, in another process."""
         try:
             self.counters = count(self.watched, timeout_s=max(self.left, 20.0))
         except SsdprofError as error:
@@ -148,7 +148,7 @@ class StatePassing(Study[Cell]):
 
 
 def facts_of(launch: Launch, count: int, judge: Judge, out: torch.Tensor) -> dict[str, Any]:
-    """What is known of a contender beside its time."""
+    """Facts about a contender in addition to its time."""
     return {
         "launches": count,
         **launch.model_dump(include={"registers", "spills", "shared_bytes"}),
@@ -158,7 +158,7 @@ def facts_of(launch: Launch, count: int, judge: Judge, out: torch.Tensor) -> dic
 
 
 def wanted(cell: Cell, name: str) -> bool:
-    """Whether ncu looks at it: every contender at one size, those of the criteria at their sizes."""
+    """Whether ncu profiles it: every contender at one size, those of the criteria at their sizes."""
     criteria = cell["chunks"] in (32, 64, 128) and name in (BASELINE, NOT_AHEAD, PROPOSED)
     return (cell["dim"] == 64 and (criteria or cell["chunks"] == 32)) or (cell["chunks"] == 64 and criteria)
 

@@ -1,4 +1,4 @@
-"""The process that ncu watches for scan_002.py: every call of PLAN once, inside one range.
+"""The process that ncu profiles for scan_002.py: every call of PLAN once, inside one range.
 
 python benchmarks/studies/scan_002_target.py PLAN
 """

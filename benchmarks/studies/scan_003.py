@@ -1,4 +1,4 @@
-"""Measure the selective scan on the GPU here, and judge what was published about it.
+"""Measure the selective scan on the GPU here, and judge the published claims about it.
 
     python benchmarks/studies/scan_003.py --out DIR [--budget SECONDS]
     python benchmarks/studies/scan_003.py --from scan-003.json
@@ -6,7 +6,7 @@
 Writes scan-003.json, after each cell, and in the end scan-003.md and scan-003.svg into DIR.  mamba_ssm takes part if it
 can be imported.  Every contender is compared with the scan in fp64 before it is timed; one of ours that is wrong or
 fails has no time, and the exit code is then 1.  Cells for which the budget leaves no time are named.  --from writes the
-pages of a result again, beside it, without a GPU.
+pages of a result again, next to it, without a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAME = "scan-003"
 CELL_SECONDS = 0.8  # of sampling by our clock
 WARM_SECONDS = 0.15  # of the source's clock, for each contender
 LOOP = "a loop in Python"
-KERNEL_TIMED = (tile(64), tile(128), PEER)  # starting the profiler takes long
+KERNEL_TIMED = (tile(64), tile(128), PEER)  # the profiler takes long to start
 Found = dict[str, torch.Tensor]
 Run = Callable[[], Found]
 
@@ -56,7 +56,7 @@ class SelectiveScan(Study[Cell]):
         self.measure_all(cells(), words, seconds=2 * CELL_SECONDS)
 
     def keep(self) -> dict[str, Any]:
-        """What the file holds now."""
+        """The current content of the file."""
         self.result.values |= values_of(self.result.rows, self.result.values.get("copy_gb_per_s"))
         return save(self.result, self.folder)
 
@@ -70,7 +70,7 @@ class SelectiveScan(Study[Cell]):
         outputs = {name: run() for name, run in runs.items()}
 
         def changed(name: str, found: Found) -> str:
-            if name == PEER:  # whose gradients are sums in an order that changes
+            if name == PEER:  # its gradients are sums in a varying order
                 return "" if all(bool(tensor.isfinite().all()) for tensor in found.values()) else "not finite"
             same = all(torch.equal(found[key], tensor) for key, tensor in outputs[name].items())
             return "" if same else "other bits after the timed loop"
@@ -87,7 +87,7 @@ class SelectiveScan(Study[Cell]):
             self.result.rows.append(row({"pass": of_pass, "seqlen": seqlen}, LOOP, None, wall_us=loop_us(inputs)))
 
     def kernel_time(self, run: Run) -> dict[str, float]:
-        """As the source has it, for those of which it has it."""
+        """Kernel time by the source's clock, for the contenders with such a time in the source."""
         us = kernel_us(run, self.bench.device)
         if us:
             return {"kernel_us": us}
@@ -95,7 +95,7 @@ class SelectiveScan(Study[Cell]):
         return {}
 
     def first_call(self, cell: Cell, name: str, run: Run) -> tuple[Found, dict[str, Any]]:
-        """What a call computes, and what it launches: the same for every length."""
+        """The result of a call, and its launches, which are the same for every length."""
         place = (cell[0], name)
         if place in self.launches:
             return run(), dict(self.launches[place])
@@ -110,14 +110,14 @@ class SelectiveScan(Study[Cell]):
     def verified(
         self, cell: Cell, layer: Layer, inputs: ScanInputs, dy: torch.Tensor | None
     ) -> tuple[dict[str, Run], dict[str, dict[str, Any]]]:
-        """The calls that are right, and what is known of each call."""
+        """The calls with right outputs, and facts about each call."""
         runs: dict[str, Run] = {}
         facts: dict[str, dict[str, Any]] = {}
         judge = Judge(inputs, dy)
         for name, run in ours(cell, inputs, dy):
             try:
                 found, facts[name] = self.first_call(cell, name, run)
-            except Exception as error:  # whatever its compiler or its launch raises: the others go on without it
+            except Exception as error:  # any error of its compiler or its launch; the others continue
                 refuse_if_lost(self.bench.device, name, error)
                 self.result.wrong.append(f"{name}, {words(cell)}: {first_line(error)}")
                 continue
@@ -138,7 +138,7 @@ class SelectiveScan(Study[Cell]):
                 with counted_launches() as launched:
                     found = run()
                 facts[PEER] = {"launches": len(launched)}
-            except Exception as error:  # whatever another library raises: the others go on without it
+            except Exception as error:  # any error of the library; the others continue
                 refuse_if_lost(self.bench.device, PEER, error)
                 self.result.missing[f"{PEER}, {words(cell)}"] = first_line(error)
                 return runs, facts
@@ -176,7 +176,7 @@ def peer_run(peer: MambaSsm, layer: Layer, dy: torch.Tensor | None) -> Run:
 
 
 def loop_us(inputs: ScanInputs) -> float:
-    """One call of a loop over positions, in fp32."""
+    """Microseconds of one call of a loop over positions, in fp32."""
     tensors = [tensor.float() for tensor in inputs.tensors]
     start, stop = cuda_event(), cuda_event()
     start.record()

@@ -1,4 +1,4 @@
-"""What the runners of the studies share: their command line, and the measuring of cells in turn."""
+"""Shared parts of the studies' runners: their command line, and the measurement of cells in turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Time:
 
 
 class Study(ABC, Generic[Cell]):
-    """One run of all cells.  budget: seconds.  folder: where the result is kept after each cell."""
+    """One run of all cells.  budget: seconds.  folder: holds the result, which is written after each cell."""
 
     device = "cuda"
 
@@ -53,7 +53,7 @@ class Study(ABC, Generic[Cell]):
 
     @property
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Remaining seconds of the budget."""
         return self.budget - self.result.seconds
 
     @abstractmethod
@@ -64,10 +64,10 @@ class Study(ABC, Generic[Cell]):
 
     @abstractmethod
     def keep(self) -> dict[str, Any]:
-        """Writes <study>.json, and returns what it holds."""
+        """Writes <study>.json, and returns its content."""
 
     def measure_all(self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float) -> None:
-        """The GPU's limits, then every cell for which `seconds` of the budget are left; the others are named."""
+        """Measures the GPU's limits, then every cell while `seconds` of the budget are left; the others are named."""
         self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
         for cell in cells:
             if self.left < seconds:
@@ -78,7 +78,7 @@ class Study(ABC, Generic[Cell]):
             print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
 
     def library(self, name: str, load: Callable[[], T]) -> T | None:
-        """What `load` returns; None, and `name` is missing, if that cannot be imported here."""
+        """The result of `load`.  If the import fails, returns None and lists `name` as missing."""
         try:
             return load()
         except ImportError as error:
@@ -86,14 +86,14 @@ class Study(ABC, Generic[Cell]):
             return None
 
 
-Pages = Callable[[Mapping[str, Any], Path], None]  # (what <study>.json holds, folder) writes the other two files
+Pages = Callable[[Mapping[str, Any], Path], None]  # (content of <study>.json, folder) writes the other two files
 
 
 # --- the command line
 
 
 def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
-    """The options of every runner.  about: its docstring.  seconds: its budget unless the user says otherwise."""
+    """The options of every runner.  about: its docstring.  seconds: its default budget."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
@@ -105,7 +105,7 @@ def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
 
 
 def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study[Any]], pages: Pages) -> int:
-    """Measures, or with --from writes the pages of a result again.  The exit code."""
+    """Measures, or with --from writes the pages of a result again.  Returns the exit code."""
     if options.file:
         pages(stored(name, options.file), options.file.parent)
         return int(ExitCode.OK)
@@ -118,7 +118,7 @@ def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Stud
 
 
 def end(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the exit code of `main`, or with that of the error that it raises."""
+    """Ends the process with the exit code of `main` or of the error that it raises."""
     try:
         sys.exit(main())
     except SsdprofError as error:
@@ -132,9 +132,9 @@ def end(main: Callable[[], int]) -> NoReturn:
 def timed(
     runs: Mapping[str, Callable[[], Any]], bench: CudaBench, seconds: float, wrong: Callable[[str, Any], str]
 ) -> tuple[dict[str, Time], dict[str, str], dict[str, str]]:
-    """Times of calls, taken in turns for about `seconds`; why others have none; and what is wrong with an output.
+    """Times of calls, sampled in turns for about `seconds`; reasons for missing times; and defects of outputs.
 
-    wrong(key, output): "" if the output is right, asked after the timed loop.
+    wrong(key, output): the defect, or "" if the output is right; called after the timed loop.
     """
     session = time_in_turns(runs, bench, SamplingPlan(seconds=seconds), check=wrong)
     found = {}
@@ -155,7 +155,7 @@ def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: A
 
 
 def measured(result: Result, run: Callable[[], None]) -> int:
-    """Runs it until it ends, is interrupted or fails: what it found by then is kept.  The exit code that this makes."""
+    """Runs `run` and keeps its results so far if it is interrupted or fails.  Returns the exit code."""
     try:
         run()
     except KeyboardInterrupt:
@@ -173,7 +173,7 @@ def measured(result: Result, run: Callable[[], None]) -> int:
 
 
 def exit_code(result: Result, so_far: int) -> int:
-    """1 for a wrong output, else that of `measured`; says on stderr what is wrong."""
+    """1 for a wrong output, else the exit code of `measured`.  Prints wrong outputs on stderr."""
     for line in result.wrong:
         print(f"wrong: {line}", file=sys.stderr)
     return int(ExitCode.GATE_FAILED) if result.wrong else so_far

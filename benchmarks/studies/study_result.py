@@ -1,4 +1,4 @@
-"""What a study found: its record, the three files that are made of it, and their tables."""
+"""The result of a study: its record, its three files, and their tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-sys.path.append(str(Path(__file__).parents[1]))  # `reproducing` lies there, and Python looks beside the runner only
+sys.path.append(str(Path(__file__).parents[1]))  # for `reproducing`; Python searches only the runner's folder
 from reproducing import judging, published, rendering
 from reproducing import result as results
 
@@ -24,10 +24,10 @@ from ssdprof.files import write_text
 
 @dataclass(kw_only=True)
 class Result:
-    """What a runner found.
+    """The result of a runner.
 
-    rows: a record per cell and contender.  values: the numbers that claims are about, by name.  wrong: outputs of ours.
-    missing: what was not measured, and why.  more: what else belongs into the file.
+    rows: a record per cell and contender.  values: the values for claims, by name.  wrong: our wrong outputs.
+    missing: missing measurement -> reason.  more: other content of the file.
     """
 
     study: str
@@ -75,7 +75,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def ticks(panel: Any, values: Iterable[int]) -> None:
-    """Names the measured places of a logarithmic x axis and no others, and 1, 2 and 5 of each decade of the y axis."""
+    """Ticks only at the measured points of a logarithmic x axis, and at 1, 2 and 5 of each decade of the y axis."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     places = sorted(set(values))
@@ -86,12 +86,12 @@ def ticks(panel: Any, values: Iterable[int]) -> None:
 
 
 def gpu_of(content: Mapping[str, Any]) -> str:
-    """The GPU that measured a result, as torch calls it; "no GPU" if there was none."""
+    """torch's name of the GPU that measured a result; "no GPU" if there was none."""
     return results.understood(content["study"], published.load(content["study"]), content).gpu
 
 
 def save(result: Result, folder: Path) -> dict[str, Any]:
-    """Writes <study>.json, whole or partial, and returns what it holds."""
+    """Writes <study>.json, complete or partial, and returns its content."""
     content = result.document()
     stated = published.load(result.study)
     understood = results.understood(result.study, stated, content)
@@ -102,7 +102,7 @@ def save(result: Result, folder: Path) -> dict[str, Any]:
 
 
 def write_pages(content: Mapping[str, Any], folder: Path, sections: Mapping[str, str], plot: str) -> None:
-    """<study>.md, with its claims first, and <study>.svg, of what <study>.json holds."""
+    """Writes <study>.md, with its claims first, and <study>.svg, from the content of <study>.json."""
     name = content["study"]
     stated = published.load(name)
     page = rendering.as_markdown(stated, results.understood(name, stated, content), sections)
@@ -112,7 +112,7 @@ def write_pages(content: Mapping[str, Any], folder: Path, sections: Mapping[str,
 
 
 def stored(study: str, file: Path) -> dict[str, Any]:
-    """What `save` wrote.  Raises BadInputError for any other file."""
+    """The content of a file from `save`.  Raises BadInputError for any other file."""
     content = dict(results.load(study, published.load(study), file).stored)
     if "rows" not in content:
         raise BadInputError(f"{file} has no rows: it is no result of a runner.", "Give the JSON file that --out wrote.")

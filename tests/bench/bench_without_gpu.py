@@ -1,4 +1,4 @@
-"""The command line of `ssdprof`, with the pretended GPU of `fakes`: for tests that start processes.
+"""The command line of `ssdprof` with the simulated GPU of `fakes`, for tests that start processes.
 
 python bench_without_gpu.py bench ssd ...
 """

@@ -1,4 +1,4 @@
-"""A stopwatch without a GPU, implementations with known costs, and a report made of them."""
+"""A stopwatch without a GPU, implementations with known costs, and a report of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ssdprof.schema import EXACT_FP32
 SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 CEILINGS = schema.Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
-RAN: list[tuple[str, float]] = []  # every implementation that ran, and what it costs
+RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
 HOPPER = Limits(warps=64, blocks=32, shared_bytes=233_472)
 
 
@@ -50,7 +50,7 @@ class FakeBench:
     costs: dict[Run, float] = field(default_factory=dict)
 
     def relocate(self, _generator: np.random.Generator) -> None:
-        """Nothing lies anywhere."""
+        """Does nothing: there is no memory to move."""
 
     def record(self, run: Run) -> Recording:
         output = run()
@@ -72,14 +72,14 @@ class FakeBench:
 
 
 class CudaFakeBench(FakeBench):
-    """In the place of `CudaBench`."""
+    """Replaces `CudaBench`."""
 
     def __init__(self, _device: torch.device) -> None:
         super().__init__()
 
 
 class UnreadClocks:
-    """In the place of `ClockWatch`, where nobody can read the clocks."""
+    """Replaces `ClockWatch` on a machine without readable clocks."""
 
     clocks = None
 
@@ -92,7 +92,7 @@ class UnreadClocks:
 
 
 def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
-    """The bundled implementation, which tells the stopwatch that it ran."""
+    """The bundled implementation, which also records its run for the stopwatch."""
     plain = kernels.get(operator, name)
 
     def run(inputs: Any, precision: Precision) -> Any:
@@ -103,7 +103,7 @@ def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ssdprof bench ssd` runs without a GPU: kernels in the interpreter, and a stopwatch that makes its numbers up."""
+    """`ssdprof bench ssd` runs without a GPU: kernels in the interpreter, and a stopwatch with invented numbers."""
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
     monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
@@ -125,7 +125,7 @@ def contender(
     spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output,
     wrong_chunk: int = 0,
 ) -> Contender:
-    """One that computes the right thing, spoilt by `spoil`, and takes `cost(chunk_size)` microseconds."""
+    """A contender with the right output, changed by `spoil`, that takes `cost(chunk_size)` microseconds."""
 
     def run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         RAN.append((name, cost(inputs.chunk_size if chunk_sizes else None)))

@@ -1,4 +1,4 @@
-"""Adapters of libraries that are not installed here: stand-ins take their place."""
+"""Adapters of libraries that are not installed here: stand-ins replace them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> SSDInputs:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """What a stand-in for mamba_ssm was called with."""
+    """The arguments of calls of a stand-in for mamba_ssm."""
     made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def forward(
@@ -250,7 +250,7 @@ def _fused5_ssd(x, dt, A, B, C, D, **options):
 
 
 class Kernel:
-    """A stand-in for a compiled-on-demand kernel: says in which mode it was asked for what."""
+    """A stand-in for a kernel that is compiled on demand.  Records its arguments and the mode of every call."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []

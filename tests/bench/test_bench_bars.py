@@ -1,4 +1,4 @@
-"""A result against what the kernels are held to."""
+"""Results against the bars of the kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ seconds = 2.0
 
 @cache
 def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any) -> BenchReport:
-    """mamba_ssm takes 300 us and has two precisions, of which one is slower; a call costs 10 us more."""
+    """mamba_ssm takes 300 us and has two precisions, one of them slower.  A call costs 10 us more."""
     cases = measured(
         contender("mamba_ssm", lambda _: 300.0, ours=False),
         contender("mamba_ssm", lambda _: 400.0, ours=False, precision=RELAXED),
@@ -93,7 +93,7 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
     newer = timed(150.0, kernels="02", created="2026-01-02T00:00:00+00:00")
     alone = report(
         *measured(contender("fused", lambda _: 1.0)), kernels="03", created="2026-01-03T00:00:00+00:00"
-    )  # no yardstick: it does not make the others older
+    )  # without a baseline it does not make the others older
     for order in ((older, newer, alone), (alone, newer, older)):
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 2.0
 
@@ -113,7 +113,7 @@ def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: st
     device = found["exact", "as mamba_ssm, device"]
     assert [reading.ratio for reading in device.missed] == [0]
     assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in check_bars.remarks(found.values())
-    assert found["relaxed", "as fused exact, device"].holds  # what it is compared with failed once, and was timed once
+    assert found["relaxed", "as fused exact, device"].holds  # its baseline failed once, and was timed once
 
 
 def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
@@ -172,7 +172,7 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
         )
         for given in (files[:2], files)
     ]
-    assert [one.returncode for one in ended] == [1, 2]  # cells that the bars speak of were not measured
+    assert [one.returncode for one in ended] == [1, 2]  # cells of the bars were not measured
     assert "the results are of NVIDIA H100 and NVIDIA H200" in ended[1].stderr
     assert ended[1].stdout == ""
 
@@ -201,7 +201,7 @@ PUBLISHED = {
     "granite-4.0-h-small": ("1 x 4,096", "1 x 32,768", "1 x 131,072"),
     "nemotron-3-nano": ("1 x 4,096", "1 x 131,072"),
 }
-# of, over, dtype, shapes, tokens, then (must, goal) by device time and by that of a call
+# of, over, dtype, shapes, tokens, then (must, goal) by device time and by call time
 HELD_TO = [
     (EXACT, "mamba_ssm", "bf16", MODELS, FROM_64K, (3.25, 5), None),
     (EXACT, "mamba_ssm", "bf16", MODELS, FROM_8K, (2.6, 4), None),
@@ -237,7 +237,7 @@ def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
 def test_every_bar_holds_in_the_committed_results_but_those_of_first_calls_and_of_one_step_with_a_copied_state() -> (
     None
 ):
-    """Most of the committed results have their kernels from Triton's cache."""
+    """In most of the committed results, Triton's cache had the kernels."""
     rules = tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())
     files = sorted((check_bars.HERE / "results").glob("bench-ssd-h200*.json"))
     *found, first_calls = bars.check(rules, [load(file.read_text()) for file in files])

@@ -1,4 +1,4 @@
-"""Right first, then how fast: what becomes of a cell's contenders.  The comparator is real, the stopwatch is not."""
+"""A cell's contenders are verified, then timed.  The comparator is real, the stopwatch is fake."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_fastest_chunk_size_is_taken() -> None:
     assert case.timing is not None
     assert (case.timing.device_median_us, case.timing.call_median_us) == (70, 80)
     assert (slow.chunk_size, slow.trials) == (None, ())
-    assert len(bench.recorded) == 2 * (2 + 2)  # twice: the choice, then the two that take turns
+    assert len(bench.recorded) == 2 * (2 + 2)  # twice: the choice of the chunk size, then the two contenders in turns
 
 
 def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
@@ -147,7 +147,7 @@ def bundled(operator: str) -> list[Named]:
 
 
 def test_the_bundled_kernels_line_up_and_pass() -> None:
-    """Through the interpreter, with packed sequences: what a GPU adds is speed."""
+    """In the interpreter, with packed sequences.  A GPU would only be faster."""
     cell = Cell(shape=CELL.shape, dtype="bf16", layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
     contenders = line_up(SSD, CELL, precisions_for("bf16", "all", None), bundled("ssd"), (16,))
     assert [(one.name, str(one.precision), one.chunk_sizes) for one in contenders] == [

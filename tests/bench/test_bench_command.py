@@ -1,4 +1,4 @@
-"""`ssdprof bench` as a user meets it; on a GPU, one small bench from words to files."""
+"""`ssdprof bench` as a user calls it; on a GPU, one small bench from the command line to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ssdprof export` of a bench, in the formats that other programs read."""
+"""`ssdprof export` of a bench, in the formats for other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def doubled(output: SSDOutput) -> SSDOutput:
 
 @pytest.fixture(scope="module")
 def done() -> BenchReport:
-    """Another library is wrong, and ours are right."""
+    """The other library's output is wrong, and ours are right."""
     cases = measured(
         contender("mamba_ssm", lambda _: 1.0, ours=False, spoil=doubled),
         contender("unfused", lambda _: 310.0),

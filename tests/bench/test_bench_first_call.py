@@ -1,4 +1,4 @@
-"""How long a first call took, and what becomes of one that takes too long."""
+"""The time of a first call, and the result if it takes too long."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CPU = torch.device("cpu")
 
 
 def sleepy(output: SSDOutput) -> SSDOutput:
-    """As a compiler: many short steps."""
+    """Takes many short steps, as a compiler does."""
     for _ in range(500):
         time.sleep(0.01)
     return output
 
 
 def compile_one(name: str, microseconds: int, *, cache_hit: bool) -> None:
-    """What Triton's compiler says when it is done."""
+    """Sends the report of Triton's compiler to the listener."""
     times = triton.knobs.CompileTimes(ir_initialization=microseconds, lowering_stages=[("ptx", 0)], store_results=0)
     listener = triton.knobs.compilation.listener
     assert listener is not None

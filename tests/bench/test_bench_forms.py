@@ -1,4 +1,4 @@
-"""Inputs drawn otherwise (`--draw`), forms that are not chosen (`--also`), and decoding beside another library."""
+"""Other inputs (`--draw`), forms that are not chosen (`--also`), and decoding compared with another library."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_recurrent_form_in_place_leaves_its_inputs_as_they_were() -> None:
         in_place.run(replace(inputs, initial_states=None), Precision())
 
 
-# --- whole benches, of which a stopwatch makes up the numbers
+# --- whole benches, with a stopwatch that invents the numbers
 
 
 def peer(operator: str, name: str, cost: float) -> PeerSource:

@@ -1,4 +1,4 @@
-"""Which cells the words of the command line stand for."""
+"""The cells that the options of the command line select."""
 
 import pytest
 import torch

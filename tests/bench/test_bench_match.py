@@ -1,4 +1,4 @@
-"""Which outputs of a bench are matched with which."""
+"""Which outputs of a bench are compared with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share the cells of a bench: the first one's report has all of them, in their order."""
+"""Ranks that share the cells of a bench: the first rank's report has all cells, in their order."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_cells_of_a_rank_that_died_are_left_out_and_name_it(store: HashStore
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_first_rank_that_died_is_named_and_the_other_keeps_the_cells_of_both(store: HashStore, busy: bool) -> None:
-    """busy: the other still measures; else it waits for the first to write."""
+    """busy: the other rank still measures; else it waits for the first rank's report."""
     first, second = two(store)
     first.add(0, LeftOut(cell="a", reason="measured"))
     if not busy:
@@ -142,7 +142,7 @@ def test_an_interrupted_rank_is_not_said_to_have_died(store: HashStore) -> None:
 def test_the_bench_of_another_rank_is_written_only_where_the_first_died(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error names the first rank, though torchrun interrupts it."""
+    """Its error names the first rank, although torchrun interrupts this one."""
 
     def measure(*_: object) -> BenchCell:
         kill(0, store)

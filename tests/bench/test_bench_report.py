@@ -1,4 +1,4 @@
-"""What is written, printed and held against a gate."""
+"""The report in files and on the terminal, and its gate."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_what_ran_names_the_kernels_by_their_sources(done: BenchReport) -> None:
     named = done.model_copy(update={"kernels": "0123456789abcdef"})
     (facts,) = [dict(table.rows) for table in tables.tables(named) if table.title == "What ran"]
     assert facts["kernels"] == "sources of sha256 0123456789ab"
-    before = dump(named).replace(' "kernels": "0123456789abcdef",\n', "")  # as it was written before it was recorded
+    before = dump(named).replace(' "kernels": "0123456789abcdef",\n', "")  # as before the hash was recorded
     assert load(before) == done
     (facts,) = [dict(table.rows) for table in tables.tables(load(before)) if table.title == "What ran"]
     assert "kernels" not in facts
@@ -220,7 +220,7 @@ def test_the_gates(done: BenchReport) -> None:
 
 
 def off_by_one_percent(output: SSDOutput) -> SSDOutput:
-    """In every fourth element."""
+    """Every fourth element is off by 1 %."""
     out = output.out.clone()
     out.view(-1)[::4] *= 1.01
     return SSDOutput(out, output.final_states)

@@ -1,4 +1,4 @@
-"""Bars over the fastest rival, over a floor or a time, and by draw: of results that hold a part of the cells."""
+"""Bars over the fastest rival, over a floor or a time, and by draw, for results with a part of the cells."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rivals(tmp_path: Path) -> Rivals:
 
 
 def timed(*, drawn: tuple[str, ...] = (), checked: int | None = None, **costs: float) -> BenchReport:
-    """Implementations by name and device time; a call takes 10 us more."""
+    """A report of implementations with given device times; a call takes 10 us more."""
     ours = ("fused", "unfused", "recurrent")
     done = report(*measured(*(contender(name, lambda _, us=us: us, ours=name in ours) for name, us in costs.items())))
     (cell,) = done.cells
@@ -74,7 +74,7 @@ def test_a_rival_that_no_run_has_is_reckoned_by_the_yardstick(rivals: Rivals) ->
 
 
 def test_a_measured_rival_stands_for_its_record(rivals: Rivals) -> None:
-    """FlashInfer at 110 us is slower than its record says, FlashQLA's record is 100 us, and ours takes 50."""
+    """FlashInfer takes 110 us, more than in its record; FlashQLA's record is 100 us; ours takes 50."""
     (found,) = check(rule(), [timed(fused=50.0, fla=200.0, flashinfer=110.0)], rivals)
     assert (found.readings[0].ratio, found.readings[0].rival) == (pytest.approx(2.0), "flash_qla 0.1.3, recorded")
     (found,) = check(rule(), [timed(fused=50.0, fla=200.0, flashinfer=80.0)], rivals)

@@ -1,4 +1,4 @@
-"""A whole bench on a machine without a GPU: kernels in the interpreter, and a stopwatch that makes its numbers up."""
+"""A whole bench on a machine without a GPU: kernels in the interpreter, and a stopwatch with invented numbers."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_match_that_the_bench_records_is_gated() -> None:
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:
-    """Kernels of a user in the current directory, which are not rehearsed in a process of their own here."""
+    """A user's kernels in the current directory, not rehearsed in a separate process here."""
     monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
     (users_folder / "own_kernels.py").write_text(
         "from fakes import RAN\n"

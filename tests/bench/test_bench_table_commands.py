@@ -1,4 +1,4 @@
-"""The commands in docs/benchmarking.md measure every cell, with every implementation, that a bar speaks of."""
+"""The commands in docs/benchmarking.md measure every cell of every bar, with every implementation of the bar."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ssdprof.operators.named import known
 from ssdprof.schema import precisions_for
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {  # of the commands, with what `ssdprof bench` takes where one is left out
+OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
     "--shape": "", "--seq": "1k,4k,16k,64k", "--batch": "1", "--cells": "", "--packed": "", "--dtype": "bf16",
     "--dtypes": "exact", "--states": "", "--against": "", "--published": "", "--also": "", "--draw": "", "--out": "",
 }  # fmt: skip
 
 
 def block(operator: str) -> list[str]:
-    """The lines of the code block that writes the operator's results."""
+    """The lines of the code block for the operator's results."""
     text = (ROOT / "docs" / "benchmarking.md").read_text(encoding="utf-8")
     (found,) = re.findall(rf"```\n(R=benchmarks/results/bench-{operator}-h200\n.*?)```", text, re.DOTALL)
     return found.splitlines()
 
 
 def commands(operator: str) -> list[list[str]]:
-    """Their words, with the block's variables put in."""
+    """The words of each command, with the block's variables substituted."""
     variables: dict[str, str] = {"HOME": "/home"}
     found = []
     for line in block(operator):
@@ -47,7 +47,7 @@ def commands(operator: str) -> list[list[str]]:
 
 
 def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """(shape, tokens, dtype, draw, words of an implementation) of every case of the benches."""
+    """(shape, tokens, dtype, draw, words of an implementation) for every case of the benches."""
     record = operators.get(operator)
     for words in commands(operator):
         if words[0] != "ssdprof":

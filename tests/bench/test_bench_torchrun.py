@@ -1,4 +1,4 @@
-"""`torchrun -m ssdprof bench` as a user starts it: two processes, kernels in the interpreter, a made-up stopwatch."""
+"""`torchrun -m ssdprof bench` as a user starts it: two processes, kernels in the interpreter, a fake stopwatch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def comparable(report: BenchReport) -> dict[str, Any]:
-    """All but how long it took, when and how it was started, and by how many processes."""
+    """The report without its duration, start time, command and number of processes."""
     first_calls = {"first_call": True, "trials": {"__all__": {"first_call"}}}
     cells = {"__all__": {"cases": {"__all__": first_calls}}}
     return report.model_dump(exclude={"created": True, "command": True, "seconds": True, "ranks": True, "cells": cells})
@@ -52,7 +52,7 @@ def test_two_ranks_write_the_bench_of_one_process(start: Start, tmp_path: Path) 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_dies_ends_the_bench_and_is_named(start: Start, tmp_path: Path, killed: int) -> None:
-    """A cell takes seconds: when the first one is done, both ranks have begun, and neither is near its end."""
+    """A cell takes seconds.  After the first one, both ranks have begun, and neither is near its end."""
     result = tmp_path / "result.json"
     process = start(*BENCH, "--seq", "3000,3001,3002,3003,3004,3005", "--out", "result.json")
     ranks = wait_for(lambda: ranks_of(process.pid) if result.exists() else None)

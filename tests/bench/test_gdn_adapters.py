@@ -1,7 +1,7 @@
 """Adapters of libraries that are not installed here.
 
-Each stand-in computes the operator in the library's own terms, by the recurrence: an adapter that meets these terms
-agrees with the oracle.
+Each stand-in computes the operator by the recurrence, with the library's conventions.  An adapter that follows these
+conventions agrees with the oracle.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def inputs(*, dim: int = 128, dtype: torch.dtype = torch.float16, packed: bool =
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """A module of this name that holds `members`."""
+    """Installs a module of this name with `members`."""
     module = ModuleType(name)
     for member, value in members.items():
         setattr(module, member, value)
@@ -56,7 +56,7 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 
 
 def as_fla(calls: Calls) -> Callable[..., Any]:
-    """The operator with fla's arguments; q and k are normalised inside if asked for."""
+    """The operator with fla's arguments; q and k are normalised inside if requested."""
 
     def function(
         *, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
@@ -74,7 +74,7 @@ def as_fla(calls: Calls) -> Callable[..., Any]:
 
 
 def as_flashinfer(calls: Calls) -> Callable[..., Any]:
-    """The operator as FlashInfer has it: tokens of all sequences in one row, decays, V-first states, no normalising."""
+    """The operator with FlashInfer's conventions: packed tokens, decays, V-first states, no normalisation."""
 
     def function(
         q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
@@ -96,9 +96,9 @@ def as_flashinfer(calls: Calls) -> Callable[..., Any]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the stand-ins were called with."""
+    """The arguments of calls of the stand-ins."""
     made: Calls = []
-    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")  # so that what the adapter sets is undone
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")  # undoes the adapter's change after the test
     monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")
     put(monkeypatch, "fla", __version__="9.9")
     monkeypatch.delitem(sys.modules, "fla.ops.gated_delta_rule", raising=False)
@@ -109,7 +109,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def peer(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    """fla's operator is imported by the adapter, as it must be."""
+    """A library's implementation.  The adapter must set fla's variable before it imports fla's operator."""
 
     def import_module(module: str) -> ModuleType:
         if module == "fla.ops.gated_delta_rule":
@@ -140,7 +140,7 @@ def test_a_librarys_terms_are_met(
     out, states = implementation.run(given, precision_of(name))
     expected = gdn_recurrence(given)
     assert out.shape == given.v.shape
-    # q and k that are normalised outside are rounded to 16 bit
+    # normalisation outside rounds q and k to 16 bit
     torch.testing.assert_close(out.double(), expected.out.double(), rtol=0, atol=4e-3)
     torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=0, atol=4e-3)
     assert len(calls) == 1

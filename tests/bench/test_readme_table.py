@@ -1,4 +1,4 @@
-"""The README's tables of speeds, and the pages beside the results."""
+"""The README's tables of speeds, and the pages next to the results."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def on(name: str, created: str, *cells: BenchCell, kernels: str = "") -> BenchRe
 
 
 def twice_as_fast(cell: BenchCell) -> BenchCell:
-    """As `done` has it, 6x instead of 3x."""
+    """The cell of `done` with 6x instead of 3x."""
     *others, fused = cell.cases
     over = tuple(one.model_copy(update={"device_ratio": 6.0}) for one in fused.speedups)
     return cell.model_copy(update={"cases": (*others, fused.model_copy(update={"speedups": over}))})
@@ -120,7 +120,7 @@ def test_results_of_an_older_kernel_say_so(
 
 
 def test_of_results_that_have_the_same_cell_the_newest_counts(done: BenchReport) -> None:
-    """With inputs of the table's dtype, drawn as usual."""
+    """Only with inputs of the table's dtype and the default draw."""
     cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")]
     fast = twice_as_fast(cells[2])
     reports = {
@@ -150,7 +150,7 @@ def test_the_readme_names_the_kernels_that_its_numbers_are_of(done: BenchReport)
 
 
 def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchReport) -> None:
-    """Such as one of decoding."""
+    """For example a result of decoding."""
     cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
     decoding = on("A", "2026-01-02T00:00:00+00:00", cell, kernels="new")
     reports = {
@@ -163,7 +163,7 @@ def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchRep
 
 
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
-    """A newer result of one does not stand in for the other's."""
+    """A newer result of one GPU does not replace another GPU's."""
     both = as_cell(done, "mamba2-2.7b", "1 x 1,024"), as_cell(done, "mamba2-2.7b", "1 x 4,096")
     reports = {
         "a.json": on(

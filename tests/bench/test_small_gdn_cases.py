@@ -1,4 +1,4 @@
-"""The 27 small cases that are timed beside flash-linear-attention."""
+"""The 27 small cases that are timed against flash-linear-attention."""
 
 from __future__ import annotations
 

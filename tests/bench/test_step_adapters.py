@@ -1,4 +1,4 @@
-"""mamba_ssm's decoding kernel, by a stand-in that computes a step in its terms."""
+"""mamba_ssm's decoding kernel, with a stand-in that computes a step by its conventions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fp64 recurrence on captured inputs, and how far a result may be from it."""
+"""The fp64 recurrence on captured inputs, and the tolerance for results."""
 
 from typing import Any
 

@@ -102,7 +102,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     ids = tiny_models.prompt(LENGTH)
     with torch.no_grad(), intercept(find_sites(model), copy):
         model(ids, use_cache=False)
-    first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]  # before any rounding of ours
+    first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]  # before any rounding by ssdprof
     given = tensors(passed[0])
     assert tensors(first.inputs).keys() == given.keys()
     for argument, tensor in tensors(first.inputs).items():
@@ -118,7 +118,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     widths = [piece.shape[2] * piece.shape[3] for piece in pieces]
     assert [piece.storage_offset() for piece in pieces] == [0, widths[0], widths[0] + widths[1]]
     if isinstance(first.inputs, SSDInputs):
-        assert first.model_strides["x"][1] == 1  # transformers' convolution leaves positions side by side
+        assert first.model_strides["x"][1] == 1  # positions are adjacent after transformers' convolution
         assert first.inputs.D is not None
         assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
     assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())
@@ -133,7 +133,7 @@ def test_only_wanted_layers_in_the_models_order() -> None:
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
 def test_one_layer_at_a_time(segment_length: int) -> None:
-    """When a layer arrives, nothing of the one before it is left."""
+    """When a layer arrives, the memory of the one before it is free."""
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def on_layer(captured: CapturedLayer) -> None:
@@ -168,7 +168,7 @@ def test_a_state_before_the_prompt_is_kept() -> None:
     assert isinstance(kept, SSDInputs)
     assert kept.initial_states is not None
     assert torch.equal(kept.initial_states, state)
-    state.zero_()  # a cache is written in place
+    state.zero_()  # caches are written in place
     assert kept.initial_states.abs().max() > 0
 
 
@@ -202,7 +202,7 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
 def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Writing to a mapped file that has no room is a bus error."""
+    """Writing to a mapped file on a full disk is a bus error."""
 
     def refuse(_file: int, _start: int, size: int) -> None:
         if size > 100:
@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
 
 
 def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces at both ends of the prompt are where they belong.  The file is sparse: only their pages are written."""
+    """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their pages are written."""
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     seqlen, heads, dim, length = 1 << 20, 32, 64, 8
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +244,7 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytes
 
 def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
     model = tiny_models.build("bamba").base_model
-    model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states  # as a kernel for the whole layer would
+    model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states  # as a kernel for the whole layer would do
     for segment_length, calls in ((LENGTH, "2 operator calls where 3 layers and 1"), (40, "6 operator calls")):
         with pytest.raises(BadInputError, match=f"bamba model made {calls}") as raised:
             capture("bamba", model=model, segment_length=segment_length)

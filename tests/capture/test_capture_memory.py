@@ -65,7 +65,7 @@ def qwen3_next() -> Any:
     ],
 )
 def test_activations_are_near_the_exact_peak_of_a_decoder_layer(config: Any, gib: float) -> None:
-    """Exact: live storages of one layer tracked on meta tensors at 131,072 tokens, with the operator replaced."""
+    """Exact peak: live storages of one layer on meta tensors at 131,072 tokens, with the operator replaced."""
     need = footprint(on_meta(config), {0}, depth=0)
     assert need.activations * 131072 / GIB == pytest.approx(gib, rel=0.06)
 
@@ -103,7 +103,7 @@ def test_decoder_layers_share_the_weights_between_them() -> None:
 
 
 def wide_bamba(layers: int = 4) -> Any:
-    """An MLP so wide that activations, not the captured inputs, decide."""
+    """An MLP so wide that activations, not the captured inputs, set the limit."""
     return on_meta(
         tf.BambaConfig(
             vocab_size=128,
@@ -189,7 +189,7 @@ def test_free_memory_of_the_host() -> None:
 
 
 def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would take half of it for captured inputs, and load a model into all of it without a GPU."""
+    """Otherwise each rank would use half of it for captured inputs, and all of it for a model without a GPU."""
     monkeypatch.setattr(memory, "_available", lambda: 8000)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
@@ -199,7 +199,7 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
     version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The group above has a lower limit.  A downloaded checkpoint fills the cache up to the limit."""
+    """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the limit."""
     controller, prefix, limit, taken = (
         ("memory", "total_", "memory.limit_in_bytes", "memory.usage_in_bytes")
         if version == 1
@@ -225,7 +225,7 @@ def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count
     assert host_memory() == (30000 if version == 1 else 100 * 1024)
     group("jobs", "80000", 79000, 28000)
     assert host_memory() == 29000
-    (tmp_path / "own").write_text(f"0:{controller}:/jobs/of/another/tree\n")  # as a container without its own view
+    (tmp_path / "own").write_text(f"0:{controller}:/jobs/of/another/tree\n")  # as in a container without its own view
     assert host_memory() == 29000
     (tmp_path / "own").unlink()
     assert host_memory() == 100 * 1024

@@ -1,4 +1,4 @@
-"""Captures on disk: what comes back is what was stored, and damage is named."""
+"""Captures on disk: the data that is read equals the data that was stored, and errors name the damage."""
 
 import json
 import math
@@ -209,7 +209,7 @@ def test_a_wrong_shape_in_the_manifest(stored: Path) -> None:
 
 
 def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
-    """A GDN layer that says that it is SSD, and one whose values have other heads than its gates."""
+    """A GDN layer with the operator name SSD, and one whose values have another number of heads than its gates."""
     with writer(tmp_path, "qwen3_next") as out:
         for layer in captured("qwen3_next"):
             out.add(layer)
@@ -233,7 +233,7 @@ def test_another_schema_version(stored: Path, version: Any) -> None:
 
 
 def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
-    """It had no hash of the scalars."""
+    """Version 1 had no hash of the scalars."""
     before = load(stored)[0]
 
     def older(manifest: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ def test_a_changed_scalar(stored: Path, change: dict[str, Any], message: str) ->
     ],
 )
 def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:
-    """In a capture of schema version 1, which has no hash of them."""
+    """In a capture of schema version 1, which has no hash of the scalars."""
 
     def damage(manifest: dict[str, Any]) -> None:
         manifest["layers"][0]["scalars"].update(change)
@@ -321,7 +321,7 @@ def test_a_deeply_nested_manifest(stored: Path) -> None:
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])
 def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str) -> None:
-    """Simulated: the administrator, who may run the tests, may read everything."""
+    """Simulated, because root may run the tests and may read every file."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -362,7 +362,7 @@ def test_a_file_outside_the_folder_is_not_read(stored: Path, file: str) -> None:
 
 @contextmanager
 def disk_with_room_for(size: int) -> Iterator[None]:
-    """Writing past `size` bytes of a file fails, as on a disk that is full."""
+    """Writing past `size` bytes of a file fails, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -421,7 +421,7 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) 
     finally:
         ours.send("stop")
         other.join()
-    with writer(tmp_path, overwrite=True) as out:  # the lock went with its process
+    with writer(tmp_path, overwrite=True) as out:  # the lock ended with its process
         out.add(mamba2[0])
     assert load(tmp_path)[0].complete
 

@@ -1,4 +1,4 @@
-"""Decode steps: the model generates, and the inputs of its steps are captured on the way."""
+"""Decode steps: the model generates, and the inputs of its steps are captured."""
 
 from collections import defaultdict
 from typing import Any
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a causal language model generates by itself: tokens (b, steps), and the last step's logits."""
+    """Greedy generation of a causal language model: tokens (b, steps), and the last step's logits."""
     cache: dict[str, Any] = {}
     tokens, new = [], ids
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
 @pytest.mark.parametrize("segment_length", [LENGTH, 16])
 @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "olmo_hybrid"])
 def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> None:
-    """The state that the first step begins with is what the prompt's own inputs leave, and so from step to step."""
+    """The first step's initial state is the final state of the prompt's inputs, and so on from step to step."""
     layers = defaultdict(list)
     for captured in capture(
         name, tiny_models.prompt(LENGTH, batch=2), Serving(decode=STEPS), segment_length=segment_length
@@ -111,7 +111,7 @@ def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> N
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
-    """Its own operators and ours differ in rounding, and the tiny models' margins are wider than that."""
+    """The model's operators and ours round differently; the tiny models' margins are larger than the difference."""
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(LENGTH)
     tokens, _ = greedy(model, ids, 4)

@@ -1,4 +1,4 @@
-"""Logits from kept hidden states, and greedy tokens, are those of the whole model."""
+"""Logits from kept hidden states, and greedy tokens, equal those of the whole model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""At the operator's door, on every family: what passes is what the operator sees, and nobody notices."""
+"""Interception of operator calls, in every family: it sees the operator's inputs and does not change the model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.sites import find_sites
 from ssdprof.errors import BadInputError
 
-LENGTH = 70  # two chunks and a bit
+LENGTH = 70  # two chunks and a part of one
 
 
 def logits(model: Any, **kwargs: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bamba", "olmo_hybrid"])
 def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
-    """With hub kernels installed, the global is a module of another package: it must not be called."""
+    """With hub kernels installed, the global is a module of another package, which must not be called."""
     model = tiny_models.build(name)
     site = find_sites(model)[0]
 

@@ -1,4 +1,4 @@
-"""While inputs are taken, a model runs on our operator: transformers' own would need too much memory at length."""
+"""During capture, a model runs our operator: that of transformers would need too much memory for long prompts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A prompt in segments gives what it gives in one piece."""
+"""A prompt in segments gives the same results as in one piece."""
 
 from typing import Any
 

@@ -139,7 +139,7 @@ def test_a_special_token_that_starts_every_text_starts_the_prompt(tokenizer_fold
 
 @pytest.mark.parametrize(
     ("letters", "seqlen"),
-    [(60, 299), (8, 8)],  # far longer than expected; and: what is read first ends inside the last word wanted
+    [(60, 299), (8, 8)],  # far longer than expected; and: the first read ends inside the last required word
 )
 def test_it_reads_on_until_the_last_token_is_certain(tmp_path: Path, letters: int, seqlen: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""Mixers that repeat query and key heads before the call, as those of transformers up to 5.22 do."""
+"""Mixers that repeat query and key heads before the call, as in transformers up to 5.22."""
 
 import inspect
 import textwrap
@@ -22,7 +22,7 @@ BEFORE = "        beta = b.sigmoid()\n"
 
 
 def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A tiny model whose mixers repeat: transformers' own forward with the line that older versions had."""
+    """A tiny model whose mixers repeat heads: transformers' forward with the line from older versions."""
     model = tiny_models.build(name)
     mixer = type(find_sites(model)[0].mixer)
     forward = inspect.unwrap(mixer.forward)
@@ -96,11 +96,11 @@ def test_a_repeating_model_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_equal_heads_that_the_model_made_itself_are_kept() -> None:
-    """Only the mixer's own number of key heads tells of repetition, never equal values: Olmo-Hybrid repeats nothing."""
+    """The mixer's number of key heads decides, never equal values: Olmo-Hybrid repeats no heads."""
     model = tiny_models.build("olmo_hybrid")
     with torch.no_grad():
         for site in find_sites(model):
-            for projection in (site.mixer.q_proj, site.mixer.k_proj):  # every head of q, and of k, computes the same
+            for projection in (site.mixer.q_proj, site.mixer.k_proj):  # all heads of q are equal, and all heads of k
                 heads = projection.weight.view(4, -1, projection.weight.shape[1])
                 heads[:] = heads[:1].clone()
             width = site.mixer.key_dim

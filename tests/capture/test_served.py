@@ -1,4 +1,4 @@
-"""Chunked prefill and packed sequences: what a server's calls would be, taken from the model."""
+"""Chunked prefill and packed sequences: the calls of a server, captured from the model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +171,7 @@ def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["granitemoehybrid", "mamba2", "qwen3_next", "olmo_hybrid"])
 def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
-    """granitemoehybrid has one group, which every rank has; mamba2 has two groups."""
+    """granitemoehybrid has one group, which every rank gets; mamba2 has two groups."""
     (captured, *_), _ = capture(name, tiny_models.prompt(20), Serving())
     inputs = captured.inputs
     operator = operators.of(inputs)
@@ -187,7 +187,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     assert why == ""
     out, states = oracle(inputs)
     if state_field := {"initial_state", "initial_states"} & vars(inputs).keys():
-        inputs = replace(inputs, **dict.fromkeys(state_field, states))  # begins with a state, as a chunk does
+        inputs = replace(inputs, **dict.fromkeys(state_field, states))  # with an initial state, as for a chunk
         out, states = oracle(inputs)
     own = operator.sharding.first_rank(inputs, ranks)
     heads = out.shape[2] // ranks

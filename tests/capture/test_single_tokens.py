@@ -1,4 +1,4 @@
-"""With a cached state, models compute a single token by another function than their operator."""
+"""With a cached state, models compute a single token with another function than their operator."""
 
 import copy
 

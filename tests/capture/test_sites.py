@@ -1,4 +1,4 @@
-"""Mixers are found in the model itself, and belong to decoder layers."""
+"""Mixers are found in the model, and belong to decoder layers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The bundled convolution and gated norm in a model's place: the same answers, and the model is restored."""
+"""The bundled convolution and gated norm in place of a model's: the same outputs, and the model is restored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_family_answers_alike(name: str, segment: int) -> None:
     before = logits(model, segment)
     with bundled.installed():
         ours = logits(model, segment)
-    assert not torch.equal(ours, before)  # another order of sums: it was ours that ran
+    assert not torch.equal(ours, before)  # sums in another order: our kernels ran
     assert float((ours - before).abs().max() / before.abs().max()) < 1e-4
     assert torch.equal(logits(model, segment), before)
 
@@ -60,7 +60,7 @@ def test_the_probe_tells_the_forms_apart_in_bf16(name: str) -> None:
 
 
 class Sigmoid(nn.Module):
-    """A gate that the kernel does not have."""
+    """A gate that the kernel does not support."""
 
     variance_epsilon = 1e-6
 
@@ -112,8 +112,8 @@ def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
 
 
 def test_a_form_is_no_guess() -> None:
-    """A norm with the right name and another width of groups is probed, not believed."""
+    """The group width of a norm comes from probing the module, not from its name."""
     (norm,) = gated_norms(find_sites(tiny_models.build("mamba2"))[0])
-    norm.group_size = 32  # what the module computes, too
+    norm.group_size = 32  # this also changes the module's output
     found = norm_form(norm)
     assert found == NormForm(32, norm_first=False, eps=norm.variance_epsilon)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ SaveTiny = Callable[[str], Path]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache and nobody logged in.  The client reads its settings on import, so they are set in it."""
+    """An empty hub cache and no login.  The client reads its settings on import, so they are patched in the client."""
     folder = tmp_path / "hub-cache"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
@@ -37,7 +37,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:  # n
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
-    """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family, to be copied before changes."""
+    """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family.  Copy it before changes."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def save(name: str) -> Path:
@@ -53,7 +53,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
 
 @pytest.fixture
 def copied(saved: SaveTiny, tmp_path: Path) -> SaveTiny:
-    """As `saved`, in a folder of the test's own."""
+    """As `saved`, in a separate folder for the test."""
 
     def copy(name: str) -> Path:
         return Path(shutil.copytree(saved(name), tmp_path / f"tiny-{name}"))

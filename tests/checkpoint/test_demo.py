@@ -1,4 +1,4 @@
-"""The demo models are small, load anywhere, and have learnt what their cards say."""
+"""The demo models are small, load anywhere, and have the accuracy that their cards state."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from ssdprof.checkpoint.located import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 REPOSITORY = Path(__file__).parents[2]
-SLICE = 16384  # bytes of held-out text; all of it takes too long here
+SLICE = 16384  # bytes of held-out text; the whole text takes too long here
 KINDS = {"demo": ("mamba", "attention"), "demo-gdn": ("linear_attention", "full_attention")}
 MIXERS = {"demo": ("mamba", "self_attn"), "demo-gdn": ("linear_attn", "self_attn")}
 
@@ -43,7 +43,7 @@ def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def documents(demo: str) -> tuple[tuple[Path, str], ...]:
-    """The files that state what a model has learnt, and how their tables' rows begin."""
+    """The files that state a model's accuracy, and the beginnings of their tables' rows."""
     return (REPOSITORY / "docs" / "demo-model.md", f"{demo}, "), (DEMO_FOLDERS[demo] / "README.md", "")
 
 
@@ -88,7 +88,7 @@ def test_the_gdn_demo_shares_keys_and_has_wider_values() -> None:
 
 
 def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
-    """In every layer some head forgets within bytes and another remembers for a while, and beta uses its range."""
+    """In every layer, one head forgets within bytes, another one remembers for longer, and beta uses its range."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDERS["demo-gdn"], dtype=torch.float32).eval()
     seen: list[GDNInputs] = []
 

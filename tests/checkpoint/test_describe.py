@@ -1,4 +1,4 @@
-"""config.json -> layers and sizes, or a refusal that says why.  Nothing here loads a model."""
+"""config.json -> layers and sizes, or a refusal with its reason.  No test here loads a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdprof.checkpoint.layer_dims import SSDLayerDims
 from ssdprof.errors import BadInputError, ExitCode
 from ssdprof.schema.sizes import GDNSizes
 
-# Excerpts of published configs: the keys that say which layers there are and how large.
+# Excerpts of published configs: the keys with the layers and their sizes.
 GRANITE_H_SMALL = {
     "model_type": "granitemoehybrid",
     "num_hidden_layers": 40,
@@ -151,7 +151,7 @@ def test_sizes_in_a_config_without_such_layers_do_not_count() -> None:
 def test_other_scans_are_refused_by_name(model_type: str, reason: str) -> None:
     text = refusal({"model_type": model_type, "num_hidden_layers": 4})
     assert reason in text
-    assert "granitemoehybrid" in text  # what is supported
+    assert "granitemoehybrid" in text  # the supported types
 
 
 def test_types_without_a_scan_and_remote_code_are_told_apart() -> None:

@@ -1,4 +1,4 @@
-"""The table of families: what users type, what fits, and that reading it costs nothing."""
+"""The table of families: the names that users type, the models that fit, and no cost to read it."""
 
 from __future__ import annotations
 

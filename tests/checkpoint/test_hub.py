@@ -1,4 +1,4 @@
-"""The real huggingface_hub client against a hub on localhost: what is fetched, and every way in which it can fail."""
+"""The real huggingface_hub client with a hub on localhost: the fetched files, and every kind of failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Save = Callable[[str], Path]
 
 
 def fetch_all(located: Located, deepest_layer: int | None = None) -> LocalCheckpoint:
-    """As a run does."""
+    """Fetches as a run does."""
     fetch_tokenizer(located)
     return fetch(located, deepest_layer=deepest_layer)
 
@@ -44,7 +44,7 @@ def failure(model: str, **options: str) -> SsdprofError:
 
 
 def publish_config(hub: MiniHub, repo_id: str, folder: Path, downloads: int = 0, **config: object) -> None:
-    """A repo with nothing but a config."""
+    """A repo with only a config."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     hub.publish(repo_id, folder, downloads=downloads)
@@ -124,7 +124,7 @@ def test_a_revision_is_resolved_once_and_stays(hub: MiniHub, saved: Save, copied
     assert fetch(located).ref.model_type == "mamba2"
     assert locate("org/tiny", revision=commit).ref.revision == commit
     by_branch = [request for request in hub.log if "/resolve/v1/" in request.path]
-    assert len(by_branch) == 3  # of config.json: whether the hub is there, then HEAD and GET
+    assert len(by_branch) == 3  # for config.json: a check that the hub answers, then HEAD and GET
 
 
 def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save) -> None:
@@ -175,7 +175,7 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
 def test_a_broken_connection_continues_where_it_broke(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, of 10 MB otherwise
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, by default of 10 MB
     hub.publish("org/tiny", saved("mamba2"))
     located = locate("org/tiny")
     shard = next(info for info in located.files(0) if info.name.endswith(".safetensors"))
@@ -190,7 +190,7 @@ def test_a_broken_connection_continues_where_it_broke(
 def test_a_connection_that_drops_between_requests(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """As keep-alive connections do: the server hangs up instead of answering."""
+    """As with keep-alive connections: the server closes the connection instead of answering."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     hub.publish("org/tiny", saved("mamba2"))
     hub.drops = at == "config"
@@ -279,7 +279,7 @@ def test_too_little_disk_is_said_before_the_download(
     assert not [name for name in hub.downloads() if name.endswith(".safetensors")]
 
 
-# --- not to be had
+# --- unavailable
 
 
 def test_a_missing_repo_names_those_with_operator_layers(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_missing_repo_names_those_with_operator_layers(hub: MiniHub, saved: Sa
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "There is no repo org/granite-9" in error.message
     assert error.hint.endswith(": org/granite-9-h-mamba, org/granite-9-h-tiny.")
-    assert "org/granite-9-h-tiny" in failure("org/granite-9-h-tinny").hint  # a typo finds what its beginning matches
+    assert "org/granite-9-h-tiny" in failure("org/granite-9-h-tinny").hint  # a typo: the search uses the beginning
     assert "other/granite-9-h" in failure("granite-9").hint  # no namespace: all are searched
     assert not [name for name in hub.downloads() if name != "config.json"]
 
@@ -392,12 +392,12 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
     assert "HF_HUB_OFFLINE is set" in error.message
     assert error.hint == "In the cache: org/tiny."
 
-    with pytest.raises(ModelUnavailableError, match="only partly in the cache"):  # its other layers were never fetched
+    with pytest.raises(ModelUnavailableError, match="only partly in the cache"):  # the other layers were never fetched
         fetch(located, deepest_layer=2)
 
 
 def test_a_hub_that_cannot_be_reached(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)  # the client tries again for 23 s where nothing is cached
+    monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
     hub.publish("org/tiny", saved("mamba2"))
     fetch_all(locate("org/tiny"))
     hub.close()
@@ -431,7 +431,7 @@ def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: 
 
 
 def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client would try for 24 s."""
+    """The client alone would retry for 24 s."""
     hub.close()
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
     error = failure("allenai/Olmo-Hybird-7B")
@@ -468,7 +468,7 @@ def test_an_endpoint_that_is_no_address(hub: MiniHub, monkeypatch: pytest.Monkey
 def test_settings_that_the_client_cannot_use(
     hub: MiniHub, saved: Save, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
 ) -> None:
-    """In a process of its own: the client reads them once."""
+    """In a separate process, because the client reads them once."""
     hub.publish("org/tiny", saved("mamba2"))
     done = subprocess.run(
         [sys.executable, "-m", "ssdprof", "capture", "org/tiny", "--dry-run"],
@@ -486,7 +486,7 @@ def test_settings_that_the_client_cannot_use(
         (ImportError("Using SOCKS proxy, but the 'socksio' package is not installed"), 3, "socksio"),
         (OSError(122, "Disk quota exceeded"), 3, "The disk is full"),
         (NotADirectoryError(20, "Not a directory", "/dev/null/hub"), 3, "/dev/null/hub cannot be written"),
-        (OSError(2, "No such file or directory"), 4, "could not be fetched"),  # of SSL_CERT_FILE, without its name
+        (OSError(2, "No such file or directory"), 4, "could not be fetched"),  # from SSL_CERT_FILE, without a file name
     ],
 )
 def test_what_keeps_a_file_from_being_fetched(
@@ -556,7 +556,7 @@ def test_a_folder_has_no_revisions(saved: Save) -> None:
     assert failure("demo", revision="v1").exit_code == ExitCode.BAD_INPUT
 
 
-# --- the client's own settings, in a process of their own because it reads them on import
+# --- the client's settings, in a separate process because it reads them on import
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Damaged weights and hostile indices: refused before anybody reads a value."""
+"""Damaged weights and malicious indices are refused before any value is read."""
 
 from __future__ import annotations
 

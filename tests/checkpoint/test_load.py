@@ -46,7 +46,7 @@ def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
 
 
 def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What every decoder layer of a model, with or without a head, hands on."""
+    """The output of every decoder layer of a model with or without a head."""
     outputs: list[torch.Tensor] = []
     layers = model.get_submodule("layers") if hasattr(model, "layers") else model.base_model.layers
     hooks = [
@@ -265,7 +265,7 @@ def test_weights_in_16_bit_stay_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stored", "said"), [("bf16", None), ("bf16", "float32"), ("fp32", "bfloat16")])
 def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path, stored: str, said: str | None) -> None:
-    """The config says which it is, whatever the files hold; without its word, what most of the files hold."""
+    """The config decides, even if the files differ.  Without an entry, the dtype of most of the weights decides."""
     tiny_models.build("mamba2", torch.bfloat16 if stored == "bf16" else torch.float32).save_pretrained(tmp_path)
     edit_config(tmp_path, dtype=said)
     located = locate(str(tmp_path))
@@ -291,7 +291,7 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Pat
 
 
 def test_mxfp8_weights_are_decoded(tmp_path: Path) -> None:
-    """A byte of scale, an exponent of 2, for each 32 values of a row."""
+    """Each 32 values of a row have one byte of scale, an exponent of 2."""
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
     state = load_file(file) | {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn)}
@@ -336,7 +336,7 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
     edit_config(folder, quantization_config=quantization)
     located = locate(str(folder))
     _ = located.weights  # reads the index
-    monkeypatch.setattr(located.source, "path", None)  # no other file of it is fetched
+    monkeypatch.setattr(located.source, "path", None)  # no other file is fetched from it
     for read in (fetch, meta_model):
         with pytest.raises(kind, match=words):
             read(located)
@@ -366,7 +366,7 @@ def test_fp8_weights_are_decoded(copied: Callable[[str], Path]) -> None:
     assert (weight == 0.5).all()
 
 
-# --- what does not belong together
+# --- files that do not match
 
 
 def test_missing_weights_are_no_random_weights(copied: Callable[[str], Path]) -> None:
@@ -414,7 +414,7 @@ def test_a_config_that_transformers_refuses(copied: Callable[[str], Path]) -> No
 
 
 def original_state() -> dict[str, torch.Tensor]:
-    """The tiny mamba2 model's weights under the names of the original package, in its mixed dtypes."""
+    """The tiny mamba2 model's weights with the names and the mixed dtypes of the original package."""
     state = tiny_models.shared("mamba2").state_dict()
     renamed = {key.replace("backbone.embeddings.", "backbone.embedding."): value for key, value in state.items()}
     kept = ("A_log", "D", "dt_bias")
@@ -429,7 +429,7 @@ def original_folder(tmp_path: Path) -> Path:
 
 
 def save_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """A file for each two tensors, and their index."""
+    """One file per two tensors, and their index."""
     shards = {key: f"model-{number // 2:05d}.safetensors" for number, key in enumerate(state)}
     for file in set(shards.values()):
         save_file({key: state[key] for key in state if shards[key] == file}, folder / file)
@@ -468,7 +468,7 @@ def test_the_original_format_loads(
 def test_the_original_format_loads_with_its_head(
     original_folder: Path, saved: Callable[[str], Path], tied: bool
 ) -> None:
-    """Where the head is the embedding, checkpoints leave it out as often as not."""
+    """If the head is the embedding, checkpoints may or may not contain it."""
     edit_config(original_folder, tie_embeddings=tied)
     state = original_state()
     head = state["backbone.embedding.weight"] if tied else state["lm_head.weight"]
@@ -496,7 +496,7 @@ def test_the_original_format_keeps_its_dtypes(original_folder: Path, saved: Call
 def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
     original_folder: Path, saved: Callable[[str], Path], form: str, deepest_layer: int | None, dtype: torch.dtype
 ) -> None:
-    """Its config does not say it.  A few numbers of each head stay as they are stored."""
+    """The config does not have it.  A few numbers of each head keep their stored dtype."""
     state = {key: value.to(dtype) for key, value in original_state().items()}
     (original_folder / PICKLE).unlink()
     if form == "pickle":
@@ -524,7 +524,7 @@ def test_a_pickle_that_would_run_code_is_refused(original_folder: Path, saved: C
     torch.save({"backbone.embedding.weight": Malicious(trace)}, original_folder / PICKLE)
     with pytest.raises(BadInputError, match="was not executed"):
         load(original_folder, tokenizer=str(saved("mamba2")))
-    (original_folder / PICKLE).write_bytes(pickle.dumps(Malicious(trace)))  # no file of torch.save at all
+    (original_folder / PICKLE).write_bytes(pickle.dumps(Malicious(trace)))  # not a file of torch.save
     with pytest.raises(ModelUnavailableError, match="truncated or corrupt"):
         load(original_folder, tokenizer=str(saved("mamba2")))
     assert not trace.exists()

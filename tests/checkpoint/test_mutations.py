@@ -1,4 +1,4 @@
-"""Damaged configs and tokenizers end in an error that names the file, never in an internal one."""
+"""Damaged configs and tokenizers give an error that names the file, never an internal error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_no_json_object(file: str, content: bytes) -> None:
 
 
 def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Callable[[str], Path]) -> None:
-    """Frequencies of rotary positions are no weights, and are computed."""
+    """Frequencies of rotary positions are computed, not loaded."""
     folder = copied("qwen3_next")
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"]["partial_rotary_factor"] = 2.5e8

@@ -1,4 +1,4 @@
-"""What users type for a model."""
+"""The names that users type for a model."""
 
 import subprocess
 import sys

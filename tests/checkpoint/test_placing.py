@@ -1,4 +1,4 @@
-"""Weights in several places: what lies where, and that a model computes the same with them, bit by bit."""
+"""Weights in several places: the place of each weight, and the same bits in the model's output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[
 
 
 def some_room(located: Located) -> tuple[Any, DeviceMap]:
-    """The model on the meta device, and a map with room for the embedding, two layers, and one that is streamed."""
+    """The model on the meta device, and a map with room for the embedding, two layers, and one streamed layer."""
     model = meta_model(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
@@ -80,7 +80,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
 def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
-    """As with a GPU: the weights of layers lie in main memory and are brought to the device that computes, the CPU."""
+    """As with a GPU: the layers' weights are in main memory and move to the computing device, here the CPU."""
     local = fetch(locate(str(saved(name))), head=True)
     whole, offloaded = (load_model(local, device="cpu") for _ in range(2))
     base = offloaded.base_model_prefix
@@ -99,7 +99,7 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
 def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
-    """Whatever the argument is called: its name differs among models and versions of transformers."""
+    """For every name of the argument, which differs between models and versions of transformers."""
     model = tiny_models.shared(name).base_model
     with torch.no_grad():
         feed = Feed(model, cached=True)

@@ -1,4 +1,4 @@
-"""The config of a cut model: shorter in every key that counts layers, and without what is not loaded."""
+"""The config of a cut model: reduced in every key that counts layers, and without the parts that are not loaded."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Plays a job of a GitHub Actions workflow on this machine, as far as the workflow of docs/ci.md goes.
+"""Runs a job of a GitHub Actions workflow on this machine, with the features that docs/ci.md's workflow needs.
 
 play.py WORKFLOW JOB [--options WORDS]
 
-WORKFLOW is a YAML file, or Markdown whose first YAML block it is.  Steps run in the current folder, one after the
-other, in the shell that GitHub takes; `uses: ./` plays action.yml of the repository.  $STORE/artifacts receives what is
-uploaded.  --options replaces that input of the action, so that a test is quick.  Exit code 1 if a step failed.
+WORKFLOW is a YAML file, or a Markdown file with the workflow in its first YAML block.  Steps run in the current folder,
+one after the other, in GitHub's shell; `uses: ./` runs action.yml of the repository.  $STORE/artifacts receives
+uploads.  --options replaces that input of the action, so that a test is fast.  Exit code 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-_SKIPPED = ("actions/checkout", "actions/setup-python")  # it is checked out, and Python is there
+_SKIPPED = ("actions/checkout", "actions/setup-python")  # the code is checked out, and Python is installed
 _EXPRESSION = re.compile(r"\$\{\{\s*(.+?)\s*\}\}")
 Context = dict[str, dict[str, str]]
 
@@ -37,7 +37,7 @@ def workflow(file: Path) -> dict[str, Any]:
 
 
 def filled(text: object, context: Context) -> str:
-    """Text with its expressions replaced.  KeyError for one that is not known."""
+    """Text with its expressions replaced.  Raises KeyError for an unknown expression."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -50,7 +50,7 @@ def filled(text: object, context: Context) -> str:
 
 
 class Job:
-    """failed: names of the steps that failed, those of the action included."""
+    """failed: names of the steps that failed, including those of the action."""
 
     def __init__(self, store: Path, options: str | None) -> None:
         self.store, self.options = store, options

@@ -1,4 +1,4 @@
-"""The workflow of docs/ci.md and the action that it uses, played on this machine."""
+"""The workflow of docs/ci.md and the action that it uses, run on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps() -> list[dict[str, Any]]:
 
 
 def test_no_input_is_part_of_a_script() -> None:
-    """An expression inside `run` would let whoever names a branch run commands; `env` passes values safely."""
+    """An expression inside `run` would allow a branch's name to run commands; `env` passes values safely."""
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     for step in [*action["runs"]["steps"], *steps()]:
         assert "${{" not in step.get("run", "")

@@ -1,4 +1,4 @@
-"""Every option of a group reaches the request that the group makes."""
+"""Every option of a group reaches the group's request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs for comparisons: one of two layers at two precisions, on a GPU, and what a regression makes of it."""
+"""Runs for comparisons: two layers at two precisions on a GPU, and the same run after a regression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 
 
 def slowed(factor: float, where: Callable[[CaseResult], bool] = lambda _: True) -> Callable[[CaseResult], CaseResult]:
-    """Every time of the wanted cases as if they took `factor` times as long, and their speedups to match."""
+    """Multiplies the times of the selected cases by `factor`, and adjusts their speedups."""
 
     def change(case: CaseResult) -> CaseResult:
         if not where(case) or case.timing is None:

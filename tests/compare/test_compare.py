@@ -1,4 +1,4 @@
-"""Two runs or benches: what is said of each case, by arithmetic that a reader can do by hand."""
+"""Comparisons of two runs or benches: the verdict on each case, by arithmetic that a reader can repeat by hand."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_run_does_not_differ_from_itself(compared: Callable[..., Comparison]) 
 
 
 def test_every_chunk_of_a_prompt_is_compared(compared: Callable[..., Comparison]) -> None:
-    """Also where the last one, of the same size, did not change."""
+    """Even if the last chunk, of the same size, did not change."""
     base = in_calls(run(seqlens=(8,)), count=3)
 
     def first_is_slow(case: CaseResult) -> CaseResult:
@@ -160,7 +160,7 @@ def test_another_shape_does_not_compare(compared: Callable[..., Comparison]) -> 
 def test_errors_on_other_inputs_do_not_compare(fields: dict[str, Any], compared: Callable[..., Comparison]) -> None:
     found = compared(run(), run(**fields), "slower:3%", "rms:5%")
     assert all(pair.other_inputs.startswith("other inputs: ibm-granite") for pair in found.pairs)
-    assert pair_of(found).verdict == "no difference"  # of times, which depend on shapes alone
+    assert pair_of(found).verdict == "no difference"  # times depend only on shapes
     (slower, rms) = found.conditions
     assert not slower.offenders
     assert "no case could be judged: other inputs" in rms.offenders[0].found
@@ -213,7 +213,7 @@ def test_a_time_offends_if_its_whole_interval_does(compared: Callable[..., Compa
         f"{FUSED}: 1.04 times BASE's time [1.033, 1.047]"
     )
     assert compared(run(), slow, "slower:3.5%").passed  # 1.033 is not beyond
-    assert compared(slow, run(), "slower:0%").passed  # faster is no offence
+    assert compared(slow, run(), "slower:0%").passed  # a faster result breaks no condition
     assert not compared(run(), slow, "slower-call:1%").passed
 
 

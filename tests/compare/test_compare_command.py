@@ -1,4 +1,4 @@
-"""`ssdprof compare` as a user and a CI job meet it: files in, a report and an exit code out."""
+"""`ssdprof compare` as users and CI jobs call it: files in, a report and an exit code out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def runs_in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_code_and_rows() -> None:
-    assert compare("base", "slow").code == 0  # nothing was asked of it
+    assert compare("base", "slow").code == 0  # without conditions
     held = compare("base", "same", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
     assert (held.code, held.err) == (0, "")
     assert "PASSED: no case violates slower:3% or match:-0.1." in held.out
@@ -84,7 +84,7 @@ def test_json_and_markdown() -> None:
 
 
 def test_a_path_is_named_as_it_is() -> None:
-    """Square brackets and colons are no markup."""
+    """Square brackets and colons are not markup."""
     assert compare("base", "slow", "-o", "a [bold]b:x:.md").err == "Wrote a [bold]b:x:.md."
 
 

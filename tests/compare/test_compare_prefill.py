@@ -1,4 +1,4 @@
-"""Prefill times side by side: of two records, and of two runs that hold them."""
+"""Comparisons of prefill times: of two records, and of two runs that contain them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDTH = math.log(1.01 / 0.99) / 2  # half an interval of the made calls, in the 
 
 
 def slowed(case: PrefillCase, factor: float) -> PrefillCase:
-    """The case as if its call took `factor` times as long, and its speedup to match."""
+    """The case with its call time multiplied by `factor`, and its speedup adjusted."""
     assert case.call is not None
     call = case.call.model_copy(
         update={

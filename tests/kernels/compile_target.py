@@ -1,9 +1,9 @@
-"""Compiles kernels for GPUs that are not there, exactly as their launchers would launch them.
+"""Compiles kernels for GPUs that this machine does not have, with the arguments that their launchers pass.
 
 A module names its launches in a dictionary, label -> function without arguments that calls launchers with tensors on
-torch's meta device (`on_meta` makes them).  `compiled(module, capability)` runs them all in a process of its own, where
-Triton compiles instead of interpreting and a launch ends after the compilation.  By the default that later versions of
-it are to have, no product is fused with a sum there unless a launcher asks for it.
+torch's meta device (`on_meta` makes them).  `compiled(module, capability)` runs all of them in a separate process.
+There Triton compiles instead of interpreting, and a launch ends after the compilation.  Products are not fused with
+sums unless a launcher requests it: this will be the default of later Triton versions.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # that one program may have
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # limit of one program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One kernel as ptxas left it.
+    """One kernel as compiled by ptxas.
 
-    spilled_bytes: stack of one thread; metadata: what a profiler is told of a launch
-    product_waits: instructions that wait for an asynchronous matrix product, those that ptxas added too
-    lost_addresses: operands of such products that are read from something else than an address in shared memory
-    single_loads: of one 16-bit number a thread, from global memory
-    loads_ahead: single ones in a loop whose next turn is the first to read them
-    meetings: how often all threads of the role with states wait for each other in a chunk; 0 of other kernels
-    idle_barriers: mbarriers that are begun, never waited for or invalidated: Triton may put other things in their place
-    polls, meetings_while_polling: loops that ask for another program's flag, and how often all threads meet in them
-    fuses: whether the compiler may make one instruction, and one rounding, of a product and a sum
-    parameters, counted_parameters: in the binary, and as a direct launch counts them
+    spilled_bytes: stack of one thread; metadata: the launch metadata that a profiler receives
+    product_waits: instructions that wait for an asynchronous matrix product, including those that ptxas added
+    lost_addresses: operands of such products whose register does not hold an address in shared memory
+    single_loads: loads of one 16-bit number per thread from global memory
+    loads_ahead: single loads in a loop whose value is first read in the next iteration
+    meetings: barriers per chunk for all threads of the role that holds states; 0 in other kernels
+    idle_barriers: mbarriers that are initialised but never used or invalidated; Triton may reuse their memory
+    polls, meetings_while_polling: loops that poll another program's flag, and the barriers of all threads in them
+    fuses: whether the compiler may fuse a product and a sum into one instruction with one rounding
+    parameters, counted_parameters: number of parameters in the binary, and as counted by a direct launch
     """
 
     kernel: str
@@ -81,7 +81,7 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
 
 
 def on_meta(inputs: Any) -> Any:
-    """A dataclass with its tensors, strides included, on the meta device: no memory, and an address that is aligned."""
+    """A dataclass with its tensors moved to the meta device: same strides, no memory, an aligned address."""
     tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(
         inputs,
@@ -94,7 +94,7 @@ def on_meta(inputs: Any) -> Any:
 
 
 class _AbsentGpu:
-    """What Triton asks its driver before it compiles."""
+    """Replaces the driver that Triton queries before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -147,14 +147,14 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
 
 
 def _lost_addresses(code: str) -> int:
-    """Operands of products whose address is not made of 14 bits of another one, by copies, sums and bits alone.
+    """Operands of products whose address is not derived from 14 bits of another one by copies, sums and bit operations.
 
-    Triton 3.9 takes 15 bits.  ptxas 12.8 gives some registers away that hold such an address
-    (benchmarks/log/ssd.md#row-57).  Spilled ones are not followed.
+    Triton 3.9 uses 15 bits.  ptxas 12.8 reuses some registers that still hold such an address
+    (benchmarks/log/ssd.md#row-57).  Spilled addresses are not followed.
     """
     instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([^\s;]+)\s*([^;]*);", code)
     written: dict[str, int] = {}  # register -> the last instruction so far that writes it
-    sources: list[list[int]] = []  # of each instruction, those that wrote what it reads
+    sources: list[list[int]] = []  # instruction -> the instructions that wrote its operands
     lost = 0
 
     def from_shared_memory(at: int) -> bool:
@@ -182,11 +182,11 @@ def _lost_addresses(code: str) -> int:
 
 
 def _idle_barriers(ttgir: str) -> int:
-    """Rings of barriers that nothing but their beginning uses (benchmarks/log/gdn.md, row 35)."""
+    """Rings of barriers that are initialised and never used (benchmarks/log/gdn.md, row 35)."""
     lines = [line.strip() for line in ttgir.splitlines()]
 
     def users(name: str) -> set[str]:
-        """Operations on a ring and on its places."""
+        """Operations on a ring and on its elements."""
         found = set()
         for line in lines:
             made, _, operation = line.rpartition(" = ") if line.startswith("%") else ("", "", line)
@@ -199,8 +199,8 @@ def _idle_barriers(ttgir: str) -> int:
 
 
 def _loops(code: str) -> list[dict[int, str]]:
-    """The instructions of each loop in machine code, by their addresses.  Long branches back are not loops of roles,
-    but waits and the loop over roles."""
+    """The instructions of each loop in machine code, by address.  Long backward branches are excluded: they are waits
+    and the loop over roles."""
     instructions = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)}
     backwards = {
         at: int(found[1], 16)
@@ -211,7 +211,7 @@ def _loops(code: str) -> list[dict[int, str]]:
 
 
 def _loads_ahead(code: str) -> int:
-    """How many 16-bit loads nothing in the rest of their turn of a loop takes up."""
+    """Number of 16-bit loads in loops whose value is not read in the rest of the same iteration."""
     count = 0
     by_end = sorted(_loops(code), key=max)
     for at, what in {at: what for loop in by_end for at, what in loop.items()}.items():
@@ -223,7 +223,7 @@ def _loads_ahead(code: str) -> int:
 
 
 def _meetings(code: str) -> int:
-    """How often all threads of the role with states wait for each other in a chunk."""
+    """Barriers per chunk for all threads of the role that holds states."""
     state, output = re.compile(r"HGMMA\S* .*tnspB"), re.compile(r"HGMMA\S* (?!.*tnspB)")
     chunks = [
         loop
@@ -235,7 +235,7 @@ def _meetings(code: str) -> int:
 
 
 def _polls(code: str) -> list[dict[int, str]]:
-    """Loops over flags, and over what these are for."""
+    """Loops that load a flag of another program and contain no matrix product."""
     return [
         loop
         for loop in _loops(code)

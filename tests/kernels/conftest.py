@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel should have written holds NaN (or -1) until it does."""
+    """New memory holds NaN (or -1) until a kernel writes it."""
 
     def poison(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -28,7 +28,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def much_gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tens of gigabytes, which one test has at a time where several processes run tests, and gives back."""
+    """Tens of gigabytes of GPU memory, for one test at a time across all test processes; freed afterwards."""
     folder = tmp_path_factory.getbasetemp()
     shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with (shared / "much_gpu_memory.lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""The fused kernels as tests on a GPU call them: cut as is chosen for the call, and as finely as can be."""
+"""The fused kernels for tests on a GPU: with the segments chosen for the call, and with the shortest segments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 
-Kernel = Callable[..., SSDOutput]  # of inputs and, if not EXACT, a precision
+Kernel = Callable[..., SSDOutput]  # arguments: inputs, and a precision if not EXACT
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 
 
 def passing(inputs: SSDInputs, config: HopperConfig) -> str:
-    """How the Hopper kernel's segments come by the states that enter them: "look back", "hand on", ..."""
+    """How the Hopper kernel's segments obtain the states that enter them: "look back", "hand on", ..."""
     return _passing(config, share_count(inputs, config), buffer_sizes(inputs, EXACT, config))
 
 
@@ -31,7 +31,7 @@ def portable(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
 
 
 def portable_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    """One chunk a segment: as many programs that wait for another as there can be."""
+    """One chunk per segment: the largest number of programs that wait for another one."""
     return ssd_fused_portable(
         inputs, precision, config=PortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
     )
@@ -44,7 +44,7 @@ def hopper(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
 
 
 def hopper_by_default(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    """Equal shares of all sequences: for batches of more pairs of heads than multiprocessors."""
+    """Equal shares of all sequences: for batches with more pairs of heads than multiprocessors."""
     assert unsupported(inputs) == ""
     config = HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=False)
     assert passing(inputs, config) == "hand on"
@@ -63,7 +63,7 @@ def hopper_uneven(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
 
 
 def hopper_alone(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    """No program waits for another: each goes over all that is before its segment.  Not for packed sequences."""
+    """No program waits for another: each recomputes everything before its segment, except for packed sequences."""
     assert unsupported(inputs) == ""
     fine = HopperConfig(long_count=1, long_segment=3, segment=1, recompute=True)
     return ssd_fused_hopper(inputs, precision, config=fine if inputs.cu_seqlens is None else HopperConfig(segment=1))

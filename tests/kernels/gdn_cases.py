@@ -18,7 +18,7 @@ EXACT, RELAXED = Precision(), Precision(intermediates="relaxed")
 class Case:
     """Sizes and kinds of inputs.  lengths: packed sequences instead of a batch of `length`.
 
-    collinear: how much of every key is the same vector.  gate: mean size of -g at a position.
+    collinear: share of a common vector in every key.  gate: mean of -g.
     """
 
     batch: int = 1

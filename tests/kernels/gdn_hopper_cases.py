@@ -12,7 +12,7 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 
 @dataclass(frozen=True, kw_only=True)
 class GDNCase:
-    """lengths: of packed sequences, instead of `batch` of `seqlen`; gate: the mean of g."""
+    """lengths: lengths of packed sequences, instead of `batch` and `seqlen`; gate: the mean of g."""
 
     batch: int = 1
     seqlen: int = 130
@@ -55,6 +55,6 @@ class GDNCase:
 
 
 def errors(ours: GDNOutput, inputs: GDNInputs) -> tuple[float, float]:
-    """RMS errors of the output and of the final states, as parts of their RMS, against the recurrence in fp64."""
+    """RMS errors of the output and of the final states against the recurrence in fp64, relative to their RMS."""
     exact = gdn_recurrence(inputs)
     return tuple(float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True))  # type: ignore

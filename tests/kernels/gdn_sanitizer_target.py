@@ -2,8 +2,8 @@
 
     python gdn_sanitizer_target.py "hopper, parts" batch packed
 
-All cases of a kernel run if none is named.  Inputs are made and outputs are judged on the CPU, so that little else is
-watched.  Prints "right" last.
+All cases of a kernel run if none is named.  Inputs are made and outputs are judged on the CPU, so that the sanitizer
+watches few other kernels.  Prints "right" last.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ssdprof.kernels.gdn.recurrent import gdn_recurrent
 from ssdprof.kernels.gdn.unfused.six_launches import run as run_unfused
 from ssdprof.kernels.precision import Precision
 
-LARGEST_ERROR = 6e-3  # of bf16, as a part of the RMS
+LARGEST_ERROR = 6e-3  # of bf16, relative to the RMS
 SMALL = GDNCase(key_heads=1, heads=2, gate=-1e-3)
-# whole and broken chunks, one position, empty sequences; no sequence forgets what is before its last chunks
+# whole and partial chunks, one position, empty sequences; no sequence forgets its past before its last chunks
 CASES = {
     "batch": replace(SMALL, batch=3, seqlen=320),
     "ragged": replace(SMALL, seqlen=437, initial_state=True),

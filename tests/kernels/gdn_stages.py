@@ -1,7 +1,7 @@
 """The formulas of the unfused GDN stages in torch, for one chunk: the kernels' docstrings, written out.
 
 Tensors have heads first: k (HV, C, K), beta and g_cumsum (HV, C), L and A (HV, C, C), u and v_new (HV, V, C),
-w (HV, C, K), S (HV, V, K), the state transposed.  `Arithmetic` says in which dtype, and what is rounded.
+w (HV, C, K), S (HV, V, K), the state transposed.  `Arithmetic` has the dtype and the roundings.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def chunk_output(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk c of row b: positions start..stop of `sequence`; first or not in it."""
+    """Chunk c of row b: positions start..stop of `sequence`.  first: whether it is the first chunk of the sequence."""
 
     b: int
     c: int
@@ -113,7 +113,7 @@ def of_chunk(tensor: torch.Tensor, chunk: Chunk, size: int, heads: int) -> torch
 
 
 def workspace(pieces: Sequence[torch.Tensor], chunks: Sequence[Chunk], slots: tuple[int, int]) -> torch.Tensor:
-    """(B, NT, HV, ...): what a stage hands to the next one; NaN in slots of chunks that do not exist."""
+    """(B, NT, HV, ...): the tensor that a stage passes to the next one; NaN in slots of chunks that do not exist."""
     whole = torch.full((*slots, *pieces[0].shape), torch.nan, dtype=pieces[0].dtype)
     for piece, chunk in zip(pieces, chunks, strict=True):
         whole[chunk.b, chunk.c] = piece

@@ -1,10 +1,10 @@
-"""The Hopper kernel's own source, run on a CPU: what Gluon gives it, in torch, and its roles in turns at random.
+"""Runs the source of the Hopper kernels on a CPU: Gluon's operations in torch, and the roles in random order.
 
-Each role is a thread, or one for each lane if it has both, and one runs at a time.  At a barrier, an atomic or a wait
-another takes over, drawn at random; TMA copies happen at some time between.  A matrix product is
-computed when it is waited for, the latest time that the hardware may read its operands, so that a place that was let go
-too early is seen.  Shared memory holds NaN at first.  Layouts mean nothing here.  Some programs are there at once, and
-one more begins when one has ended, in no order.
+Each role is a thread, or one thread per lane if it has both lanes, and one thread runs at a time.  At a barrier, an
+atomic or a wait, the emulator switches to a random thread.  TMA copies happen at some time in between.  A matrix
+product is computed when a thread waits for it: the latest time at which the hardware may read its operands.  This
+reveals a slot that was released too early.  Shared memory holds NaN at first.  Layouts have no effect.  Several
+programs are resident at once, and another one begins when one has ended, in random order.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 
 THREADS = 256  # of the first role
 PATIENCE = 60.0  # seconds
-ENOUGH = 100_000  # turns: far more than any test takes
-SLOW = 0.02  # how often it is the turn of a slow one, beside others
+ENOUGH = 100_000  # thread switches: far more than any test needs
+SLOW = 0.02  # probability weight of a slow thread; others have 1
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Source:
     """Kernels of one operator.
 
     launches: the modules that launch them, the first of them in the kernels' package
-    modules: their files' names, each after those that it imports
-    lanes: in how many threads the first role runs
+    modules: names of their modules, each after those that it imports
+    lanes: number of threads of the first role
     """
 
     launches: tuple[ModuleType, ...]
@@ -75,15 +75,15 @@ GDN = Source.of(
 
 
 class Turns:
-    """Threads of which one runs at a time: programs, and the roles that each of them starts.
+    """Programs and the roles that they start, as threads that run one at a time.
 
-    One in three is slow, and copies are in every third run: what others do meanwhile then goes far ahead of them.
+    One thread in three is slow, and copies are slow in one run in three, so that other threads get far ahead of them.
     """
 
     def __init__(self, turns: random.Random) -> None:
         self.turns = turns
-        self.waits: dict[int, Callable[[], bool] | None] = {}  # of those that live: what for, None if for nothing
-        self.copies: list[tuple[int, Callable[[], None]]] = []  # whose, and what
+        self.waits: dict[int, Callable[[], bool] | None] = {}  # live thread -> its condition, or None
+        self.copies: list[tuple[int, Callable[[], None]]] = []  # owner, and the copy
         self.left = ENOUGH
         self.running: int | None = None
         self.failure: BaseException | None = None
@@ -104,7 +104,7 @@ class Turns:
         self.threads[me].start()
 
     def run(self) -> None:
-        """Until nobody is left."""
+        """Runs until all threads have ended."""
         with self.changed:
             self.hand_on()
             while self.waits and self.failure is None:
@@ -126,7 +126,7 @@ class Turns:
             self.hand_on()
 
     def wait(self, ready: Callable[[], bool] | None = None) -> None:
-        """Let others go on, at least until `ready`."""
+        """Let other threads run, at least until `ready`."""
         me = self.local.me
         with self.changed:
             self.waits[me] = ready
@@ -159,7 +159,7 @@ class Turns:
         self.changed.notify_all()
 
     def finish_copies(self) -> None:
-        """Those of the one that asks."""
+        """Completes the pending copies of the calling thread."""
         mine = [copy for owner, copy in self.copies if owner == self.local.me]
         self.copies = [(owner, copy) for owner, copy in self.copies if owner != self.local.me]
         for copy in mine:
@@ -182,7 +182,7 @@ class Barrier:
 
 
 class Shared:
-    """A piece of shared memory: of numbers, or of barriers."""
+    """A part of shared memory that holds numbers or barriers."""
 
     layout = None
 
@@ -213,8 +213,8 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Halves of rows, as rows; pairs of rows, as rows; rows in parts; an operand's 16-bit rows, which lie in blocks
-        of 64 columns."""
+        """Views half rows or pairs of rows as rows, splits the rows, or views an operand's 16-bit rows, in blocks of 64
+        columns."""
         rows, *columns = self.content.shape
         if not columns and len(shape) == 2:  # a vector, as rows
             return Shared(self.content.view(shape))
@@ -237,7 +237,7 @@ class Shared:
 
 
 class Pointer:
-    """Elements of a tensor's memory, by their offsets.  Nothing outside of it is read or written."""
+    """Elements of a tensor's memory, by offset.  Access outside of that memory is an error."""
 
     def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
@@ -268,7 +268,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor: an address, sizes, strides.  Zeros are outside of those sizes."""
+    """A TMA descriptor: an address, sizes, strides.  Reads outside of those sizes give zeros."""
 
     def __init__(self, host: Any) -> None:
         self.shape, self.strides = host.shape, host.strides
@@ -278,7 +278,7 @@ class Descriptor:
         self.start = Pointer.to(getattr(base, "tensor", base) if ahead else base) - ahead
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
-        """Where a tile's elements are, and which of them TMA reads or writes."""
+        """Pointers to a tile's elements, and a mask of those that TMA reads or writes."""
         places, inside = torch.tensor(0), torch.tensor(True)
         of_dimensions = zip(start, self.shape, self.strides, self.block, strict=True)
         for k, (first, size, stride, length) in enumerate(of_dimensions):
@@ -312,14 +312,14 @@ def _bitcast(value: torch.Tensor | int, dtype: torch.dtype, *, bitcast: bool) ->
 
 
 class Machine:
-    """A GPU with room for `resident` programs, and what they see of Gluon."""
+    """A GPU with room for `resident` programs, and the parts of Gluon that they use."""
 
     def __init__(self, source: Source, seed: int, resident: int) -> None:
         self.source, self.random, self.resident = source, random.Random(seed), resident
         self.turns = Turns(self.random)
 
     def start(self, programs: Iterator[Callable[[], None]]) -> None:
-        """The next of `programs`, and after its roles have ended the one after it."""
+        """Starts the next of `programs`, and the one after it when its roles have ended."""
         program = next(programs, None)
         if program is None:
             return
@@ -328,7 +328,7 @@ class Machine:
             self.turns.local.roles = []
             program()
             first, *others = self.turns.local.roles or [None]
-            meeting = Barrier(2)  # of the first role's lanes
+            meeting = Barrier(2)  # for the first role's lanes
             lanes = range(self.source.lanes) if self.source.lanes > 1 else (None,)
             roles = [*((first, lane) for lane in lanes), *((role, None) for role in others)] if first else []
             left = len(roles)
@@ -399,7 +399,7 @@ class Machine:
         )  # fmt: skip
 
     def meet(self) -> None:
-        """All threads of a role: of the lanes, each of which has a thread here, if it has both."""
+        """A barrier of all threads of a role.  Here each lane is a thread, if the role has both lanes."""
         if getattr(self.turns.local, "lane", None) is not None:
             meeting, phase = self.turns.local.meeting, self.turns.local.meeting.phase
             meeting.arrive()
@@ -428,7 +428,7 @@ class Machine:
         return ptx.run(code, constraints, args, dtype, pack)
 
     def load_bits(self, code: str, pointer: Pointer, inside: torch.Tensor) -> torch.Tensor:
-        """Where `inside`, numbers of 16 or 32 bits into the low bits of 32."""
+        """Loads 16-bit or 32-bit numbers, if `inside`, into the low bits of 32."""
         bits = {2: torch.int16, 4: torch.int32}[pointer.memory.element_size()]
         predicated = ["setp.ne.b32 inside, $2, 0", "mov.b32 $0, 0", f"@inside ld.global.b{8 * bits.itemsize} $0, [$1]"]
         assert [one.strip() for one in code.strip("{}").split(";") if ".reg" not in one and one.strip()] == predicated
@@ -453,7 +453,7 @@ class Machine:
             return Shared([[Barrier()] for _ in range(shape[0])])
         return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
-    # --- what Hopper adds to it
+    # --- Gluon's operations for Hopper
 
     def hopper(self) -> dict[str, Any]:
         def init(barrier: Barrier, count: int) -> None:
@@ -529,7 +529,7 @@ class Machine:
     # --- the kernel
 
     def kernels(self) -> dict[str, Callable[..., None]]:
-        """Name -> function, of all the source's, as they are in it."""
+        """Name -> function, for all functions of the source, unchanged."""
         modules = {
             "triton.experimental.gluon": SimpleNamespace(
                 jit=lambda function=None, **_options: function or (lambda one: one), constexpr_function=lambda one: one
@@ -563,7 +563,7 @@ class Machine:
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
-        """What stands in for `ssdprof.kernels._launch.Launcher`."""
+        """Replaces `ssdprof.kernels._launch.Launcher`."""
         kernels = self.kernels()
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
@@ -587,7 +587,7 @@ class Machine:
 
 
 def _scan(value: torch.Tensor, axis: int, function: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The inclusive scan of `function`, from the first element on."""
+    """The inclusive scan of `function`, from the first element."""
     parts = list(value.unbind(axis))
     for i in range(1, len(parts)):
         parts[i] = function(parts[i - 1], parts[i])
@@ -595,7 +595,7 @@ def _scan(value: torch.Tensor, axis: int, function: Callable[..., torch.Tensor])
 
 
 class _LinearLayout:
-    """Of which there is nothing to know but the shape."""
+    """A layout that holds only its shape."""
 
     reg_bases = lane_bases = warp_bases = block_bases = ()
 
@@ -604,7 +604,7 @@ class _LinearLayout:
 
 
 class _Constant:
-    """A class, for it stands in annotations, too."""
+    """A class, because annotations use it too."""
 
     def __new__(cls, value: Any) -> Any:
         return value
@@ -622,7 +622,7 @@ def _argument(value: Any) -> Any:
 
 @contextmanager
 def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
-    """In place of those that are imported, and of the kernels' own."""
+    """Replaces imported modules with `fakes`, and restores them and the modules in `own` afterwards."""
     kept = {name: sys.modules.get(name) for name in (*fakes, *own)}
     sys.modules.update(fakes)
     try:
@@ -636,7 +636,7 @@ def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD) -> None:
-    """From now on, the Hopper kernels of `source` are launched here."""
+    """Launch the Hopper kernels of `source` in the emulator until the test ends."""
     launcher = Machine(source, seed, resident).launcher()
     for module in source.launches:
         monkeypatch.setattr(module, "Launcher", launcher)

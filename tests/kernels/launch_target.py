@@ -1,8 +1,8 @@
-"""Repeats calls that differ as calls may, and asks of every launch of a kept kernel whether it is the right one.
+"""Repeats calls with varied arguments, and checks that every launch of a kept kernel is correct.
 
-It is, if Triton would find the kernel that it returned the first time, and if all other arguments are those of a call
-that nothing was kept for.  Run by `test_launch.py` in a process of its own, where kernels are not interpreted.  Nothing
-is compiled: in the place of a compiled kernel stands what Triton would have compiled it for.
+A launch is correct if Triton would select the kernel that it returned the first time, and if all other arguments are
+those of a call without kept kernels.  `test_launch.py` runs this file in a separate process, where kernels are not
+interpreted.  Nothing is compiled: a record of Triton's specialization replaces each compiled kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS, SEEDS = 1500, 30
 
 
 class Launched(NamedTuple):
-    """A launch, in words: new tensors are elsewhere in every call."""
+    """A launch, as text: the addresses of new tensors differ in every call."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -43,14 +43,14 @@ counts = {"first": 0, "repeated": 0, "wrong": 0}  # wrong: Triton would have lau
 
 
 def specialized(kernel: JITFunction, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], str]:
-    """All arguments in order; what Triton compiles for: types, constants, alignment, options."""
+    """All arguments in order, and Triton's specialization: types, constants, alignment, options."""
     binder = kernel.create_binder()[-1]
     bound, specialization, rest = binder(*arguments, debug=False, instrumentation_mode="", **options)
     return list(bound.values()), f"{specialization} {rest}"
 
 
 class Kept:
-    """In the place of a compiled kernel."""
+    """Replaces a compiled kernel."""
 
     def __init__(self, kernel: JITFunction, specialization: str, options: dict[str, Any]) -> None:
         self._kernel, self._specialization = kernel, specialization
@@ -91,7 +91,7 @@ def launched(call: Callable[[], object]) -> list[Launched]:
 
 
 class Draw:
-    """Choices that are the same for the same seed, but for one in fifty."""
+    """Choices that are the same for the same seed, except for one in fifty."""
 
     def __init__(self, seed: int, others: random.Random) -> None:
         self._random, self._others = random.Random(seed), others
@@ -109,7 +109,7 @@ class Draw:
 
 
 def inputs_of(draw: Draw, *, for_hopper: bool) -> SSDInputs:
-    """Of any alignment and order of axes that the kernel takes."""
+    """Inputs with any alignment and order of axes that the kernel supports."""
     step = 8 if for_hopper else 1
     dtype = draw(torch.float16, torch.bfloat16) if for_hopper else draw(torch.float32, torch.bfloat16)
     packed = draw(True, False, False)

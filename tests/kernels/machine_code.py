@@ -1,4 +1,4 @@
-"""Shows that a change of the kernels' source left their machine code alone.
+"""Shows that a change of the kernels' source did not change their machine code.
 
     python tests/kernels/machine_code.py FOLDER [WORD]      # before and after the change, into two folders
     python tests/kernels/machine_code.py --compare FOLDER FOLDER
@@ -6,7 +6,7 @@
 Compiles every launch of the modules in MODULES for sm_90, without a GPU, and writes each kernel's instructions to a
 file of its own, without names of functions and without line numbers; with WORD, only launches with WORD in their
 module's name or label.  `--compare` names every kernel whose instructions
-differ, and exits with 1 if there is one.  A launch's label and place identify a kernel, so that it may be renamed.
+differ, and exits with 1 if there is one.  A launch's label and index identify a kernel, so that it may be renamed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The few PTX instructions that the kernels' inline assembly has, run in torch: what it says, not what it is for."""
+"""The PTX instructions of the kernels' inline assembly, each run in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMMEDIATE = re.compile(r"-?(0x[0-9a-f]+|\d+)")
 
 
 def run(code: str, constraints: str, args: list[torch.Tensor], dtype: torch.dtype, pack: int) -> torch.Tensor:
-    """`gl.inline_asm_elementwise`: `pack` elements at a time, those of 16 bits two to a register."""
+    """`gl.inline_asm_elementwise`: `pack` elements at a time, with two 16-bit elements per register."""
     args = list(torch.broadcast_tensors(*args))
     shape = args[0].shape
     inputs = [register for arg in args for register in _registers(arg, pack)]
@@ -29,7 +29,7 @@ def run(code: str, constraints: str, args: list[torch.Tensor], dtype: torch.dtyp
 
 
 def _registers(arg: torch.Tensor, pack: int) -> list[torch.Tensor]:
-    """Of `pack` elements side by side."""
+    """The registers that hold each group of `pack` adjacent elements."""
     flat = arg.contiguous().reshape(-1, pack)
     if arg.element_size() == 2:
         return [flat.contiguous().view(torch.int32).reshape(-1)]
@@ -44,7 +44,7 @@ def _execute(statement: str, registers: Registers) -> None:
     name, _, rest = statement.partition(" ")
     operands = [operand.strip() for operand in re.findall(r"\{[^}]*\}|[^,{}]+", rest) if operand.strip()]
     target, *sources = operands
-    if target.startswith("{"):  # one register to two of 16 bits
+    if target.startswith("{"):  # one register into two of 16 bits
         low, high = _names(target)
         word = _value(sources[0], registers)
         registers[low], registers[high] = word & 0xFFFF, (word >> 16) & 0xFFFF
@@ -125,6 +125,6 @@ BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,
     "shl": torch.bitwise_left_shift,
     "mov": lambda a: a,
-    "setp": lambda a, b: (a != b).to(torch.int32),  # .ne, which is the only one
+    "setp": lambda a, b: (a != b).to(torch.int32),  # .ne, the only comparison in use
     "selp": lambda a, b, predicate: torch.where(predicate != 0, a, b),
 }

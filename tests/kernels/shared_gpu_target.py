@@ -1,4 +1,4 @@
-"""Repeats calls, which must have the same bits each time, and prints "right": one process of `test_shared_gpu.py`."""
+"""One process of `test_shared_gpu.py`: repeats calls, requires the same bits each time, and prints "right"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SSD inputs for tests of kernels: drawn like a trained layer's, and cut from one projection as in a model."""
+"""SSD inputs for tests of kernels: distributed as in a trained layer, and views of one projection as in a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Case:
         # projection before it
         x, B, C = normal(batch, seqlen, h * p + 2 * g * n).to(self.dtype).split([h * p, g * n, g * n], -1)
         z, dt = normal(batch, seqlen, h * p + h).to(self.dtype).split([h * p, h], -1)
-        step = torch.exp(normal(h).abs() * -2 - 2)  # of the layer, before the token's part
+        step = torch.exp(normal(h).abs() * -2 - 2)  # the layer's time step, before the token's part
         tensors = dict(
             x=x.unflatten(-1, (h, p)),
             dt=dt,
@@ -92,7 +92,7 @@ def cut(inputs: SSDInputs, start: int, stop: int, **overrides: Any) -> SSDInputs
 
 
 def sequences(inputs: SSDInputs) -> list[SSDInputs]:
-    """The packed sequences that are not empty, each as a call of its own."""
+    """The packed sequences that are not empty, each as a separate call."""
     assert inputs.cu_seqlens is not None
     bounds = inputs.cu_seqlens.tolist()
     return [

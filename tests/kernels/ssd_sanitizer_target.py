@@ -2,8 +2,8 @@
 
     python ssd_sanitizer_target.py "hopper, shared" batch "n 256"
 
-All cases of a kernel run if none is named.  Inputs are made and outputs are judged on the CPU, so that
-little else is watched.  Prints "right" last.
+All cases of a kernel run if none is named.  Inputs are made and outputs are judged on the CPU, so that the sanitizer
+watches few other kernels.  Prints "right" last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)
-# several segments; whole and broken chunks, one position, empty sequences; with N = 256 halves that exchange parts
+# several segments; whole and partial chunks, one position, empty sequences; with N = 256 halves that exchange parts
 CASES = {
     "batch": (replace(SMALL, batch=3, seqlen=192), RELAXED),
     "ragged": (replace(SMALL, seqlen=300, initial_states=True), EXACT),
@@ -44,7 +44,7 @@ def portable(inputs: SSDInputs, precision: Precision) -> SSDOutput:
 
 
 def hopper(inputs: SSDInputs, precision: Precision, *, segments: Segments, way: str) -> SSDOutput:
-    """way: how states are to be passed on, of sequences that are not packed."""
+    """way: how states are passed on, if sequences are not packed."""
     assert unsupported(inputs) == ""
     chosen = HopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
     config = replace(chosen, **asdict(segments))
@@ -70,7 +70,7 @@ KERNELS: dict[str, Callable[[SSDInputs, Precision], SSDOutput]] = {
 
 
 def taken_by(kernel: str) -> list[str]:
-    """Of packed sequences no segment recomputes what is before it."""
+    """With packed sequences, no segment recomputes the chunks before it."""
     return [name for name, (case, _) in CASES.items() if not (case.lengths and kernel == "hopper, alone")]
 
 

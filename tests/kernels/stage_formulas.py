@@ -1,4 +1,4 @@
-"""How the tests of unfused stages evaluate a stage's formula, and how far a kernel's output may be from it."""
+"""Evaluates the formulas of unfused stages for tests, and limits the distance of a kernel's output from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Formula = Callable[[Arithmetic], torch.Tensor]
 
 
 def assert_within(ours: torch.Tensor, formula: Formula, low: Arithmetic) -> None:
-    """At most twice as far from the formula in fp64 as the formula in `low` is, and a rounding of the output."""
+    """Error against fp64 at most twice the error of the formula in `low`, plus twice a rounding of the output."""
     hi, lo = formula(FP64), formula(low).double()
     assert torch.isfinite(ours).all(), "something was not written, or is not finite"
     error, allowed = (ours.double() - hi).abs().max(), (lo - hi).abs().max()

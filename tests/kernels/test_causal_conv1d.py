@@ -1,4 +1,4 @@
-"""The causal convolution against its formula in fp64: layouts, states, widths; and that it compiles everywhere."""
+"""The causal convolution against its formula in fp64: layouts, states, widths; it compiles for every GPU."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_it_does_not_take_is_refused() -> None:
         causal_conv1d(x, weight, initial_state=normal(1, 4, 4))
 
 
-# --- compiled for GPUs that are not there
+# --- compiled without a GPU
 
 
 def launch(*, bias: bool, state: bool, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""The committed configurations: which row a call gets, that every call gets one, and that every row is got."""
+"""The committed configurations: which row a call gets, every call gets a row, and every row is used."""
 
 from collections.abc import Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""Launches by the CUDA driver itself: what it is handed, and when Triton's launcher is to do it."""
+"""Launches through the CUDA driver: their arguments, and when Triton's launcher is used instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONSTANTS = ((7, 1, 1 << 40), 0.5, 64)
 
 @dataclass
 class FakeDriver:
-    """Has a status for launches, and keeps what it is called with."""
+    """Returns a fixed status for launches, and records their arguments."""
 
     sizes: list[int] = field(default_factory=lambda: list(SIZES))
     status: int = 0
@@ -97,7 +97,7 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
 
 
 def prepared(first: tuple[Any, ...]) -> DirectLaunch:
-    """After Triton's launch of these tensors, which are kept: or others might have their addresses."""
+    """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their addresses."""
     launch = direct_launch(Compiled(), first, CONSTANTS)
     assert launch is not None
     return launch
@@ -115,7 +115,7 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver) -> No
 
 
 def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as not too many are kept."""
+    """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]
     addresses = [one[0].base.data_ptr() for one in kept]
     launch = prepared(kept[0])
@@ -148,7 +148,7 @@ def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
 
 
 def test_triton_launches_what_the_driver_refuses(driver: FakeDriver) -> None:
-    """Triton then reports the error."""
+    """Triton reports the error."""
     ours = tensors()
     launch = prepared(ours)
     driver.status = 700

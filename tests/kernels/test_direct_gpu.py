@@ -1,4 +1,4 @@
-"""Every kernel's launch after its first is the driver's own, and writes the same bits as Triton's."""
+"""Every launch of a kernel after its first goes through the driver, and writes the same bits as Triton's launch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Exact is exact: the portable kernel, in the interpreter.  On a GPU every kernel, and models' sizes:
-`test_exactness_gpu.py`."""
+"""Accuracy of the portable kernel with exact intermediates, in the interpreter.  `test_exactness_gpu.py` tests every
+kernel and models' sizes on a GPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ssdprof.kernels.ssd.reference import ssd_recurrence
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SMALL = dict(headdim=16, dstate=16, chunk_size=256, skip="")
-SEGMENT = 256  # positions: a sequence no longer has no first pass
+SEGMENT = 256  # positions: a sequence of this length has no first pass
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF, ids=str)
 def test_no_head_is_less_exact_than_unfused(dtype: torch.dtype) -> None:
-    """Its chunks are of 64 positions, those of the unfused pipeline of 256.  Heads forget within 40 and 3."""
+    """Chunks: 64 positions, 256 in the unfused pipeline.  The heads forget within 40 and 3 positions."""
     case = Case(batch=6, seqlen=SEGMENT + 64, heads=2, dt_limit=(0.025, 0.025), dtype=dtype, **SMALL)
     assert_no_head_is_less_exact(partial(ssd_fused_portable, precision=EXACT, config=PortableConfig()), case.inputs())
 

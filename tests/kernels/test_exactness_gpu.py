@@ -1,5 +1,5 @@
-"""Exact is exact: no head of the fused kernels is further from fp64 than the unfused pipeline's.  Relaxed matches it as
-the published kernel does."""
+"""Exact: no head of the fused kernels has a larger error than the unfused pipeline's.  Relaxed: the match is that of
+the published kernel."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 1
 H200 = 132  # multiprocessors
 SHAPES = ("16x64x128x1", "16x64x64x2", "16x80x128x1", "8x128x256x1")  # heads x P x N x groups
 WAYS = {"recompute": (512, True), "look back": (2048, True), "hand on": (1024, False)}  # positions, batch_invariant
-CHANCE = 5  # standard errors: none of a few hundred heads is so far off by chance
-# In the three digits of a report.  A standard error is itself an estimate, from 32 sequences, and off by an eighth,
-# 1 / sqrt(62): of equal errors one in 90,000 seems to be CHANCE of them larger.  For a head that forgets fast, whose
-# ratio is known to 0.03 %, that would be a difference that nobody sees.  A slow head's is known to 0.7 %, and there it
-# is CHANCE that decides.
+CHANCE = 5  # standard errors: by chance, none of a few hundred heads deviates by this much
+# A ratio that is visible in the three digits of a report.  A standard error is an estimate from 32 sequences, and its
+# own error is an eighth, 1 / sqrt(62).  Equal errors therefore exceed CHANCE in one case of 90,000.  For a head that
+# forgets fast, the ratio is known to 0.03 %, and such an excess would be invisible.  For a slow head, the ratio is
+# known to 0.7 %, and CHANCE decides.
 NO_LARGER = 1.005
 
 
 def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tensor]:
-    """Of each sequence and head, (b, h); a head's mean over elements."""
+    """Mean over the elements of each sequence and head, (b, h)."""
     return {
         "out": (output.out.double() - exact.out).square().mean((1, 3)),
         "final_states": (output.final_states.double() - exact.final_states).square().mean((2, 3)),
@@ -49,7 +49,7 @@ def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tenso
 
 
 def assert_no_head_is_less_exact(kernel: Kernel, inputs: SSDInputs) -> None:
-    """Two evaluations round differently, so that their errors differ by chance: by how much, the sequences tell."""
+    """Two evaluations round differently, so their errors differ by chance.  The sequences' spread gives the scale."""
     exact = ssd_chunked(inputs)
     fused, unfused = squared_errors(kernel(inputs), exact), squared_errors(run_unfused(inputs), exact)
     for name, theirs in unfused.items():
@@ -77,7 +77,7 @@ def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str, dtype: s
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape: str, dtype: str) -> None:
-    """With chunks of 256, with which the unfused pipeline is most exact."""
+    """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
     (sizes,) = parse_shapes(DRAWING, shape)
     cell = Cell(shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen))
@@ -117,7 +117,7 @@ def test_no_captured_head_is_less_exact_than_unfused(kernel: Kernel, captured: l
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", CHOSEN)
 def test_relaxed_matches_as_the_published_kernel_does(kernel: Kernel, state_dtype: torch.dtype) -> None:
-    """The table of its authors, on inputs drawn as their benchmark draws them."""
+    """The table of its authors, on inputs with the distribution of their benchmark."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(mean: float, spread: float, *shape: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_relaxed_matches_as_the_published_kernel_does(kernel: Kernel, state_dtyp
     inputs = SSDInputs(
         x=normal(5, 2, 1, length, heads, 64).half(),
         dt=normal(0.5, 0.2, 1, length, heads).half(),
-        A=normal(-10, 3, heads).clamp(max=-4),  # the output of slower heads is more than fp16 holds
+        A=normal(-10, 3, heads).clamp(max=-4),  # fp16 overflows in the output of slower heads
         B=normal(7, 3, 1, length, 1, 128).half(),
         C=normal(20, 5, 1, length, 1, 128).half(),
         D=normal(1.2, 0.5, heads),

@@ -1,5 +1,5 @@
-"""What no ordinary layer has: decays of 1 and of 0, steps of 0, subnormal and huge numbers, sequences of one position
-or none.  All right, as the comparator judges."""
+"""Inputs that no ordinary layer has: decays of 1 and of 0, steps of 0, subnormal and huge numbers, sequences of one
+position or none.  The comparator judges the outputs."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from ssdprof.measure.accuracy import assert_passes
 pytestmark = pytest.mark.gpu
 
 SMALL = dict(heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, device="cuda")
-SUBNORMAL = 1e-39  # for fp32, and so for bf16
+SUBNORMAL = 1e-39  # in fp32, and therefore in bf16
 
 
 def with_steps(case: Case, step: float, A: float | None = None) -> SSDInputs:
-    """Every dt is `step`, as given: neither softplus nor bias."""
+    """Every dt is `step`, without softplus and bias."""
     inputs = case.inputs(dt_bias=None, dt_softplus=False)
     inputs.dt.fill_(step)
     return inputs if A is None else replace(inputs, A=torch.full_like(inputs.A, A))
@@ -38,7 +38,7 @@ def test_steps_of_any_size(kernel: Kernel, step: float) -> None:
 @pytest.mark.parametrize("step", [1e-6, 1e-5])
 @pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_small_steps_of_large_numbers_in_fp16(kernel: Kernel, step: float, scale: float) -> None:
-    """Weights below 2^-14, where fp16 has fewer digits, and products that have all of them."""
+    """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
     case = Case(seqlen=330, skip="", **SMALL | dict(dtype=torch.float16))
     dt = torch.full((1, 330, case.heads), step, device="cuda")
     inputs = case.inputs(dt=dt, dt_bias=None, dt_softplus=False)
@@ -69,9 +69,9 @@ def test_one_huge_step_resets_the_state(kernel: Kernel) -> None:
 
 
 def with_subnormal(name: str) -> SSDInputs:
-    """No decay, steps of 1, and all else so large, or what is added to initial states so small, that they count."""
+    """No decay, steps of 1, and scales that make the subnormal tensor affect the output."""
     carried = name == "initial_states"
-    # states for one chunk only: in a GPU's sums, too, they may not last
+    # initial states: one chunk only, since a GPU's sums may lose them
     case = Case(seqlen=64 if carried else 700, skip="", initial_states=carried, **SMALL)
     inputs = with_steps(case, 1.0, 0.0)
     scales = dict(x=1e-20, B=1e-20, C=1e25) if carried else dict.fromkeys({"x", "B", "C"} - {name}, 1e13)
@@ -91,7 +91,7 @@ def products_keep_subnormal_numbers() -> bool:
 @pytest.mark.parametrize("name", ["x", "B", "C", "initial_states"])
 @pytest.mark.parametrize("kernel", CHOSEN)
 def test_subnormal_numbers(kernel: Kernel, name: str) -> None:
-    """Kept, or taken for zero if that is what the GPU's matrix products do, which here is not the same."""
+    """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ here."""
     inputs, zeroed = with_subnormal(name), with_subnormal(name)
     getattr(zeroed, name).zero_()
     assert_passes(kernel(inputs), inputs if products_keep_subnormal_numbers() else zeroed, EXACT)
@@ -102,7 +102,7 @@ def test_subnormal_numbers(kernel: Kernel, name: str) -> None:
 @pytest.mark.parametrize("name", ["x", "B", "C"])
 @pytest.mark.parametrize("kernel", CHOSEN)
 def test_large_numbers(kernel: Kernel, name: str) -> None:
-    """Far past what fp16 holds, since bf16 inputs may be."""
+    """Far beyond the range of fp16, since bf16 inputs may be."""
     inputs = Case(seqlen=700, **SMALL).inputs()
     getattr(inputs, name).mul_(1e25)
     assert_passes(kernel(inputs), inputs, EXACT)
@@ -129,14 +129,14 @@ def test_packs(kernel: Kernel, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states"])
 @pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_nan_is_not_swallowed(kernel: Kernel, name: str) -> None:
-    """A GPU's minimum and maximum drop NaN unless told not to; the interpreter's never do."""
+    """A GPU's minimum and maximum drop NaN by default; the interpreter's never do."""
     inputs = Case(seqlen=300, initial_states=True, dt_limit=(0.0, 0.1), **SMALL).inputs()
     getattr(inputs, name).fill_(torch.nan)
     assert not torch.isfinite(kernel(inputs).out).any()
 
 
 def test_heads_that_are_one_tensor() -> None:
-    """x and dt repeated by strides of 0."""
+    """x and dt are expanded with strides of 0."""
     inputs = Case(seqlen=300, **SMALL).inputs()
     same = replace(inputs, x=inputs.x[:, :, :1].expand_as(inputs.x), dt=inputs.dt[:, :, :1].expand_as(inputs.dt))
     assert_passes(fused(same), same, EXACT)

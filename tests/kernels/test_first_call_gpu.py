@@ -1,10 +1,10 @@
-"""On a GPU: nobody waits more than two seconds for a kernel to be compiled, and nothing is tuned in a first call.
+"""On a GPU: no kernel takes more than two seconds to compile, and nothing is tuned in a first call.
 
     python test_first_call_gpu.py FILE
 
-writes what was measured.  A call that took longer is made again after all others, up to three times, until each of its
-kernels has once taken no longer: a rented processor has less than half of its speed for seconds or minutes, and what
-works beside it there is no cost of a kernel.
+writes the measurements.  A call that took longer is repeated after all others, up to three times in all, until each of
+its kernels has compiled within the limit once.  The reason: a rented processor can run at less than half of its speed
+for seconds or minutes because of other users' work, which is not a cost of the kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 MAMBA2 = Case(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 HYBRID = Case(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
 LARGE = Case(heads=32, headdim=128, dstate=256, dtype=BF16, device="cuda")
-LENGTHS = (6000, 9, 0, 2048)  # the first is cut
+LENGTHS = (6000, 9, 0, 2048)  # the first is cut into segments into segments
 
 # (case, implementation, precision)
 CASES: dict[str, tuple[Case, str, Precision]] = {
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Case, str, Precision]] = {
 
 @cache
 def measured() -> dict[str, Any]:
-    """What this file writes, in a new process."""
+    """The measurements of this file, from a new process."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "first_calls.json"
         subprocess.run(
@@ -100,11 +100,11 @@ def test_no_kernel_is_tuned(label: str) -> None:
 
 @triton.jit
 def _nothing() -> None:
-    """Compiled first, it pays for what Triton does once in a process: it hashes itself, 400 MB of its compiler too."""
+    """Compiled first, to include Triton's one-time work per process: a hash of itself and 400 MB of its compiler."""
 
 
 def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
-    """The kernels that a first call compiles, and the seconds that each takes: as if nobody had ever called."""
+    """The kernels that a first call compiles, with empty caches, and the seconds that each takes."""
     for module in [module for name, module in sys.modules.items() if name.startswith("ssdprof.kernels")]:
         for function in vars(module).values():
             if isinstance(function, JITFunction):
@@ -121,7 +121,7 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
 
 
 def _made(label: str, call: dict[str, Any]) -> dict[str, Any]:
-    """`call` with one more try: how often the call was made, and what each kernel took, time after time."""
+    """`call` with one more try: the number of tries, and the seconds of each kernel in every try."""
     case, implementation, precision = CASES[label]
     run = partial(kernels.get("ssd", implementation).run, case.inputs(), precision)
     seconds: dict[str, list[float]] = {kernel: [*taken] for kernel, taken in call["seconds"].items()}

@@ -1,4 +1,4 @@
-"""The fused kernel, in the interpreter, against the fp64 oracle; and what it promises beside being right."""
+"""The fused kernel, in the interpreter, against the fp64 oracle, and its other guarantees."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from ssdprof.kernels.ssd.portable.segments import find_segment
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
-# segments of at most 32 positions, and slices of 16 of P: 75 positions are enough to hand over twice
+# segments of at most 32 positions, and slices of 16 of P: 75 positions are enough to pass states on twice
 TINY = PortableConfig(chunk=16, max_segments=3, min_chunks=1, max_chunks=2, block_p=16)
 FP32_ROUNDING = 2e-6
 
@@ -72,7 +72,7 @@ def test_a_state_in_blocks_of_n(block_n: int, p_rows: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [
-        # the default tier has every precision, and states as wide as x in every dtype
+        # the default tier: every precision for bf16 inputs; for other inputs, states of the inputs' dtype
         pytest.param(
             dtype,
             precision,
@@ -172,7 +172,7 @@ def test_two_calls_with_a_carried_state_are_one() -> None:
     assert_close(together, fused(inputs, EXACT, TINY), FP32_ROUNDING)
 
 
-# --- decays at the edge
+# --- extreme decays
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -214,9 +214,9 @@ def test_softplus_keeps_its_digits(raw: float) -> None:
 
 
 def test_the_first_pass_stops_where_nothing_is_felt() -> None:
-    """The segments hold 32 positions; 16 steps of 2^-16 each leave nothing of the chunk before.
+    """The segments hold 32 positions.  After 16 steps of 2^-16 each, the effect of the chunk before is negligible.
 
-    A NaN in that chunk is therefore never read in the first pass, and the segments after it are clean.
+    The first pass therefore never reads a NaN in that chunk, and the segments after it contain none.
     """
     inputs = Case(seqlen=96, heads=1, dt_limit=(0.7, 0.7)).inputs()
     inputs = replace(inputs, A=torch.full((1,), -16.0), x=inputs.x.contiguous())
@@ -243,7 +243,7 @@ def test_nan_is_not_swallowed(name: str) -> None:
     ids=str,
 )
 def test_any_strides(order: tuple[int, ...]) -> None:
-    """Tensors whose memory lies in another order than their dimensions, and every second element of a larger one."""
+    """Tensors whose memory order differs from their dimensions, and every second element of a larger tensor."""
 
     def scattered(tensor: torch.Tensor) -> torch.Tensor:
         dims = order if tensor.ndim == 4 else tuple(reversed(range(tensor.ndim)))
@@ -263,7 +263,7 @@ def test_a_broadcast_input() -> None:
     assert_close(fused(inputs, EXACT, TINY), ssd_recurrence(inputs), FP32_ROUNDING)
 
 
-# --- which program does what
+# --- assignment of work to programs
 
 
 @given(
@@ -302,7 +302,7 @@ def _segments_kernel(
 
 @pytest.mark.parametrize(("sequences", "every"), [(6, 1), (200, 29)])
 def test_segments_of_packed_sequences(sequences: int, every: int) -> None:
-    """200: more than are looked at side by side.  Some are empty."""
+    """200 sequences: more than one iteration reads.  Some are empty."""
     lengths = [(7 * i * i) % 61 for i in range(sequences)]
     begins = torch.tensor([0, *lengths]).cumsum(0)
     expected = []
@@ -318,7 +318,7 @@ def test_segments_of_packed_sequences(sequences: int, every: int) -> None:
     assert table[-1, 0] == -1
 
 
-# --- what is said of a call
+# --- plans and checks of a call
 
 
 def test_plan_says_what_is_allocated() -> None:

@@ -1,4 +1,4 @@
-"""The kernels as functions; the fused one as a torch operator and behind mamba_ssm's signature, too."""
+"""The kernels as functions; the fused one also as a torch operator and with mamba_ssm's signature."""
 
 import inspect
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def test_drop_in() -> None:
 
 
 def test_drop_in_has_the_signature_of_mamba_ssm() -> None:
-    """Of `mamba_chunk_scan_combined` in state-spaces/mamba e9594ce: names, order and defaults."""
+    """Names, order and defaults of `mamba_chunk_scan_combined` in state-spaces/mamba e9594ce."""
     none = ("D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens")
     expected = dict.fromkeys(("x", "dt", "A", "B", "C", "chunk_size"), inspect.Parameter.empty) | dict.fromkeys(none)
     expected |= {"dt_softplus": False, "dt_limit": (0.0, float("inf"))}

@@ -33,10 +33,10 @@ CASES: dict[str, tuple[Case, Precision]] = {
     "n 48 bf16 exact": (Case(seqlen=1000, heads=2, headdim=64, dstate=48, dtype=BF16), EXACT),
 }
 
-# Bytes of one thread's stack, as ptxas left it with Triton 3.6.  Where the common sizes run, none of it is touched in
-# the loops over chunks, but for ten of 1,647 instructions beside a gate on sm_100; tf32x3 holds fp32 operands twice;
-# 256 state dimensions fill shared memory and registers.  What spills there is the fastest all the same, of about a
-# hundred configurations each on an H200.
+# Bytes of one thread's stack with the ptxas of Triton 3.6.  For the common sizes, the loops over chunks do not access
+# the stack, except for ten of 1,647 instructions with a gate on sm_100.  tf32x3 holds fp32 operands twice, and 256
+# state dimensions fill shared memory and registers.  The configurations that spill there are still the fastest of
+# about a hundred each on an H200.
 STACK_BYTES = {"packed fp16 relaxed": 192, "mamba2 fp32 exact": 240, "n 256 bf16 exact": 296}
 COMMON_STACK_BYTES = 80
 ONE_PROGRAM_PER_SM = ("n 256 bf16 exact",)
@@ -71,7 +71,7 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     assert kernel.kernel == "_fused_kernel"
     assert kernel.lost_addresses == 0, kernel
     assert kernel.spilled_bytes <= STACK_BYTES.get(label, COMMON_STACK_BYTES), kernel
-    # a kernel whose body the compiler has given up on keeps a handful of registers
+    # if the compiler discards a kernel's body, the kernel uses only a few registers
     assert kernel.registers > 100, kernel
     programs = 1 if label in ONE_PROGRAM_PER_SM else 2
     assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
@@ -79,19 +79,19 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [89, 120])
 def test_gpus_with_less_shared_memory(capability: int) -> None:
-    """L4 and RTX: 99 KiB for one program, and operands that pass through registers."""
+    """L4 and RTX: 99 KiB per program, and operands that pass through registers."""
     (kernel,) = compiled("test_fused_compile", capability, "COMMON")["mamba2 bf16 exact"]
     assert kernel.spilled_bytes <= COMMON_STACK_BYTES, kernel
     assert kernel.shared_bytes <= 99 << 10, kernel
 
 
 def test_the_limits_can_be_broken() -> None:
-    """Chunks of 32 are too long for fp32: this is why they are of 16."""
+    """Chunks of 32 exceed the limits in fp32; the kernel uses 16."""
     (kernel,) = compiled("test_fused_compile", 90, "TOO_LARGE")["fp32"]
     assert kernel.spilled_bytes > 1000
 
 
 def test_lost_addresses_are_seen() -> None:
-    """A kernel that is wrong on an H200."""
+    """A kernel that gives wrong results on an H200."""
     (kernel,) = compiled("test_fused_compile", 90, "NARROW")["rows of 64 bytes"]
     assert kernel.lost_addresses == 3

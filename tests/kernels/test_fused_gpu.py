@@ -1,4 +1,4 @@
-"""The fused kernel on a GPU: what the interpreter, which runs one program after the other, cannot show."""
+"""Tests of the fused kernel that need a GPU, because the interpreter runs one program after the other."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 MAMBA2 = dict(heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
-# one chunk per segment: as many waits as there can be
+# one chunk per segment: the largest number of waits
 NERVOUS = PortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1)
 MODELS = {
     "mamba2-2.7b": dict(heads=80, headdim=64, dstate=128),

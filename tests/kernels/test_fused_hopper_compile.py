@@ -1,4 +1,4 @@
-"""The Hopper kernel compiles without a GPU, and within its registers and shared memory."""
+"""The Hopper kernel compiles without a GPU, and stays within the limits of registers and shared memory."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -26,8 +26,8 @@ PACKED = Case(lengths=(600, 9), initial_states=True, heads=4, headdim=80, dstate
 BATCH = replace(FOUR, batch=3)
 WIDE = dict(heads=3, dstate=256)
 
-# Bytes of one thread's stack: 8 or 16 with Triton 3.6, up to 40 where sequences are packed and N is 256, and up to 56
-# in shares, where roles take up one segment after another.
+# Bytes of one thread's stack: 8 or 16 with Triton 3.6, up to 40 if sequences are packed and N is 256, and up to 56
+# with shares, for which roles process several segments in a row.
 CASES: dict[str, tuple[Case, Precision, Segments, int]] = {
     "mamba2 bf16 exact": (FOUR, EXACT, CUT, 16),
     "mamba2 bf16 exact, alone": (FOUR, EXACT, ALONE, 16),
@@ -67,23 +67,23 @@ def test_compiles_within_the_limits(label: str) -> None:
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
     assert kernel.kernel == "_fused_hopper_kernel"
     assert kernel.spilled_bytes <= CASES[label][3], kernel
-    assert kernel.registers == 128, kernel  # at entry: 512 threads share the register file, then roles trade
+    assert kernel.registers == 128, kernel  # at entry: equal for 512 threads; roles redistribute later
     assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
     assert kernel.idle_barriers == 0, kernel
 
 
 @pytest.mark.parametrize("label", CASES)
 def test_what_is_loaded_ahead_is_taken_up_a_turn_later(label: str) -> None:
-    """dt: two positions a thread, of one chunk, and in the first pass, by more threads, of two."""
+    """Loads of dt: two positions per thread, from one chunk; in the first pass more threads load two chunks."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
     assert kernel.loads_ahead == 2 + 2 * has_first_pass(label)
 
 
 @pytest.mark.parametrize("label", CASES)
 def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
-    """One wait in the scores, and in the role with states one for each chunk of a turn in the first pass, if there is
-    one, and two in the second.  ptxas adds more where it thinks, or its registers make, that a product's operands
-    change while it runs."""
+    """One wait in the role of scores.  In the role of states, one for each chunk of a turn of the first pass, if there
+    is one, and two in the second pass.  ptxas adds waits if it assumes, or if its register allocation causes, that a
+    product's operands change while the product runs."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
     turn = half_count(CASES[label][0].dstate)
     assert kernel.product_waits == 1 + turn * has_first_pass(label) + 2
@@ -91,7 +91,7 @@ def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
 
 @pytest.mark.parametrize("label", CASES)
 def test_lanes_do_not_meet_where_one_may_go_on_longer(label: str) -> None:
-    """Each lane asks for flags of its own, and sums until its own decays are zero."""
+    """Each lane polls its own flags, and sums until its own decays are zero."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
     assert bool(kernel.polls) == (CASES[label][2] in (CUT, SHARES))
     assert kernel.meetings_while_polling == 0
@@ -99,6 +99,6 @@ def test_lanes_do_not_meet_where_one_may_go_on_longer(label: str) -> None:
 
 @pytest.mark.parametrize("label", CASES)
 def test_lanes_meet_once_a_chunk_or_twice_where_they_exchange_parts(label: str) -> None:
-    """Triton lets all threads of a role meet where it fears for shared memory; five times it was slower."""
+    """Triton adds barriers for all threads of a role to protect shared memory.  Five per chunk made exact slower."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
     assert kernel.meetings == half_count(CASES[label][0].dstate)

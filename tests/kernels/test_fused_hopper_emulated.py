@@ -100,7 +100,7 @@ def test_rates_residual_and_initial_states_in_fp64(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_a_first_pass_over_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch, dstate: int, before: int) -> None:
-    """With decays so slow that the first of them counts as much as the last."""
+    """The decays are slow, so that the first chunk contributes as much as the last."""
     emulate(monkeypatch, seed=3)
     inputs = Case(**SMALL | dict(dstate=dstate), seqlen=64 * before + 50).inputs()
     inputs.A.mul_(0.01)
@@ -114,7 +114,7 @@ def test_a_first_pass_over_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch,
 def test_weights_that_nobody_has_read_are_not_overwritten(
     monkeypatch: pytest.MonkeyPatch, dstate: int, ring: int
 ) -> None:
-    """A first pass that goes round every ring more than once, with roles in several orders."""
+    """The first pass uses every slot of each ring more than once, with roles in several orders."""
     inputs = Case(**SMALL | dict(dstate=dstate), seqlen=64 * 12 + 5).inputs()
     inputs.A.mul_(0.01)
     config = replace(config_of(inputs, Segments(long_count=1, long_segment=12, segment=1, recompute=True)), ring=ring)
@@ -128,7 +128,7 @@ def test_weights_that_nobody_has_read_are_not_overwritten(
 def test_a_first_pass_ends_when_both_heads_have_forgotten(
     monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float], before: int
 ) -> None:
-    """One of a program's two heads forgets within a chunk, the other hardly ever does."""
+    """One of a program's two heads forgets within a chunk, and the other forgets very slowly."""
     emulate(monkeypatch, seed=9)
     inputs = Case(**SMALL | dict(heads=2), seqlen=64 * before + 50).inputs()
     inputs.A.copy_(torch.tensor(rates))
@@ -148,7 +148,7 @@ def test_more_packed_sequences_than_are_looked_at_side_by_side(monkeypatch: pyte
 @pytest.mark.parametrize("ring", [2, 4])
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_rings_that_tuning_may_find(monkeypatch: pytest.MonkeyPatch, ring: int, dstate: int) -> None:
-    """With decays so slow that every chunk of a first pass counts, wherever it was."""
+    """The decays are slow, so that every chunk of a first pass contributes."""
     emulate(monkeypatch, seed=7)
     inputs = Case(**SMALL | dict(dstate=dstate), seqlen=520, initial_states=True).inputs()
     inputs.A.mul_(0.1)
@@ -157,7 +157,7 @@ def test_rings_that_tuning_may_find(monkeypatch: pytest.MonkeyPatch, ring: int, 
 
 
 def test_sequences_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a buffer for longer ones."""
+    """As in a buffer for longer sequences."""
     emulate(monkeypatch, seed=5)
     whole = CASES["ragged batch"].inputs()
     inputs = replace(whole, **{name: getattr(whole, name)[:, 7:300] for name in ("x", "dt", "B", "C")})
@@ -169,7 +169,7 @@ def test_sequences_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shares", range(1, 12))
 @pytest.mark.parametrize("dstate", [64, 256])
 def test_equal_shares_of_all_sequences(monkeypatch: pytest.MonkeyPatch, dstate: int, shares: int) -> None:
-    """Six pairs of heads, or twelve of halves, of five chunks each.  To the last bit as if no sequence were divided."""
+    """Six pairs of heads, or twelve of halves, of five chunks each.  The bits are those of undivided sequences."""
     emulate(monkeypatch, seed=shares)
     inputs = Case(**SMALL | dict(dstate=dstate), heads=4, batch=3, seqlen=300, initial_states=True).inputs()
     ours, whole = (
@@ -189,7 +189,7 @@ def test_relaxed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 @pytest.mark.parametrize("cut", ["long ones first", "none waits"])
 def test_a_first_pass_over_an_odd_number_of_chunks(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
-    """With N = 256 it goes over them in pairs.  The decays are slow, so that all of them count."""
+    """With N = 256 it processes two chunks at once.  The decays are slow, so that every chunk contributes."""
     emulate(monkeypatch, seed=6)
     inputs = Case(**SMALL | dict(dstate=256), heads=1, seqlen=300, initial_states=True).inputs()
     inputs.A.mul_(0.1)
@@ -206,7 +206,7 @@ def test_a_first_pass_over_an_odd_number_of_chunks(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int, cut: str) -> None:
-    """What is not finite in a sequence stays in it."""
+    """NaN and infinity in a sequence do not reach other sequences."""
     emulate(monkeypatch, seed=3)
     case = Case(**SMALL | dict(dstate=dstate), lengths=(30, 100, 70))
     inputs, spoilt = case.inputs(), case.inputs()
@@ -230,7 +230,7 @@ def test_neighbours_do_not_meet(monkeypatch: pytest.MonkeyPatch, dstate: int, cu
 def test_small_steps_of_large_numbers_in_fp16(
     monkeypatch: pytest.MonkeyPatch, step: float, scale: float, cut: str
 ) -> None:
-    """Weights below 2^-14, where fp16 has fewer digits, and products that have all of them."""
+    """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
     emulate(monkeypatch, seed=4)
     case = Case(**SMALL | dict(dstate=64, dtype=torch.float16), seqlen=330, skip="")
     inputs = case.inputs(dt=torch.full((1, 330, 2), step), dt_bias=None, dt_softplus=False)
@@ -239,7 +239,7 @@ def test_small_steps_of_large_numbers_in_fp16(
 
 
 def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding x times its weight to bf16 costs 1.6e-3; what it takes is added again."""
+    """Rounding x times its weight to bf16 would cost 1.6e-3; the kernel adds the rounding error back."""
     emulate(monkeypatch, seed=4)
     inputs = CASES["whole chunks"].inputs()
     states = ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, CUTS["one segment"])).final_states.double()
@@ -256,7 +256,7 @@ def test_states_lose_less_than_their_operands_do(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_nan_in_an_initial_state_reaches_every_segment(monkeypatch: pytest.MonkeyPatch, cut: str) -> None:
-    """Also of heads whose decays multiply to zero on the way."""
+    """Also for heads whose product of decays underflows to zero."""
     emulate(monkeypatch, seed=5)
     inputs = Case(**SMALL, heads=4, seqlen=300, initial_states=True, dt_limit=(0.0, 0.1)).inputs()
     assert inputs.initial_states is not None

@@ -1,4 +1,4 @@
-"""The Hopper kernel against the oracle, with segments as short as can be, and what it leaves to the portable one."""
+"""The Hopper kernel against the oracle, with the shortest segments, and the calls that the portable kernel takes."""
 
 from dataclasses import asdict, replace
 
@@ -75,7 +75,7 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("dstate", [128, 256])
 def test_several_waves_of_programs(dstate: int, name: str) -> None:
-    """What one program leaves to the next, and one role to another, must be there when memory is slow."""
+    """Programs and roles must wait for each other's data when memory is slow."""
     inputs = Case(**SMALL | dict(heads=80, dstate=dstate), seqlen=16384).inputs()
     for _ in range(5):
         assert_passes(hopper(inputs, segments=CUTS[name]), inputs, EXACT)
@@ -100,7 +100,7 @@ def test_a_first_pass_over_all_that_went_before(name: str) -> None:
     ids=str,
 )
 def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(case: Case, precision: Precision) -> None:
-    """A state goes from share to share in fp32, relaxed or not.  With all multiprocessors, and with few programs."""
+    """States pass between shares in fp32, with exact and relaxed intermediates.  On all multiprocessors and on few."""
     inputs = case.inputs()
     nchunks = -(-case.seqlen // 64)
     whole = hopper(inputs, precision, Segments(segment=nchunks))
@@ -127,7 +127,7 @@ def test_dt_of_another_dtype_than_x(dtype: torch.dtype) -> None:
 
 
 def test_sequences_that_lie_apart() -> None:
-    """As in a buffer for longer ones."""
+    """As in a buffer for longer sequences."""
     whole = Case(**SMALL | dict(dtype=BF16), batch=3, seqlen=1500).inputs()
     inputs = replace(whole, **{name: getattr(whole, name)[:, 7:1400] for name in ("x", "dt", "B", "C")})
     assert unsupported(inputs) == ""
@@ -217,6 +217,6 @@ def test_bitwise_the_same_in_every_call(dstate: int, precision: Precision) -> No
 
 @pytest.mark.parametrize("dstate", [128, 256])
 def test_long_memory_is_carried_through_every_segment(dstate: int) -> None:
-    """A decay so slow that the first position is felt at the last."""
+    """The decay is slow, so that the first position affects the last."""
     inputs = Case(**SMALL | dict(dstate=dstate), seqlen=8192, dt_limit=(1e-6, 1e-5)).inputs()
     assert_passes(hopper(inputs), inputs, EXACT)

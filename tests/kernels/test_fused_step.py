@@ -1,4 +1,4 @@
-"""`ssd_fused` for one position of each sequence: the kernel that goes position by position, whatever is asked of it."""
+"""`ssd_fused` for one position of each sequence: the recurrent kernel runs, with all options."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nothing_kept() -> None:
 
 
 def kernels() -> list[type]:
-    """Of the kept launches, in the order in which they were prepared."""
+    """The kernels of the kept launches, in the order of their preparation."""
     return [type(launch) for launch in fused._launches.values()]
 
 
@@ -102,7 +102,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(batch_invariant: bool) -> None:
 
 
 def test_a_packed_position_is_the_same_whatever_the_others_lengths() -> None:
-    """A pack of one position has one kernel with a longer pack in which it lies."""
+    """A pack of one position runs the same kernel as a longer pack that contains it."""
     long = Case(lengths=(1, 40), initial_states=True, dtype=torch.bfloat16).inputs()
     assert long.cu_seqlens is not None
     assert long.initial_states is not None

@@ -1,4 +1,4 @@
-"""The gated RMS norm against its formula in fp64: both orders, groups, layouts; and that it compiles everywhere."""
+"""The gated RMS norm against its formula in fp64: both orders, groups, layouts; it compiles for every GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tenso
 def normed(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, group_size: int, norm_first: bool
 ) -> torch.Tensor:
-    """In fp64, of x's shape."""
+    """The formula in fp64, in x's shape."""
     x, gate = x.double(), gate.double()
     silu = gate / (1 + torch.exp(-gate))
     y = x if norm_first else x * silu
@@ -75,7 +75,7 @@ def test_what_it_does_not_take_is_refused() -> None:
             gated_rms_norm(x, gate, torch.ones(weight), eps=1e-6, group_size=group_size, norm_first=False)
 
 
-# --- compiled for GPUs that are not there
+# --- compiled without a GPU
 
 
 def launch(width: int, group_size: int, *, norm_first: bool) -> None:

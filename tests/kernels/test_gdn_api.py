@@ -1,4 +1,4 @@
-"""`gdn_fused` as a function, as a torch operator and behind flash-linear-attention's signatures."""
+"""`gdn_fused` as a function, as a torch operator and with flash-linear-attention's signatures."""
 
 import inspect
 import re
@@ -92,7 +92,7 @@ def test_the_fake_kernel_tells_the_truth(case: Case, state_v_first: bool) -> Non
 
 def test_refuses_to_drop_a_gradient() -> None:
     inputs = CASE.inputs()
-    call(inputs)  # a launch that is kept must not let a later gradient pass
+    call(inputs)  # with the launch kept, a later call that needs a gradient must still be refused
     inputs.k.requires_grad_()
     with pytest.raises(UnsupportedError, match="forward only"):
         call(inputs)

@@ -1,4 +1,4 @@
-"""The portable GDN kernel, in the interpreter, against the fp64 recurrence; and what it promises beside being right."""
+"""The portable GDN kernel, in the interpreter, against the fp64 recurrence, and its other guarantees."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_sizes_in_16_bit(dims: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])
 def test_the_inverse_of_collinear_keys(chunk: int) -> None:
-    """beta near 2 and keys that are almost one vector: the powers of the system are huge, its inverse is not."""
+    """beta near 2 and nearly collinear keys: the powers of the system are huge, its inverse is not."""
     case = Case(length=256, key_dim=32, collinear=0.95, largest_beta=1.99, gate=0.001)
     inputs = case.inputs(beta=torch.full((1, 256, 1), 1.95))
     config = PortableConfig(chunk=chunk, block_k=32, block_v=16, v_rows=False)
@@ -92,7 +92,7 @@ def test_the_inverse_of_collinear_keys(chunk: int) -> None:
 
 
 def test_keys_that_are_not_normalised() -> None:
-    """Longer keys stretch a state: a segment must not start where its bound says that the state still counts."""
+    """Longer keys enlarge a state.  A first pass must begin before a chunk whose bound is not negligible."""
     case = Case(length=96, gate=3.0, key_dim=16)
     inputs = case.inputs()
     inputs = replace(inputs, use_qk_l2norm=False, k=inputs.k * 0.6)
@@ -100,13 +100,13 @@ def test_keys_that_are_not_normalised() -> None:
 
 
 def test_segments_forget_but_not_too_early() -> None:
-    """A decay of 2^-3 a chunk: eight chunks to forget, where the segments have one."""
+    """A decay of 2^-3 per chunk: eight chunks to forget.  A segment is shorter than that."""
     length, chunk = 16 * 24, 16
     g = torch.full((1, length, 1), -3 * 0.6931 / chunk)
     inputs = Case(length=length, values_per_key=1).inputs(g=g)
     whole, cut = fused(inputs, TINY), fused(inputs, replace(TINY, segment=2))
     assert_close(cut, GDNOutput(*(one.double() for one in whole)), 1e-6)
-    assert not torch.equal(cut.out, whole.out)  # it does start later than the sequence
+    assert not torch.equal(cut.out, whole.out)  # the first pass begins after the start of the sequence
 
 
 def test_relaxed_rounds_fp32_inputs_to_bfloat16() -> None:
@@ -163,7 +163,7 @@ def test_a_permuted_batch_is_a_permuted_result() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["tiny", "tiny, v rows", "tiny, cut"])
 def test_any_strides(config: str) -> None:
-    """Positions innermost, as a model's convolution leaves them; every second row; a state with V before K."""
+    """Positions innermost, as after a model's convolution; every second row; a state with V before K."""
     inputs = Case(batch=2, key_heads=2, key_dim=20, value_dim=24, initial_state=True).inputs()
     assert inputs.initial_state is not None
     strange = replace(
@@ -216,7 +216,7 @@ def test_dtypes_of_gates_and_states(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lengths", [(10, 10), (1, 1, 30), (1,)])
 def test_a_sequence_is_the_same_in_any_pack_if_batch_invariant(lengths: tuple[int, ...]) -> None:
-    """Short packs go token by token otherwise, and longer ones with the same sequences do not."""
+    """Without the option, short packs run the recurrent kernel, and longer ones with the same sequences do not."""
     inputs = Case(lengths=lengths, initial_state=True, l2norm=False).inputs()
     assert plan(inputs, batch_invariant=True).variant != "recurrent"
     together = run(inputs, batch_invariant=True)
@@ -234,7 +234,7 @@ def test_a_sequence_is_the_same_in_any_pack_if_batch_invariant(lengths: tuple[in
 @pytest.mark.parametrize("l2norm", [False, True])
 @pytest.mark.parametrize("heads", [32, 160])
 def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2norm: bool) -> None:
-    """A cut, or tiles, that depend on it would be other ones where a sequence is alone."""
+    """Otherwise segments or tiles would differ between a sequence in a pack and the sequence alone."""
     hopper, portable = [], []
     for sequences, seqlen in ((1, 64), (1, 4000), (2, 8000), (64, 160_000)):
         empty = torch.empty(1, seqlen, 1, 1, device="meta", dtype=BF16)

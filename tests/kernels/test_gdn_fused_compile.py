@@ -38,8 +38,8 @@ CASES: dict[str, Case] = {
     ),
     "qwen fp32": Case(key_heads=2, key_dim=128, value_dim=128, length=256, dtype=FP32),
 }
-# Bytes of one thread's stack, as ptxas left it with Triton 3.6.  Without wgmma, accumulators of the first launch and
-# its operands share the same registers; on Hopper, a few words more on the stack buy a third program on each SM.
+# Bytes of one thread's stack with the ptxas of Triton 3.6.  Without wgmma, accumulators and operands of the first
+# launch share registers.  On Hopper, a few more words on the stack permit a third program on each SM.
 STACK_BYTES = {80: 160, 90: 80, 100: 160}
 
 
@@ -72,7 +72,7 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     for kernel in (factors, scan):
         assert kernel.lost_addresses == 0, kernel
         assert kernel.spilled_bytes <= STACK_BYTES[capability], kernel
-        assert kernel.registers > 60, kernel  # less is a kernel whose body the compiler has given up on
+        assert kernel.registers > 60, kernel  # fewer: the compiler discarded the kernel's body
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 

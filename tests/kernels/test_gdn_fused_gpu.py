@@ -28,7 +28,7 @@ SIZES = {
     "256/16": dict(key_dim=256, value_dim=16),
     "16/256": dict(key_dim=16, value_dim=256),
 }
-WIDE = PortableConfig()  # the slices of 128 of V that long calls have
+WIDE = PortableConfig()  # slices of 128 of V, as in long calls
 FINE = {"wide": WIDE, "wide, cut": replace(WIDE, segment=2), "narrow, cut": replace(CONFIGS["cut"] or TINY, chunk=64)}
 
 
@@ -40,7 +40,7 @@ def cuda(inputs: GDNInputs) -> GDNInputs:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_interpreters_cases(case: str, config: str) -> None:
-    """A decay is a difference of two sums over a chunk in fp32, so its relative error grows with the sums."""
+    """A decay is the exponential of a difference of two fp32 sums, so its relative error grows with the sums."""
     inputs = cuda(CASES[case].inputs())
     largest_sum = float(inputs.g.abs().max()) * 64 * math.log2(math.e)
     assert_close(fused(inputs, CONFIGS[config]), gdn_recurrence(inputs), LIMITS[FP32] + 2**-24 * largest_sum)
@@ -87,7 +87,7 @@ def test_batch_invariant() -> None:
 
 @pytest.mark.parametrize("kernel", ["hopper", "portable"])
 def test_batch_invariant_packs(kernel: str) -> None:
-    """QWEN's K = V = 128 runs the Hopper kernel where there is one; K = V = 60 never does."""
+    """QWEN's K = V = 128 runs the Hopper kernel on a Hopper GPU; K = V = 60 never does."""
     dims = QWEN if kernel == "hopper" else QWEN | {"key_dim": 60, "value_dim": 60}
     inputs = cuda(Case(lengths=(5000, 0, 70, 3000), dtype=BF16, **dims).inputs())  # type: ignore[arg-type]
     together = run(inputs, batch_invariant=True)
@@ -96,8 +96,8 @@ def test_batch_invariant_packs(kernel: str) -> None:
     assert_bitwise(run(first, batch_invariant=True), GDNOutput(together.out[:, :5000], together.final_states[:1]))
 
 
-# Sizes and limits of flash-linear-attention's tests/ops/test_gdn.py: batch, T, H, HV, K = V, scale, what divides g, the
-# share of positions without a gate, normalised inside.  Uniform keys, so that all of them point the same way.
+# Sizes and limits of flash-linear-attention's tests/ops/test_gdn.py: batch, T, H, HV, K = V, scale, divisor of g, share
+# of positions without a gate, normalised inside.  Keys are uniform in [0, 1), so that all have a similar direction.
 FLA_CHUNK = [
     (4, 1024, 4, 4, 128, 0.1, 1, 1.0, False),
     (2, 75, 4, 4, 64, 1, 0.01, 0, False),
@@ -111,7 +111,7 @@ FLA_CHUNK = [
     (2, 512, 2, 8, 64, 1, 0.1, 0, True),
     (2, 1024, 4, 8, 128, 0.1, 1, 0, False),
 ]
-FLA_RECURRENT = [  # batch, T, H, HV, K = V, scale, what divides g, dtype
+FLA_RECURRENT = [  # batch, T, H, HV, K = V, scale, divisor of g, dtype
     (1, 63, 1, 1, 64, 1, 1, FP32),
     (2, 500, 4, 4, 60, 1, 1, FP32),
     (2, 1000, 2, 8, 128, 1, 0.1, FP32),
@@ -135,7 +135,7 @@ def drawn(
     uniform: bool,
     **options: Any,
 ) -> GDNInputs:
-    """Uniform or normal q, k and v, and gates of log sigmoid of a uniform number, over `divisor`."""
+    """Uniform or normal q, k and v; g is the log sigmoid of a uniform number, divided by `divisor`."""
     torch.manual_seed(42)
     draw = torch.rand if uniform else torch.randn
     q, k = (draw(batch, length, heads, dim, device="cuda") for _ in range(2))
@@ -156,7 +156,7 @@ def drawn(
 
 
 def assert_fla_close(inputs: GDNInputs, function: Any, limit: float) -> None:
-    """The RMS error over the RMS, of output and final state as a whole."""
+    """The RMS error over the RMS, for the whole output and the whole final state."""
     out, final_state = function(
         inputs.q, inputs.k, inputs.v, g=inputs.g, beta=inputs.beta, scale=inputs.scale,
         initial_state=inputs.initial_state, output_final_state=True, use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
@@ -190,7 +190,7 @@ def test_flas_recurrent_cases(case: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["no gate", "collinear, beta 1.9"])
 def test_hard_inputs_of_olmo(kind: str) -> None:
-    """K 96 and V 192, beta up to 2, on keys that make the system of a chunk hard: as exact as unfused."""
+    """K 96, V 192, beta up to 2, and keys that make a chunk's system ill-conditioned: as accurate as unfused."""
     from ssdprof.kernels import get
 
     collinear, gate = (0.9, 0.01) if kind != "no gate" else (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a call of GDN's Hopper kernels does on the host, around launches that do nothing: operations of torch, bytes."""
+"""Host work of a call of GDN's Hopper kernels, with launches that do nothing: torch operations and bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FINAL = ["as_strided", "as_strided", "copy_"]
 OLMO = GDNCase(seqlen=130, key_heads=2, heads=2, key_dim=96, value_dim=192)
 PARTS = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1)
 TWO_LAUNCHES = HopperConfig(segment=2)
-# the inputs, the configuration, launches, and operations of torch in a call whose signature is known, in their order
+# the inputs, the configuration, the launches, and the ordered torch operations of a call with a known signature
 CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
     "two launches": (GDNCase(), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
     "normalised inside, initial state": (
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
 
 
 class Recorder(TorchDispatchMode):
-    """The operations of torch, and the bytes that they allocate.  They run."""
+    """Runs torch operations and records them and the bytes that they allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """The arguments of every launch, none of which does anything."""
+    """The arguments of every launch.  The launches do nothing."""
     made: list[tuple[Any, ...]] = []
 
     def launcher(*_prepared: Any) -> Callable[..., None]:
@@ -130,7 +130,7 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
         count(where, what)
     for number in range(1, 4):
         call(case.inputs(seed=number))
-        # inputs check themselves when they are made, once more here than in a call
+        # constructing inputs checks them, once more here than in a call
         assert counted == {"check": number + 1, "signature": number, "choose": 1, "device": number}
     assert launches
 
@@ -157,7 +157,7 @@ def test_parts_of_a_workspace_lie_apart_and_aligned(
 
 
 def _base(argument: Any) -> Any:
-    """Of a descriptor, what it is over."""
+    """The tensor of a descriptor."""
     return getattr(argument, "base", argument)
 
 

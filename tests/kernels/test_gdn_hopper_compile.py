@@ -1,4 +1,4 @@
-"""GDN's Hopper kernels compile without a GPU, and within their registers and shared memory."""
+"""GDN's Hopper kernels compile without a GPU, and stay within the limits of registers and shared memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
         PARTS,
     ),
 }
-# instructions that wait for products: of X and of W in the scores; of K S and of X^T Y, and of Q S, in the states
+# waits for products: X and W in the role of scores; K S, X^T Y and Q S in the role of states
 SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2, 3
 
 
@@ -57,7 +57,7 @@ def kernel_of(label: str, name: str) -> Compiled:
 
 @pytest.mark.parametrize("label", CASES)
 def test_launches(label: str) -> None:
-    """Two more for heads that forget slowly."""
+    """Two more launches for heads that forget slowly."""
     names = [kernel.kernel for kernel in compiled("test_gdn_hopper_compile", 90)[label]]
     slow = ["_parts_kernel", "_combine_kernel"] if CASES[label][1].slow_parts else []
     assert names == ["_prep_kernel", *slow, "_hopper_kernel"]
@@ -68,7 +68,7 @@ def test_nothing_is_spilled_where_states_are_in_registers(label: str) -> None:
     for kernel in compiled("test_gdn_hopper_compile", 90)[label]:
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
         if kernel.kernel in ("_hopper_kernel", "_parts_kernel"):
-            assert kernel.registers == 128, kernel  # at entry: 512 threads share the register file, then roles trade
+            assert kernel.registers == 128, kernel  # at entry: equal for 512 threads; roles redistribute later
         if kernel.kernel != "_prep_kernel":
             assert kernel.spilled_bytes == 0, kernel
         assert kernel.lost_addresses == 0, kernel
@@ -91,8 +91,8 @@ def test_one_launch_fits_into_shared_memory(label: str) -> None:
 
 @pytest.mark.parametrize("label", CASES)
 def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
-    """ptxas adds waits where it thinks, or registers make, that a product's operands change while it runs."""
-    first = 0 if CASES[label][1].stays else SCORES_FIRST + STATES_FIRST  # Triton leaves out the loop over no chunks
+    """ptxas adds waits if it assumes, or its registers cause, that a product's operands change while it runs."""
+    first = 0 if CASES[label][1].stays else SCORES_FIRST + STATES_FIRST  # Triton removes the empty loop
     waits = kernel_of(label, "_hopper_kernel").product_waits
     assert waits == first + SCORES_SECOND + STATES_SECOND
     if CASES[label][1].slow_parts:

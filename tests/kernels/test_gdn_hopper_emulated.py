@@ -11,7 +11,7 @@ from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 
-WHOLE_PAST = float("-inf")  # a first pass goes over all that is before
+WHOLE_PAST = float("-inf")  # a first pass covers all chunks before the segment
 ONE_LAUNCH = HopperConfig(segment=8, inverts=True, key_ring=3)
 CASES = {
     "one chunk": (GDNCase(seqlen=64), HopperConfig(segment=1)),
@@ -63,7 +63,7 @@ def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) 
 def test_a_first_segment_is_longer_by_what_first_passes_cost(
     monkeypatch: pytest.MonkeyPatch, gate: float, chunks: int
 ) -> None:
-    """A NaN reaches to the end of its segment, here of the first of two, and no further if heads forget."""
+    """A NaN in the first of two segments reaches that segment's end, and no further if heads forget."""
     emulate(monkeypatch, seed=0, source=GDN)
     inputs = GDNCase(seqlen=1024, heads=1, gate=gate).inputs()
     config = HopperConfig(segment=8, leads=True)
@@ -94,7 +94,7 @@ def test_a_first_pass_begins_where_little_enough_is_left(monkeypatch: pytest.Mon
     whole = run(inputs, HopperConfig(segment=8, enough=WHOLE_PAST)).final_states  # of nine chunks
     for enough, at_least in ((-1.0, 2.0**-20), (-8.0, 2.0**-28), (-24.0, 0.0)):
         states = run(inputs, HopperConfig(segment=8, enough=enough)).final_states
-        # what is left out may make a product's operand round the other way
+        # the omitted part may change how a product's operand rounds
         assert at_least <= (states - whole).norm() / whole.norm() < 2 ** max(enough, -14)
 
 

@@ -1,4 +1,4 @@
-"""GDN's Hopper kernels against the oracle in fp64, cut finely, with heads that forget and heads that do not."""
+"""GDN's Hopper kernels against the oracle in fp64, in short segments, with heads that forget and heads that do not."""
 
 from dataclasses import replace
 from typing import Any
@@ -61,7 +61,7 @@ def run(inputs: GDNInputs, config: HopperConfig | None = None) -> GDNOutput:
 
 
 def head_errors(ours: torch.Tensor, exact: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """RMS errors of each head, as parts of its RMS."""
+    """RMS error of each head, relative to its RMS."""
     dims = [dim for dim in range(ours.ndim) if dim != head_dim]
     return (ours.double() - exact).square().mean(dims).sqrt() / exact.square().mean(dims).sqrt()
 
@@ -79,7 +79,7 @@ def assert_same(a: GDNOutput, b: GDNOutput) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_oracle(name: str) -> None:
-    """Each head for itself; memory that no kernel has written holds NaN (`conftest.py`)."""
+    """Each head is judged separately; memory that no kernel has written holds NaN (`conftest.py`)."""
     case, config = CASES[name]
     inputs = on_gpu(case.inputs())
     assert_right(run(inputs, config), inputs)
@@ -87,7 +87,7 @@ def test_against_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no gate", "slow", "packed", "beta up to 2", "fp16"])
 def test_parts_add_no_error(name: str) -> None:
-    """To that of first passes over all that is before, of which the state that enters is that of one segment."""
+    """Compared with first passes over all chunks before, whose states are those of a single segment."""
     case, config = CASES[name]
     assert config is not None
     inputs = on_gpu(case.inputs())
@@ -98,9 +98,10 @@ def test_parts_add_no_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lab", "slow", "ungated", "fast", "beta 2", "collinear keys", "normalised inside"])
 def test_no_head_is_less_exact_than_unfused(name: str) -> None:
-    """By more than 1 % of the RMS error against fp64, with the configuration that `gdn_fused` chooses.
+    """The RMS error against fp64 is at most 1 % larger, with the configuration that `gdn_fused` chooses.
 
-    A fast head's final state is made of its last few tokens, and its error of their few roundings: so many sequences.
+    A fast head's final state depends on its last few tokens, and its error on few roundings.  That case therefore has
+    many sequences.
     """
     changes: dict[str, Any] = {
         "slow": dict(gate=-1e-4), "ungated": dict(gate=0.0), "beta 2": dict(beta=2.0),
@@ -160,7 +161,7 @@ def test_nan_stays_in_its_heads_and_sequence(name: str, gate: float) -> None:
     clean, result = (run(one, PARTS) for one in (inputs, replace(inputs, **{name: poisoned})))
     assert result.out[1, 700, 0].isnan().any()
     assert torch.equal(result.out[0], clean.out[0])
-    assert torch.equal(result.out[1, :, 2:], clean.out[1, :, 2:])  # of another key head
+    assert torch.equal(result.out[1, :, 2:], clean.out[1, :, 2:])  # value heads of another key head
     assert torch.equal(result.out[1, :640], clean.out[1, :640])
 
 

@@ -1,7 +1,7 @@
-"""Every numbered equation of docs/gdn-mathematics.md, as it stands there, in fp64 against the recurrence.
+"""Every numbered equation of docs/gdn-mathematics.md, unchanged, in fp64 against the recurrence.
 
-One head of one sequence, as in the document.  Letters are the document's; a test that needs several stages computes
-each from the one before, never from the reference's own tensors.
+One head of one sequence, as in the document.  Letters are those of the document.  A test that needs several stages
+computes each from the one before, never from the reference's tensors.
 """
 
 import math
@@ -42,7 +42,7 @@ class Head:
 def drawn(
     seed: int = 0, length: int = LENGTH, *, beta_limit: float = 2.0, collinear: float = 0.0
 ) -> tuple[Head, GDNInputs]:
-    """A head whose q and k are normalised, and inputs that hold only this head and normalise themselves."""
+    """A head with normalised q and k, and GDNInputs of this head for which the kernel normalises them."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, length, 1, width, generator=generator) for width in (12, 12, 20))
     k = collinear * k[:, :1] + (1 - collinear) * k
@@ -116,7 +116,7 @@ def x_and_w(head: Head, g_cumsum: torch.Tensor, A: torch.Tensor) -> tuple[torch.
 
 
 def two_products(head: Head, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of a chunk and the state after it, by the form of the fused kernel."""
+    """Output of a chunk and the state after it, by the fused kernel's form."""
     g_cumsum = gate_cumsum(head)
     X, W = x_and_w(head, g_cumsum, gate_free_inverse(head))
     Y = head.v - g_cumsum.exp()[:, None] * (head.k @ state)  # (20)
@@ -157,7 +157,7 @@ def test_recurrence() -> None:
 
 
 def test_a_transition_never_grows_the_state() -> None:
-    """What (5) says of unit keys and beta from 0 to 2: the transition's norm is at most exp(g)."""
+    """(5) with unit keys and beta from 0 to 2: the transition's norm is at most exp(g)."""
     head, _ = drawn(beta_limit=2.0)
     for k, beta in zip(head.k, head.beta, strict=True):
         transition = torch.eye(12, dtype=torch.float64) - beta * torch.outer(k, k)
@@ -260,7 +260,7 @@ def test_the_gate_leaves_the_inverse() -> None:
 
 
 def test_what_x_and_w_stand_for() -> None:
-    """X and W take the place of the inverse and of what it is multiplied by."""
+    """X and W replace the inverse and its factors."""
     head, _ = drawn(length=CHUNK)
     g_cumsum = gate_cumsum(head)
     A_inv = solve_tril(scaled_dot_kkt(head, g_cumsum))
@@ -310,7 +310,7 @@ def test_a_stretch_maps_the_state_affinely() -> None:
 
 @pytest.mark.parametrize("collinear", [0.0, 0.9, 0.999])
 def test_entries_of_the_inverse_are_bounded(collinear: float) -> None:
-    """(29), and what follows from it: no entry beyond beta, however similar the keys are."""
+    """(29) and its consequence: no entry exceeds beta, even if the keys are similar."""
     head, _ = drawn(length=CHUNK, collinear=collinear)
     A = gate_free_inverse(head)
     for j in range(CHUNK):

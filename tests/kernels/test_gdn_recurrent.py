@@ -32,7 +32,7 @@ def test_against_the_recurrence(case: Case) -> None:
 
 @pytest.mark.parametrize("gate", [0.0, 1e-4, 3e-3, 3.0])
 def test_an_exp2_that_is_off_by_a_bit(gate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU's is, in one direction: nothing adds up over 300 positions."""
+    """As on a GPU, always in one direction: the error does not add up over 300 positions."""
     exp2 = np.exp2
     monkeypatch.setattr(np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32))
     inputs = Case(length=300, gate=gate, largest_beta=0.1, initial_state=True).inputs()
@@ -40,7 +40,7 @@ def test_an_exp2_that_is_off_by_a_bit(gate: float, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_left_of_a_state_that_mostly_decays() -> None:
-    """A rounding error of the state before a position would be larger than what the position leaves of it."""
+    """A rounding error of the state before a position would be larger than the state after its decay."""
     inputs = Case(length=1, initial_state=True).inputs()
     assert inputs.initial_state is not None
     inputs = replace(inputs, g=torch.full_like(inputs.g, -8.0), initial_state=1e4 * inputs.initial_state)
@@ -58,7 +58,7 @@ def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_in_place(v_first: bool, dtype: torch.dtype) -> None:
-    """The state, in its own dtype and layout, is where it was."""
+    """The state keeps its memory, dtype and layout."""
     inputs = Case(length=1, batch=2, values_per_key=2, key_dim=16, value_dim=20, initial_state=True).inputs()
     assert inputs.initial_state is not None
     state = inputs.initial_state.to(dtype)

@@ -29,7 +29,7 @@ def make(T: int = 70, *, batch: int = 1, heads: int = 2, values_per_key: int = 1
 
 
 def test_without_decay_the_state_answers_a_key_with_its_last_value() -> None:
-    """beta = 1 writes v exactly: what the rule is for."""
+    """beta = 1 writes v exactly: the purpose of the rule."""
     k = torch.nn.functional.one_hot(torch.tensor([0, 1, 0, 2]), 8).float()[None, :, None]
     ones = torch.ones(1, 4, 1)
     inputs = make(4, heads=1, q=k, k=k, g=0 * ones, beta=ones, scale=1.0, use_qk_l2norm=False)

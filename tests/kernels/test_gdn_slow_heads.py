@@ -42,7 +42,7 @@ def whole_past(config: HopperConfig) -> HopperConfig:
 
 
 def mixed() -> GDNInputs:
-    """Head 0 forgets nothing, heads 1 and 2 forget, and head 3 does in the second half."""
+    """Head 0 does not forget, heads 1 and 2 forget, and head 3 forgets in the second half."""
     inputs = GDNCase(seqlen=640, heads=4, gate=-1.0, initial_state=True).inputs()
     g = inputs.g.clone()
     g[..., 0], g[:, :320, 3] = -1e-4, -1e-4
@@ -73,7 +73,7 @@ def test_fast_and_slow_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parts begin where that first pass does: the head forgets until position 500, and nothing after it."""
+    """Its parts begin where that first pass begins: the head forgets until position 500, and not after it."""
     inputs = GDNCase(seqlen=2700, heads=1, gate=-1.0, initial_state=True).inputs()
     g = inputs.g.clone()
     g[:, 500:] = 0.0
@@ -95,7 +95,7 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_head_slower_than_the_longest_first_pass_takes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it forgets within a segment; and a short past is gone over as a whole."""
+    """Even if it forgets within a segment.  A first pass covers a short past completely."""
     inputs = GDNCase(
         seqlen=1200, heads=1, gate=-0.05, initial_state=True
     ).inputs()  # 24 / 4.6: first passes of 6 chunks
@@ -110,7 +110,7 @@ def test_a_head_slower_than_the_longest_first_pass_takes_parts(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_short_past_is_gone_over_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the second segment; the third one's state comes from the parts of it."""
+    """By the first pass of the second segment.  The third segment's state comes from the second segment's parts."""
     inputs = GDNCase(seqlen=500, heads=1, gate=-1e-4, initial_state=True).inputs()
     emulate(monkeypatch, seed=10, source=GDN)
     config = HopperConfig(segment=2, slow_parts=2, longest_first_pass=2)
@@ -123,7 +123,7 @@ def test_a_short_past_is_gone_over_as_a_whole(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [44, 90])
 def test_many_rows(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
-    """Of which the last is that of the only slow head."""
+    """The last row is that of the only slow head."""
     inputs = GDNCase(seqlen=256, heads=heads, gate=-3.0).inputs()
     inputs.g[..., -1] = -1e-4
     emulate(monkeypatch, seed=11, source=GDN)
@@ -136,7 +136,7 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
 
 @pytest.mark.slow
 def test_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor on how many programs compute parts, or on whose turn it is."""
+    """It does not depend on the number of programs that compute parts, or on their order either."""
     inputs = mixed()
     emulate(monkeypatch, seed=4, source=GDN)
     together = run(inputs, TWO)
@@ -172,7 +172,7 @@ def test_nan_stays_in_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_are_combined_as_the_recurrence_of_matrices() -> None:
-    """Rows of no slow segment, and the transition matrix where N has the state before in it, are not looked at."""
+    """Ignores rows of segments that are not slow, and the transition matrix if N includes the state before."""
     pairs, boundaries, parts, dim = 3, 4, 2, 128
     generator = torch.Generator().manual_seed(0)
     backs = torch.tensor([[-1, 3, -1], [-1, -1, 2], [5, -1, -1], [-1, -1, -1]], dtype=torch.int32)
@@ -200,7 +200,7 @@ def test_parts_are_combined_as_the_recurrence_of_matrices() -> None:
 
 
 def shapes(seqlen: int, key_heads: int, heads: int) -> GDNInputs:
-    """Inputs of which a choice reads the shapes alone."""
+    """Inputs for choices that depend only on shapes."""
     empty = torch.empty(1, seqlen, 1, 1, device="meta")
     tensors = {name: empty.expand(1, seqlen, n, 128) for name, n in (("q", key_heads), ("k", key_heads), ("v", heads))}
     return GDNInputs.unchecked(**tensors, g=empty[..., 0], beta=empty[..., 0])

@@ -1,4 +1,4 @@
-"""Each unfused GDN stage against its formula, chunk after chunk, on what the formulas before it give.
+"""Each unfused GDN stage against its formula, chunk after chunk, on the results of the formulas before it.
 
 A formula is evaluated twice: `hi` in fp64, and `lo` in fp32 with the roundings that the stage's precision has.  The
 stage passes if max|ours - hi| <= 2 * (max|lo - hi| + eps * max|hi|), eps of the stage's output dtype.
@@ -44,7 +44,7 @@ def assert_stage(ours: torch.Tensor, formula: Formula, inputs: GDNInputs, precis
 
 @dataclass(frozen=True)
 class Stages:
-    """A call's chunks, and what each stage would hand to the next one if nothing were rounded but that."""
+    """A call's chunks, and the results that stages pass on, with no rounding except of these results."""
 
     inputs: GDNInputs
     chunks: list[Chunk]
@@ -170,7 +170,7 @@ def test_chunk_state(case: Case, dtype: torch.dtype, precision: Precision) -> No
         inputs.k, w, u, g, Chunks.of(inputs),
         inputs_dtype=dtype, precision=precision, initial_state=inputs.initial_state,
     )  # fmt: skip
-    rounding = 8 * torch.finfo(stages.operand).eps  # of every chunk's operands, as far as its sequence has come
+    rounding = 8 * torch.finfo(stages.operand).eps  # of every chunk's operands, from the start of the sequence
     for chunk, piece in zip(stages.chunks, pieces, strict=True):
         for ours, name in ((prev_states[chunk.b, chunk.c], "entering"), (v_new[chunk.b, chunk.c], "v_new")):
             hi = piece[name].double()

@@ -1,4 +1,4 @@
-"""The unfused pipeline in Triton's interpreter: against the recurrence, within the error budget, and as an algebra."""
+"""The unfused pipeline in Triton's interpreter: against the recurrence, the error budget, and algebraic properties."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_long_keys_under_strong_gates_stay_finite(name: str) -> None:
 
 
 def test_layouts_of_models_change_no_bit() -> None:
-    """Positions innermost, as behind a convolution, and views of a wider projection."""
+    """Positions innermost, as after a convolution, and views of a wider projection."""
     inputs = Case(length=70, key_heads=2, key_dim=24, value_dim=20, dtype=BF16, initial_state=True).inputs()
     expected = run(inputs)
     views: dict[str, Any] = {}

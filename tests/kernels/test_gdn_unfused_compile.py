@@ -55,9 +55,9 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
     names += [f"_gdn_{stage}_kernel" for stage in stages]
     assert [kernel.kernel for kernel in kernels] == names
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there, more at the smallest and largest
-        # sizes.  The 16-bit chunk_state is made for Hopper; elsewhere the state is passed differently, and a few words
-        # go there too
+        # tf32x3 holds fp32 operands twice and may spill a few words, more at the smallest and largest sizes.  The
+        # 16-bit chunk_state is made for Hopper; on other GPUs it passes the state differently and may also spill a few
+        # words
         fp32 = case.dtype == FP32 and precision == EXACT
         most = 320 if fp32 and case.key_dim in (16, 256) else 64 if fp32 else 0 if capability == 90 else 40
         assert kernel.spilled_bytes <= most, kernel
@@ -68,6 +68,6 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
 
 @pytest.mark.parametrize("label", [label for label in CASES if label.startswith("eight bytes")])
 def test_rows_that_are_no_multiple_of_16_numbers_are_read_four_at_a_time(label: str) -> None:
-    """The compiler sees that only with `in_units`: each thread reads at most beta, of 64 positions, one at a time."""
+    """The compiler needs `in_units` for this.  Each thread reads at most beta, for 64 positions, one at a time."""
     for kernel in compiled("test_gdn_unfused_compile", 90)[label]:
         assert kernel.single_loads <= 8, kernel

@@ -61,7 +61,7 @@ def test_a_hundred_times() -> None:
 
 
 def test_positions_innermost() -> None:
-    """As a model's convolution leaves them.  Bits may differ: the compiler chooses other products for such tiles."""
+    """As after a model's convolution.  Bits may differ: the compiler chooses other products for such tiles."""
     inputs = QWEN.inputs()
     views = {name: getattr(inputs, name).transpose(1, 3).contiguous().transpose(1, 3) for name in ("q", "k", "v")}
     transposed = QWEN.inputs(**views)
@@ -83,7 +83,7 @@ def test_a_call_allocates_what_the_plan_says() -> None:
 
 @pytest.mark.usefixtures("much_gpu_memory")
 def test_tensors_beyond_two_to_the_31_elements() -> None:
-    """The last sequence of a pack of 2^31 elements of v, and as many of every workspace, is what it is alone."""
+    """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that it has alone."""
     heads, tokens, last = 8, (1 << 31) // (8 * 128) + 5000, 3000
     generator = torch.Generator("cuda").manual_seed(0)
 

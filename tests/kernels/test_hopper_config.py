@@ -1,4 +1,4 @@
-"""How the Hopper kernel cuts a call, which needs no GPU to be decided."""
+"""How the Hopper kernel divides a call.  The decision needs no GPU."""
 
 from dataclasses import asdict, replace
 
@@ -47,7 +47,7 @@ def test_packed_sequences_are_cut_by_one_rule() -> None:
 
 
 def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
-    """One shard of a model on eight GPUs; whatever the sequences' number and lengths, which neighbours would change."""
+    """One shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
     for lengths in ((100, 900), (4096,), (64,) * 9):
         inputs = Case(lengths=lengths, **MAMBA2 | {"heads": 10}).inputs()
         assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
@@ -58,7 +58,7 @@ def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
 
 
 def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiples of 16 bytes; sequences may lie apart, but not on each other."""
+    """Multiples of 16 bytes.  Sequences may have gaps between them, but may not overlap."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
     inputs = Case(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
@@ -86,7 +86,7 @@ def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest
 
 @pytest.mark.compiler
 def test_shared_memory_is_what_the_compiler_takes() -> None:
-    """The barriers are all that is not counted."""
+    """Only the barriers are not counted."""
     for label, ring, score_ring, dstate in (
         ("mamba2 bf16 exact", 3, 2, 128),
         ("p 128 n 64 bf16", 3, 2, 64),
@@ -117,7 +117,7 @@ def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> N
     for state_dtype in (torch.float32, torch.float16):
         sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
         of_a_slot = 4 * (64 * 128 * state_dtype.itemsize + 32)
-        assert sizes.workspace_bytes == 2 * 3 * of_a_slot + 32  # and the ticket
+        assert sizes.workspace_bytes == 2 * 3 * of_a_slot + 32  # plus the ticket
     whole = replace(config, segment=64)
     assert buffer_sizes(inputs, Precision(), whole).workspace_bytes == 0
 

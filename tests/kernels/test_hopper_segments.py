@@ -1,4 +1,4 @@
-"""How the Hopper kernel cuts a sequence, which needs no GPU to be decided."""
+"""How the Hopper kernel cuts a sequence into segments.  The decision needs no GPU."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
 
 
 def test_long_segments_come_first_where_a_gpu_has_several_waves_of_work() -> None:
-    """The first wave is 3 long segments of 40 pairs, on 132 multiprocessors; short ones even out the end."""
+    """The first wave is 3 long segments of 40 pairs, on 132 multiprocessors; short segments balance the end."""
     segments = cut(2048, MAMBA2_2_7B, 1, H200)
     assert segments.long_count == 3
     assert segments.long_segment >= 4 * segments.segment
@@ -50,7 +50,7 @@ def test_more_pairs_than_multiprocessors_are_shared_equally_and_fewer_are_not(nc
 
 @pytest.mark.parametrize("pairs", [1, 2, 16, MAMBA2_2_7B, 64])
 def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
-    """Slow heads of short sequences would be less exact: of 4 chunks in segments of 2, 1 and 1 by 7 %."""
+    """Otherwise slow heads of short sequences would be less accurate: 4 chunks in segments of 2, 1 and 1 by 7 %."""
     assert rounded_twice([2, 1, 1]) > rounded_twice([4]) == 0
     for nchunks in range(1, 200):
         lengths = cut(nchunks, pairs, 1, H200).lengths(nchunks)
@@ -58,8 +58,8 @@ def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
 
 
 def from_before(lengths: list[int], memory: int) -> float:
-    """f of docs/measuring.md: of the output's energy, what comes from before the segment, for a head whose decay is
-    e^(-1 / memory) a position."""
+    """f of docs/measuring.md: the share of the output's energy from before the segment, for a head whose decay is
+    e^(-1 / memory) per position."""
     kept = math.exp(-2 / memory)
     first, before = 0, 0.0
     for length in lengths:
@@ -71,7 +71,7 @@ def from_before(lengths: list[int], memory: int) -> float:
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
 def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int, halves: int) -> None:
-    """Beside f there is one rounding of each term, and one of the output."""
+    """In addition to f, each term is rounded once, and the output once."""
     worse = {}
     for nchunks in range(1, 200):
         ours, unfused = (
@@ -86,7 +86,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int
 
 
 def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
-    """A server sees prompts of all lengths; it must not simulate for each."""
+    """A server gets prompts of all lengths, and must not simulate for each."""
     for nchunks in range(1025, 2048):
         cut(nchunks, 37, 1, H200)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Triton's interpreter gives the numbers a GPU gives, bfloat16 included."""
+"""Triton's interpreter gives the numbers that a GPU gives, including bfloat16."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""A call is prepared once for each signature; later ones launch what Triton compiled, with the right arguments."""
+"""A call is prepared once for each signature; later calls launch the compiled kernels with the right arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASE = Case(seqlen=20, gate=True, initial_states=True)
 
 
 class Kernel:
-    """Notes how it is launched: through Triton, which returns what it compiled, or compiled."""
+    """Records its launches: through Triton, which returns the compiled kernel, or of the compiled kernel."""
 
     def __init__(self, *, interpreted: bool = False) -> None:
         self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -39,7 +39,7 @@ class Kernel:
 
     @staticmethod
     def fn(a: Any, b: Any, stride: Any, size: Any, BLOCK: Any, DEEP: Any) -> None:
-        """Its arguments' names."""
+        """Has the names of its arguments."""
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hopper", "portable", "unfused"])
 def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
-    """1,500 calls of odd strides, alignments, dtypes and sizes, most of which have come before."""
+    """1,500 calls with unusual strides, alignments, dtypes and sizes; most of them repeat earlier ones."""
     target = Path(__file__).with_name("launch_target.py")
     environ = os.environ | {"TRITON_INTERPRET": "0"}
     result = subprocess.run(
@@ -91,7 +91,7 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
     ],
 )
 def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
-    """In a process that only imports kernels, where they are for a GPU."""
+    """In a process that only imports kernels, if they are for a GPU."""
     code = f"import torch; torch.cuda.device_count = lambda: {int(gpu)}"
     code += "; from ssdprof.kernels import _triton_hash, ssd_fused; _triton_hash.wait_for_hash()"
     code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
@@ -177,7 +177,7 @@ def test_where_triton_returns_nothing_nothing_is_kept() -> None:
 
 
 def kinds(*calls: tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]) -> list[str]:
-    """How each of these launches of one kernel is made, one after the other."""
+    """The kind of each of these launches of one kernel, in order."""
     kernel = Kernel()
     for tensors, scalars, options in calls:
         launch(kernel, 1, tensors, scalars, **options)
@@ -277,7 +277,7 @@ def test_tensors_of_a_call_are_not_kept_alive() -> None:
 
 @pytest.mark.parametrize("case", [Case(batch=2, seqlen=70), Case(lengths=(70, 0, 9))], ids=["batch", "packed"])
 def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every position of every sequence is where a tile begins that ends with the sequence, if not before."""
+    """A tile can begin at every position of every sequence, and ends at the latest with the sequence."""
     inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
     arguments: list[tuple[Any, ...]] = []
     monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
@@ -299,7 +299,7 @@ def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, mon
 
 
 def _positions(case: Case) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """A position's first and third coordinate, its row among those of all, and how many its sequence has left."""
+    """For each position: its first and third coordinate, its row, and the number of positions left in its sequence."""
     lengths = case.lengths or [case.seqlen] * case.batch
     total, begin = sum(lengths), 0
     for sequence, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Launches on a GPU: kept ones give what calls that were prepared for themselves give, and profilers see them."""
+"""Launches on a GPU: kept launches give the results of newly prepared calls, and profilers see them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ CASES = {
     "fp16": Case(**SMALL | dict(dtype=torch.float16), seqlen=900),
     "fp32": Case(**SMALL | dict(dtype=torch.float32), seqlen=300),
 }
-SHIFTED = ("A", "D", "dt_bias", "dt", "x")  # off the 16 bytes that the compiled kernel may count on
+SHIFTED = ("A", "D", "dt_bias", "dt", "x")  # not aligned to 16 bytes, which the compiled kernel assumes
 
 
 def shifted(inputs: SSDInputs, name: str) -> SSDInputs:
-    """The same numbers, `name` one element further into its memory."""
+    """The same numbers, with `name` one element further in its memory."""
     tensor = getattr(inputs, name)
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
     return replace(inputs, **{name: memory.view(tensor.shape).copy_(tensor)})

@@ -1,4 +1,4 @@
-"""State and chunk sizes that a model's configuration may have and that are no power of two, against the fp64 oracle."""
+"""State and chunk sizes of models that are not powers of two, against the fp64 oracle."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_any_chunk_size_passes(name: str, chunk_size: int) -> None:
 @pytest.mark.parametrize("p_rows", [True, False])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
 def test_a_padded_state_is_handed_from_segment_to_segment(p_rows: bool, state_dtype: torch.dtype) -> None:
-    """Three blocks of N, of which the last is half empty; four segments; what is next to a state is not its own."""
+    """Three blocks of N, the last half empty; four segments; the memory next to a state belongs to something else."""
     precision = Precision(state_dtype=state_dtype)
     config = PortableConfig(chunk=16, max_segments=4, min_chunks=1, block_p=16, block_n=16, p_rows=p_rows)
     inputs = Case(batch=2, seqlen=70, headdim=20, dstate=40, initial_states=True, dtype=BF16).inputs()
@@ -47,7 +47,7 @@ def test_a_padded_state_is_handed_from_segment_to_segment(p_rows: bool, state_dt
 
 
 def test_what_lies_behind_a_row_of_b_and_c_is_not_read() -> None:
-    """B and C are columns of one projection: behind B's 24 lie others, here NaN."""
+    """B and C are columns of one projection: after B's 24 columns come others, here NaN."""
     inputs = Case(dstate=24, dtype=BF16).inputs()
     wide = torch.full((*inputs.B.shape[:3], 40), torch.nan, dtype=BF16)
     B, C = wide.clone(), wide.clone()

@@ -1,4 +1,4 @@
-"""Offsets past 2^31 elements, of inputs that are columns of a wide matrix and of outputs: the same bits as near 0."""
+"""Offsets past 2^31 elements, in outputs and in inputs that are columns of a wide matrix: the same bits as near 0."""
 
 from dataclasses import asdict, replace
 
@@ -23,7 +23,7 @@ TOKENS = ("x", "B", "C", "dt")
 
 
 def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
-    """mamba2-2.7b's sizes.  Drawn in bf16, for `Case` would need five times the memory."""
+    """mamba2-2.7b's sizes.  Drawn in bf16, because `Case` would need five times the memory."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -42,9 +42,9 @@ def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
 
 
 def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
-    """The same values, as columns of one matrix whose rows are `row` elements apart; NaN lies between them."""
+    """The same values, as columns of one matrix with a row stride of `row` elements and NaN between them."""
     assert (inputs.x.shape[1] - 1) * row > 2**31
-    room = row // len(names) // 64 * 64  # where the next tensor's columns begin: as TMA requires
+    room = row // len(names) // 64 * 64  # offset of the next tensor's columns, aligned for TMA
     memory = torch.full(((inputs.x.shape[1] - 1) * row + row,), torch.nan, dtype=BF16, device="cuda")
     far = {}
     for i, name in enumerate(names):
@@ -64,8 +64,8 @@ def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None
 
 @ON_HOPPER
 def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes() -> None:
-    """It goes back two chunks at a time, by 2^32 - 8192 elements, in 32 bits by -8192.  With rows 2^24 apart that would
-    be 2^31, which in 32 bits is its own negative: a step that is wrong would go back by as much as the right one."""
+    """A turn goes back two chunks, by 2^32 - 8192 elements, which is -8192 in 32 bits.  With a row stride of 2^24 the
+    step would be 2^31, which equals its negative in 32 bits, so a wrong step would equal the right one."""
     inputs = Case(seqlen=300, **SMALL).inputs()
     far = spread(inputs, (1 << 25) - 64, ("dt",))
     assert unsupported(far) == ""
@@ -81,7 +81,7 @@ HEADDIM_FIRST = (Case(seqlen=70, **SMALL), (2 * 64, 64, 1 << 26, 1))
 @pytest.mark.parametrize(("case", "strides"), [HEADS_FIRST, HEADDIM_FIRST], ids=["heads first", "headdim first"])
 @pytest.mark.parametrize("kernel", CHOSEN)
 def test_initial_states_that_are_a_slice_of_a_large_cache(kernel: Kernel, case: Case, strides: tuple[int, ...]) -> None:
-    """NaN lies between, and before them, where offsets in 32 bits would lead to."""
+    """NaN lies between and before them, where offsets in 32 bits would point."""
     inputs = replace(case, initial_states=True).inputs()
     assert inputs.initial_states is not None
     states, before = inputs.initial_states.to(BF16), 2**31
@@ -120,7 +120,7 @@ def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Kernel) -> Non
 
 @ON_HOPPER
 def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
-    """In x, out, initial and final states.  All pairs of heads of the last two sequences are divided."""
+    """2^31 in x, out, initial and final states.  All pairs of heads of the last two sequences are divided."""
     inputs = large(3301, 130)
     initial = torch.empty(inputs.states_shape, dtype=BF16, device="cuda")
     inputs = replace(inputs, initial_states=initial.normal_(generator=torch.Generator("cuda").manual_seed(1)))

@@ -1,4 +1,4 @@
-"""No call needs two of its programs to run at once: it ends on a GPU that others have filled, however it is cut."""
+"""No call needs two of its programs to run at once: every cut ends, even on a GPU that other work fills."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 MAMBA2 = dict(heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
-LEFT_KB = 24  # of a multiprocessor's shared memory: none of our programs fits into it
+LEFT_KB = 24  # free shared memory of a multiprocessor: too little for any of our programs
 PATIENCE_NS = 5_000_000_000
 
 
 @pytest.mark.parametrize("kernel", FINE)
 def test_many_more_programs_than_fit(kernel: Kernel) -> None:
-    """1,024 segments of 80 heads, every one of which waits for another."""
+    """1,024 segments of 80 heads; each waits for another."""
     inputs = Case(seqlen=65536, **MAMBA2).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
@@ -66,7 +66,7 @@ def _nanoseconds():
 
 @gluon.jit
 def _occupy(started_ptr, stop_ptr, told_ptr, KB: gl.constexpr, PATIENCE: gl.constexpr):
-    """Holds shared memory until it is told to stop, or for so many nanoseconds."""
+    """Holds shared memory until a flag stops it, or for a given number of nanoseconds."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     room = gl.allocate_shared_memory(gl.int8, [KB, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in range(KB):
@@ -81,7 +81,7 @@ def _occupy(started_ptr, stop_ptr, told_ptr, KB: gl.constexpr, PATIENCE: gl.cons
 
 @pytest.mark.parametrize("kernel", FINE)
 def test_on_one_multiprocessor(kernel: Kernel) -> None:
-    """All others are taken until the call has ended."""
+    """Other programs occupy the other multiprocessors until the call has ended."""
     inputs = Case(seqlen=4096, **MAMBA2 | dict(heads=16)).inputs()
     alone = kernel(inputs)
     gpu: Any = torch.cuda.get_device_properties(0)
@@ -89,7 +89,7 @@ def test_on_one_multiprocessor(kernel: Kernel) -> None:
     started, stop, told = torch.zeros(3, 32, dtype=torch.int32, device="cuda")
     ours, theirs, watching = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(ours):  # memory and modules are there before the GPU is full
+    with torch.cuda.stream(ours):  # allocates memory and loads modules before the GPU is full
         for _ in range(2):
             kernel(inputs)
         stop.fill_(0)

@@ -1,4 +1,4 @@
-"""Implementations by name, and what `import ssdprof.kernels` offers."""
+"""Implementations by name, and the public names of `ssdprof.kernels`."""
 
 import subprocess
 import sys

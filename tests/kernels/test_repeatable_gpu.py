@@ -1,5 +1,5 @@
-"""The same inputs give the same bits: again, in any batch or pack, in a graph, in a compiled function; no host waits,
-and a call allocates what the plan says."""
+"""The same inputs give the same bits: in a repeated call, in any batch or pack, in a graph, in a compiled function.
+The host never waits, and a call allocates the bytes of its plan."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_a_hundred_times(kernel: Kernel, precision: Precision) -> None:
 @pytest.mark.parametrize("gate", [False, True], ids=["hopper on Hopper", "portable"])
 @pytest.mark.parametrize("seqlen", [1, 100, 2000, 20000])
 def test_a_row_of_a_batch_is_what_it_is_alone(seqlen: int, gate: bool) -> None:
-    """With the option that costs: without it, the Hopper kernel cuts large batches into longer segments."""
+    """With `batch_invariant`.  Without it, the Hopper kernel cuts large batches into longer segments."""
     inputs = Case(batch=9, seqlen=seqlen, gate=gate, **MAMBA2).inputs()
     whole = run(inputs, batch_invariant=True)
     names = (*TOKENS, "z") if gate else TOKENS
@@ -46,7 +46,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(seqlen: int, gate: bool) -> None:
 def test_a_row_of_a_batch_is_what_it_is_alone_also_relaxed_and_with_n_256(
     seqlen: int, dstate: int, precision: Precision
 ) -> None:
-    """As many heads as are shared equally if the batch may count."""
+    """With a number of heads that is divided into equal shares without `batch_invariant`."""
     inputs = Case(batch=9, seqlen=seqlen, initial_states=True, **MAMBA2 | dict(heads=32, dstate=dstate)).inputs()
     whole = run(inputs, precision, batch_invariant=True)
     row = replace(inputs, **{name: getattr(inputs, name)[5:6] for name in (*TOKENS, "initial_states")})
@@ -79,7 +79,7 @@ def test_a_graph_replays_it_on_new_inputs(case: Case, kernel: Kernel) -> None:
 @ON_HOPPER
 @pytest.mark.parametrize("dstate", [128, 256])
 def test_a_graph_replays_equal_shares_on_new_inputs(dstate: int) -> None:
-    """States and flags that programs leave for each other are of one replay only."""
+    """States and flags that programs exchange are valid for one replay only."""
     assert_replays(Case(batch=5, seqlen=1000, **MAMBA2 | dict(dstate=dstate)), hopper_by_default)
 
 
@@ -143,7 +143,7 @@ def test_a_call_allocates_what_the_plan_says(case: Case, gate: bool, precision: 
 
 
 def requested(what: str) -> int:
-    """Bytes asked of torch's allocator, which gives more than that."""
+    """Bytes requested from torch's allocator, which allocates more."""
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
 
 
@@ -156,5 +156,5 @@ def test_the_hopper_kernel_allocates_a_state_and_flags_for_each_segment_but_the_
         workspace = plan(inputs, precision).workspace_bytes
         slots, rest = divmod(workspace, 80 * (64 * 128 * itemsize + 32))
         assert 0 < slots < 16
-        assert rest == 32  # the ticket
+        assert rest == 32  # the ticket counter counter
         assert workspace < inputs.x.nbytes / 50

@@ -1,4 +1,4 @@
-"""compute-sanitizer finds no bad access and no race in small calls; and blocking launches are no trouble."""
+"""compute-sanitizer finds no bad access and no race in small calls; blocking launches also work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(operator: str) -> str:
 
 
 def run(*command: str, **environment: str) -> str:
-    """What a command prints.  A tensor's memory ends where the tensor ends, without torch's cache of memory."""
+    """The output of a command.  Torch's memory cache is off, so that a tensor's memory ends where the tensor ends."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     result = subprocess.run(
         command,
@@ -70,7 +70,7 @@ def test_races(operator: str, kernel: str) -> None:
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
 
-ROLE_ENDS = (256, 384, 448, 512)  # threads of both units' states, of scores, of gates, of loads and stores
+ROLE_ENDS = (256, 384, 448, 512)  # end of each role's threads: states of both units, scores, gates, loads and stores
 
 
 def role(thread: int) -> int:
@@ -80,12 +80,12 @@ def role(thread: int) -> int:
 @ON_HOPPER
 @pytest.mark.parametrize(("kernel", "case"), [("hopper", "ragged"), ("hopper", "n 256"), ("hopper, shared", "batch")])
 def test_races_within_a_role(kernel: str, case: str) -> None:
-    """With N = 256 the halves' exchange among them.
+    """With N = 256 this includes the exchange of the halves.
 
-    Between roles the tool sees races that are none.  Roles meet at mbarriers, where a thread may arrive for others that
-    it has met at their own barrier, and TMA arrives, too.  racecheck learns of such chains bit by bit:
-    NVIDIA's release notes have false reports about mbarriers put right in 2025.4, 2026.1 and 2026.3.  What roles leave
-    for each other `test_fused_hopper_emulated.py` holds, where they take turns at random.
+    Between roles the tool reports false races.  Roles synchronise at mbarriers.  There a thread may arrive for other
+    threads, after a barrier with them, and TMA arrives too.  racecheck does not know all such chains: according to
+    NVIDIA's release notes, versions 2025.4, 2026.1 and 2026.3 fixed false reports about mbarriers.
+    `test_fused_hopper_emulated.py` tests the synchronisation between roles, with the roles in random order.
     """
     said = sanitized("racecheck", "ssd", kernel, "--racecheck-report", "hazard", cases=(case,))
     pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)

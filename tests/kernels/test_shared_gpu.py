@@ -1,4 +1,4 @@
-"""Processes that share a GPU: contexts are switched in the middle of launches, at any instruction."""
+"""Processes that share a GPU: the GPU switches contexts in the middle of launches, at any instruction."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every row of the committed configurations compiles for sm_80, sm_90 and sm_100, and takes no more registers, stack
+"""Every row of the committed configurations compiles for sm_80, sm_90 and sm_100, and needs no more registers, stack
 and shared memory than is recorded in `data/compiled.json`.
 
-What the numbers should be, other tests say (`test_*_compile.py`); here nothing gets worse unseen.  After a change that
-is meant, record again: python tests/kernels/test_shipped_compile.py
+Other tests (`test_*_compile.py`) have absolute limits; this one detects a change for the worse.  After an intended
+change, record again: python tests/kernels/test_shipped_compile.py
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ KEYS = ("registers", "spilled_bytes", "shared_bytes")
 
 
 def measured(capability: int, label: str) -> dict[str, dict[str, int]]:
-    """Kernel -> what it takes."""
+    """Kernel -> its resources."""
     kernels: list[Compiled] = compiled("test_shipped_compile", capability)[label]
     return {kernel.kernel: {key: getattr(kernel, key) for key in KEYS} for kernel in kernels}
 
@@ -100,7 +100,7 @@ def test_no_product_on_hopper_reads_from_a_lost_address(label: str) -> None:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The rows, by id, that are chosen during a test."""
+    """The rows that are chosen during a test, by id."""
     chosen: set[int] = set()
 
     def noting(table: object, call: object) -> object:

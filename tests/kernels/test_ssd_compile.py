@@ -59,9 +59,9 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
         "_chunk_scan_kernel",
     ]
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice: a few words may go to the stack there
+        # tf32x3 holds fp32 operands twice and may spill a few words
         assert kernel.spilled_bytes <= (64 if case.dtype == FP32 else 0), kernel
-        # two programs per SM, which hide each other's waits, where the common sizes run; one elsewhere
+        # two programs per SM for the common sizes, so that each hides the other's waits; one for other sizes
         programs = 2 if label in ("mamba2 bf16 exact", "packed fp16 relaxed") else 1
         assert programs * kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
         assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
@@ -69,7 +69,7 @@ def test_compiles_within_the_limits(label: str, capability: int) -> None:
 
 @pytest.mark.parametrize("module", ["test_ssd_compile", "test_fused_compile", "test_fused_hopper_compile"])
 def test_whatever_triton_is_set_to_products_and_sums_are_fused(module: str) -> None:
-    """Results and speeds would depend on an environment variable, or on Triton's version."""
+    """Otherwise results and speeds would depend on an environment variable or on Triton's version."""
     kernels = [kernel for kernels in compiled(module, 90).values() for kernel in kernels]
     assert kernels
     assert all(kernel.fuses for kernel in kernels)
@@ -88,6 +88,6 @@ def test_a_profiler_is_told_the_work() -> None:
 
 
 def test_the_limits_can_be_broken() -> None:
-    """A configuration that cannot fit is seen not to: 256 x 128 accumulators in 4 warps."""
+    """The test detects a configuration that cannot fit: 256 x 128 accumulators in 4 warps."""
     kernels = compiled("test_ssd_compile", 90, "TOO_LARGE")["chunk_scan"]
     assert kernels[0].spilled_bytes > 0

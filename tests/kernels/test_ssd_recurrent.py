@@ -28,7 +28,7 @@ def test_against_the_recurrence(case: Case) -> None:
 
 
 def test_an_exp2_that_is_off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU's is, in one direction: nothing adds up over 300 positions.  The last head forgets at once."""
+    """As on a GPU, always in one direction: errors do not add up over 300 positions.  The last head forgets at once."""
     exp2 = np.exp2
     monkeypatch.setattr(np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32))
     inputs = Case(seqlen=300, heads=3, initial_states=True).inputs(A=torch.tensor([-1e-3, -0.1, -100.0]))
@@ -36,7 +36,7 @@ def test_an_exp2_that_is_off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_left_of_a_state_that_mostly_decays() -> None:
-    """A rounding error of the state before a position would be larger than what the position leaves of it."""
+    """A rounding error of the state before a position would be larger than the state after its decay."""
     inputs = Case(seqlen=1, initial_states=True, dt_limit=(0.1, 0.1)).inputs(A=torch.tensor([-60.0, -90.0]))
     assert inputs.initial_states is not None
     inputs = replace(inputs, initial_states=1e4 * inputs.initial_states)
@@ -62,7 +62,7 @@ def test_in_place(dtype: torch.dtype) -> None:
 
 
 def test_steps_are_a_sequence() -> None:
-    """Decoding: one position at a time with the state carried is one call over all."""
+    """Decoding one position at a time, with the state carried over, equals one call over all positions."""
     inputs = Case(seqlen=4, gate=True, initial_states=True).inputs()
     whole, state = ssd_recurrent(inputs), inputs.initial_states
     for t in range(4):

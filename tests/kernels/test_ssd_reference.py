@@ -1,4 +1,4 @@
-"""The oracle against the sum that the recurrence stands for, and its two forms against each other."""
+"""The oracle against the unrolled sum of the recurrence, and its two forms against each other."""
 
 from dataclasses import replace
 
@@ -110,7 +110,7 @@ def test_a_permuted_batch_gives_the_permuted_result() -> None:
 def test_one_huge_step_cancels_nothing_after_it() -> None:
     inputs = Case(seqlen=64).inputs(dt_bias=None, dt_softplus=False)
     inputs.dt.abs_()
-    inputs.dt[:, 7] = 1e20  # a difference of cumulative sums would have no digit left
+    inputs.dt[:, 7] = 1e20  # a difference of cumulative sums would have no correct digit
     assert_close(ssd_chunked(inputs), ssd_recurrence(inputs), FP64_ROUNDING)
 
 

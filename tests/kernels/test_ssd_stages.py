@@ -36,7 +36,7 @@ def assert_stage(ours: torch.Tensor, formula: Formula, inputs: SSDInputs, precis
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk c of row b, positions start..stop; first or not in its sequence."""
+    """Chunk c of row b, positions start..stop.  first: whether it is the first chunk of its sequence."""
 
     b: int
     c: int
@@ -118,7 +118,7 @@ def test_chunk_cumsum(case: Case, softplus: bool, bias: bool) -> None:
 
 
 def test_softplus_keeps_its_digits() -> None:
-    """Where exp(dt) is far below 1, log(1 + exp(dt)) computed as it is written has none left."""
+    """If exp(dt) is far below 1, a direct computation of log(1 + exp(dt)) loses all digits."""
     inputs = Case(seqlen=9, heads=1).inputs(dt_bias=None)
     values = torch.tensor([-80.0, -30.0, -17.0, -8.0, 0.0, 8.0, 19.99, 20.01, 100.0])
     inputs.dt.copy_(values[None, :, None])

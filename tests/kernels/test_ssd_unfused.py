@@ -46,7 +46,7 @@ def test_passes_at_every_precision(dtype: torch.dtype, precision: Precision) -> 
 
 
 def test_state_dtype_is_where_states_are_rounded() -> None:
-    """fp32 states between the chunks must not pass through 16 bit, whatever the inputs are."""
+    """fp32 states between chunks must not be rounded to 16 bit, for any dtype of the inputs."""
     inputs = ordinary(dtype=torch.float32)
     exact, rounded = run_unfused(inputs), run_unfused(inputs, replace(EXACT, state_dtype=torch.bfloat16))
     first_chunk = slice(0, inputs.chunk_size)
@@ -109,7 +109,7 @@ def test_int64_bounds_and_strided_bounds() -> None:
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=["exact", "relaxed"])
 @pytest.mark.parametrize(("dt", "A"), [(0.0, -1.0), (1e4, -16.0), (1e30, -16.0), (0.5, 0.0), (1e-38, -1e-38)])
 def test_extreme_decays_stay_finite_and_right(precision: Precision, dt: float, A: float) -> None:
-    """Nothing decays, everything does, or exp underflows: cumulative sums may be 0, tiny or 1e31."""
+    """No decay, full decay, or exp underflows: cumulative sums may be 0, tiny or 1e31."""
     inputs = ordinary(seqlen=40, initial_states=True)
     inputs = replace(inputs, dt_bias=None, dt_softplus=False, A=torch.full_like(inputs.A, A))
     inputs.dt.fill_(dt)

@@ -1,4 +1,4 @@
-"""The unfused kernels on a GPU: every size and dtype that they take, at lengths that fill chunks and break them."""
+"""The unfused kernels on a GPU: every supported size and dtype, with whole and partial chunks."""
 
 from dataclasses import replace
 
@@ -102,7 +102,7 @@ def test_extreme_decays_stay_finite_and_right(dt: float, A: float, dtype: torch.
 
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z"])
 def test_nan_is_not_swallowed(name: str) -> None:
-    """A GPU's minimum and maximum drop NaN unless told not to; the interpreter's never do."""
+    """A GPU's minimum and maximum drop NaN by default; the interpreter's never do."""
     inputs = replace(REAL, seqlen=300, initial_states=True, gate=True, dt_limit=(0.0, 0.1)).inputs()
     getattr(inputs, name).fill_(torch.nan)
     assert not torch.isfinite(run_unfused(inputs).out).any()
@@ -158,7 +158,7 @@ def test_the_plan_knows_the_workspace(case: Case, precision: Precision) -> None:
 
 @pytest.mark.usefixtures("much_gpu_memory")
 def test_offsets_of_inputs_pass_2_to_the_31() -> None:
-    """Rows 8M elements apart: 5 GB.  The same values without the distance give the same bits."""
+    """A row stride of 8M elements: 5 GB.  The same values without gaps give the same bits."""
     near = replace(REAL, seqlen=300, heads=4, gate=True).inputs()
     rows, row = 300, 1 << 23
     assert rows * row > 2**31

@@ -1,4 +1,4 @@
-"""Tuned configurations: which calls take them, and that they keep the kernels' promises."""
+"""Tuned configurations: which calls use them, and the kernels' guarantees with them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_use_nothing_is_tuned() -> None:
 def test_a_find_is_for_its_own_calls_only() -> None:
     tuned.use([hopper_find(CASE.inputs())])
     assert hopper(CASE) == FOUND
-    assert hopper(replace(CASE, seqlen=1000)) == FOUND  # as many chunks
+    assert hopper(replace(CASE, seqlen=1000)) == FOUND  # the same number of chunks
     for other in (
         {"seqlen": 1025},
         {"batch": 2},
@@ -81,7 +81,7 @@ def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
 
 
 def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
-    """Also if there are as many of them, and of chunks in all, as in a call that something was found for."""
+    """Even if the number of sequences and the total number of chunks match a call that was tuned."""
     packed = replace(CASE, lengths=(600, 424))
     tuned.use([hopper_find(replace(CASE, batch=2).inputs()), hopper_find(CASE.inputs())])
     assert hopper(replace(CASE, batch=2)) == FOUND
@@ -103,7 +103,7 @@ def portable_find(inputs: SSDInputs, **fields: Any) -> tuned.PortableFind:
 
 
 def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
-    """A call that was prepared before the find was taken is prepared again."""
+    """A call that was prepared before `tuned.use` is prepared again."""
     inputs = replace(CASE, seqlen=200).inputs()
     before = fused.run(inputs)
     assert "tuned" not in fused.plan(inputs).reason
@@ -118,7 +118,7 @@ def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
 
 
 def test_a_portable_find_keeps_a_sequence_apart_from_its_neighbours() -> None:
-    """Bitwise the same alone, in a batch and in a pack; in that, behind a sequence of another length."""
+    """The same bits alone, in a batch, and in a pack after a sequence of another length."""
     alone = replace(CASE, seqlen=150).inputs()
     tuned.use([portable_find(alone, chunk=32, max_segments=2, min_chunks=1, max_chunks=2, num_warps=8)])
     assert fused.plan(alone).config["max_segments"] == 2

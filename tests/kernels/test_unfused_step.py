@@ -1,4 +1,4 @@
-"""The unfused steps, in the interpreter, against the fp64 recurrences; and that they compile for every GPU."""
+"""The unfused steps, in the interpreter, against the fp64 recurrences; they compile for every GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Kernels of a user: good ones, and one for each thing that can be wrong with a kernel.  They take any operator."""
+"""A user's kernels: correct ones, and one for each kind of defect.  They support any operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amdahl's law in times is Amdahl's law in shares."""
+"""Amdahl's law computed from times equals Amdahl's law computed from shares."""
 
 import pytest
 

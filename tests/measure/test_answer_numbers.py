@@ -1,5 +1,5 @@
-"""Divergences, agreement and perplexities against a plain dense computation, and the interval on series whose
-neighbours resemble each other."""
+"""Divergences, agreement and perplexities against a plain dense computation, and the interval for autocorrelated
+series."""
 
 import math
 
@@ -23,7 +23,7 @@ def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def compared(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7) -> Comparison:
-    """In blocks of `rows` positions, as a prompt's logits are."""
+    """Compares in blocks of `rows` positions, as for a prompt's logits."""
     cuts = [slice(start, start + rows) for start in range(0, len(reference), rows)]
     return joined([compare_logits(reference[cut], other[cut], tokens[1:][cut]) for cut in cuts])
 

@@ -1,4 +1,4 @@
-"""What becomes of a call that does not run."""
+"""The status and the reason of a call that does not run."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Which cases belong together, and which are held together."""
+"""Which cases belong together, and which are compared with each other."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The comparator passes what is right and fails each way of being wrong."""
+"""The comparator passes correct outputs and fails each kind of wrong output."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -190,7 +190,7 @@ def test_relaxed_does_not_pass_as_exact_for_fp32_inputs(make_inputs: MakeInputs)
 
 
 def test_one_huge_activation_does_not_blind_the_rule(make_inputs: MakeInputs) -> None:
-    """Trained models have a few activations far above the rest; the budget of the maximum norm is theirs alone."""
+    """Trained models have a few activations far above the rest; only these need the budget of the maximum norm."""
     x = torch.randn(1, 100, 4, 32, generator=torch.Generator().manual_seed(1))
     x[0, 99, :, 5] = 300
     inputs = make_inputs(x=x.bfloat16(), D=torch.ones(4))

@@ -91,7 +91,7 @@ def test_an_error_against_nothing_is_infinite() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_sums_are_the_same_bits_each_time() -> None:
-    """As a report of several ranks is compared with that of one process."""
+    """This is needed to compare a report of several ranks with that of one process."""
     shape = (1, 5000, 8, 64)
     ours, other = torch.randn(2, *shape, device="cuda")
     place = Region(shape=shape, row=0, positions=(0, shape[1]))

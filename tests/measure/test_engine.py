@@ -1,4 +1,4 @@
-"""Verify, then time: calls are the keys, whatever they are labelled.  The comparator is real, the stopwatch is not."""
+"""Verify, then time: calls are the keys, not their labels.  The comparator is real, the stopwatch is fake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def right(inputs: SSDInputs) -> SSDOutput:
 
 
 def call(inputs: SSDInputs, cost: float, spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output) -> Call:
-    """All of them have one label."""
+    """All calls have the same label."""
 
     def run() -> SSDOutput:
         RAN.append(("scan", cost))

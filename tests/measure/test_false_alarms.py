@@ -1,4 +1,4 @@
-"""What is right passes, also if it rounds elsewhere and adds up in another order than `lo` does."""
+"""Correct outputs pass, even if they round at other points and sum in another order than `lo`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    """The chunked form as a kernel might also compute it, for one sequence and one group of heads per loop turn.
+    """Another valid evaluation of the chunked form, for one sequence, chunk after chunk and head after head.
 
-    Exponents are added up as a tree, weights are rounded once and onto B instead of onto x, and the state that is
-    carried is rounded only where it is read.
+    Exponents are summed as a tree.  Weights are rounded once, and multiply B instead of x.  The state is rounded only
+    when it is read.
     """
     (_, length, h, p), (g, n), q = inputs.x.shape, inputs.B.shape[2:], inputs.chunk_size
     dtype = precision.intermediate_dtype(inputs.x.dtype)
@@ -70,7 +70,7 @@ def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
 
 
 def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]) -> dict[str, str]:
-    """Precision -> reason, of those that do not pass."""
+    """Precision -> reason, for precisions that do not pass."""
     candidates = {
         name: Candidate(output=run(inputs, precision), precision=precision) for name, precision in PRECISIONS.items()
     }
@@ -92,14 +92,14 @@ def test_another_evaluation_passes(
     ("dtype", "off"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)], ids=str
 )
 def test_a_wrong_decay_does_not_pass(make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, off: float) -> None:
-    """The slack for exponents is that of their fp32 rounding."""
+    """The tolerance for exponents covers only their rounding in fp32."""
     shape = SHAPES["a chunk of 256"]
     inputs, wrong = (make_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape) for factor in (1, 1 + off))
     output = other_evaluation(wrong, Precision())
     assert compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"].status == "inaccurate"
 
 
-# the oracle is no kernel, and a decode step takes one token
+# the oracle is not a kernel, and a decode step takes one token
 WHOLE_PROMPTS = [name for name in kernels.names("ssd") if name not in ("reference", "unfused_step")]
 
 

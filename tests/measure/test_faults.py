@@ -1,4 +1,4 @@
-"""A kernel that costs the process its GPU is named; any other error stays what it is."""
+"""A fault that makes the GPU unusable names the kernel; any other error is unchanged."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The same bits give the same number, other bits another one."""
+"""The same bits give the same number, and other bits another number."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Whose work a kernel is: that of the innermost mark at its launch; nothing is lost."""
+"""A kernel belongs to the innermost mark at its launch; no kernel is lost."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
         mark("mixer", 10, 100),
         *kernel(2, 20, 2.0),
         mark("operator", 30, 50),
-        *kernel(3, 31, 4.0, driver=True),  # as Triton launches, and it runs long after the mark
+        *kernel(3, 31, 4.0, driver=True),  # launched as by Triton; runs long after the mark
         *kernel(4, 51, 8.0),  # the mixer again
         mark("MLP", 100, 120),  # begins where the other ends
         *kernel(5, 100, 16.0),
-        *kernel(6, 120, 32.0),  # behind all marks
+        *kernel(6, 120, 32.0),  # after all marks
     ]
     assert parts(trace) == {None: 33.0, "mixer": 10.0, "operator": 4.0, "MLP": 16.0}
 

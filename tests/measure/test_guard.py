@@ -1,4 +1,4 @@
-"""Guards around tensors: whatever is written beside them is seen, and nothing else is."""
+"""Guards around tensors detect every write outside of the tensors, and nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gdn() -> GDNInputs:
 
 
 def beside(tensor: torch.Tensor, elements: int) -> torch.Tensor:
-    """The element that lies so many elements from the tensor's first one."""
+    """The element at an offset of `elements` from the tensor's first element."""
     return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() + elements)
 
 
@@ -110,7 +110,7 @@ def test_guarded_tensors_hold_what_they_would_hold() -> None:
         assert torch.full((2,), 7).tolist() == [7, 7]
         assert torch.ones_like(torch.empty(2, dtype=torch.int32)).tolist() == [1, 1]
         assert torch.empty(0).shape == (0,)
-        assert torch.empty(2, 3, device="meta").is_meta  # without memory, it has no guards
+        assert torch.empty(2, 3, device="meta").is_meta  # no memory, so no guards
         plain, guarded = torch.randn(4, 4), torch.empty(4, 4)
         guarded.copy_(plain)
         assert torch.equal(guarded @ guarded, plain @ plain)

@@ -1,4 +1,4 @@
-"""Triton's launch hook, played by hand around a kernel that is compiled for a GPU that need not be there."""
+"""Triton's launch hook, called by hand around a kernel that is compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr, DTYPE: tl.constexp
 
 
 def compiled(block: int, handle: int) -> Any:
-    """As after a load: Triton fills the three attributes from the driver."""
+    """A compiled kernel as after loading, when Triton has set three attributes from the driver."""
     source = ASTSource(
         fn=triton.JITFunction(_copy_kernel),
         signature={"source_ptr": "*fp32", "target_ptr": "*fp32", "BLOCK": "constexpr", "DTYPE": "constexpr"},
@@ -40,12 +40,12 @@ def compiled(block: int, handle: int) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Filled by another process: this one cannot compile once a test has interpreted a kernel."""
+    """A cache filled by another process, because this one cannot compile after a test has interpreted a kernel."""
     folder = str(tmp_path_factory.mktemp("triton"))
     environment = os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", folder)  # an attribute of knobs would stay set: undone, it is assigned
+        patch.setenv("TRITON_CACHE_DIR", folder)  # monkeypatching an attribute of knobs would leave it assigned
         yield
 
 

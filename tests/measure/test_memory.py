@@ -1,4 +1,4 @@
-"""Peaks, and how many outputs are held."""
+"""Peaks, and the number of outputs in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resident blocks, against values worked out by hand from the programming guide's tables."""
+"""Resident blocks, against values computed by hand from the programming guide's tables."""
 
 import pytest
 from fakes import HOPPER

@@ -1,4 +1,4 @@
-"""A user's kernel that breaks does so in a process of its own, and the reason is told."""
+"""A user's kernel that fails does so in a separate process, and the reason is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of known shapes, and where a time stands against them."""
+"""Bytes and FLOPs of known shapes, and the relation of a time to them."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ MAMBA2_2_7B = Dims(
 
 
 def expanded(d: Dims) -> SSDInputs:
-    """The shapes without the memory."""
+    """Tensors of these shapes, expanded from almost no memory."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros((), dtype=torch.bfloat16).expand(shape)

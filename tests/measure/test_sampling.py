@@ -1,4 +1,4 @@
-"""Whose turn it is, what a recording is, and when sampling ends."""
+"""The order of samples, the content of a recording, and the end of sampling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
         return self.seconds
 
     def set_up(self, **microseconds: list[float]) -> Callable[[np.random.Generator], dict[Name, Sampler]]:
-        """Each name has the given times, one after the other, over and over."""
+        """A sampler per name that returns the given times in a cycle."""
         values = {name: cycle(times) for name, times in microseconds.items()}
 
         def sample(name: str) -> float:
@@ -47,7 +47,7 @@ def plan(**fields: float) -> SamplingPlan:
 
 
 def shape(samples: Samples) -> list[int]:
-    """The rounds of each recording."""
+    """The number of rounds of each recording."""
     return [len(rounds) for rounds in samples]
 
 
@@ -117,7 +117,7 @@ def test_noisy_calls_do_not_make_more_replays() -> None:
 
 
 def test_rounds_that_drift_together_are_not_noisy() -> None:
-    """A clock that changes during a recording changes both times, and not their ratio."""
+    """A change of the clock during a recording changes both times, but not their ratio."""
     clocks = iter(np.repeat(np.random.default_rng(0).normal(100, 10, 1000), 2))
 
     def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
@@ -134,7 +134,7 @@ def test_recordings_that_disagree_are_followed_by_more() -> None:
 
 
 def test_call_times_are_not_compared_with_device_times() -> None:
-    """Both are steady against their own kind, and drift apart."""
+    """Each is steady relative to times of its own kind, while the two kinds drift apart."""
     drift = iter(np.linspace(1, 2, 1000))
     clock = {}
 

@@ -42,7 +42,7 @@ def test_95_of_100_intervals_hold_the_true_median_wherever_recordings_lie() -> N
 
 
 def test_more_rounds_of_the_same_recordings_do_not_narrow_the_interval() -> None:
-    """What a recording's place in memory does to it, all of its rounds share."""
+    """All rounds of a recording share the effect of its place in memory."""
     few = noisy(100, 0.0, placement=0.01)
     assert median_interval(np.tile(few, 100)) == median_interval(few)
 
@@ -54,7 +54,7 @@ def test_the_median_of_rounds_ignores_an_interrupted_one() -> None:
 
 
 def test_the_spread_counts_every_sample_once_whatever_recording_it_is_from() -> None:
-    """A recording that was interrupted may have more rounds; the median over recordings does not see its length."""
+    """An interrupted recording may have another number of rounds; the median over recordings ignores its length."""
     samples = [np.arange(1.0, 5.0), np.arange(5.0, 102.0)]
     found = statistics.spread(samples)
     assert (found.samples, found.min_us, found.max_us) == (101, 1, 101)
@@ -118,7 +118,7 @@ def test_settled_asks_every_pair() -> None:
         (0.03, 0.013, True),  # faster, with half a half width to spare
         (-0.03, 0.014, False),
         (0.7, 0.029, True),
-        (0.7, 0.031, False),  # faster beyond doubt, by how much is still open
+        (0.7, 0.031, False),  # certainly faster, by an uncertain amount
         (0.015, 0.006, False),  # near the smallest difference
         (0.015, 0.0049, True),
     ],

@@ -1,4 +1,4 @@
-"""What is done with samples, failures and changed outputs; on a GPU, whether the stopwatch is right."""
+"""How samples, failures and changed outputs are handled; on a GPU, whether the stopwatch is right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
 
 
 class FakeBench:
-    """Calls cost what the run's own `cost` says, replays half of it."""
+    """A call takes the run's `cost`, and a replay half of it."""
 
     device = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_the_warm_clock_is_beside_the_others_and_only_where_it_is_asked_for() ->
 
 
 def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the new one would lie beside it, and memory would have to hold both."""
+    """Otherwise memory would have to hold both the old and the new one."""
     recorded: list[weakref.ref[Recording]] = []
     record, relocate = FakeBench.record, FakeBench.relocate
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
     assert session.untimed["b"].startswith("b is not timed: no memory is left")
 
 
-LAST_CALL = PLAN.max_recordings + SAMPLED + 1  # recorded, timed, and at last looked at
+LAST_CALL = PLAN.max_recordings + SAMPLED + 1  # recorded, timed, and finally checked
 
 
 @pytest.mark.parametrize("calls", [3, LAST_CALL - 1], ids=["while it is timed", "the last one"])
@@ -184,7 +184,7 @@ def test_nothing_left_to_time_is_no_error() -> None:
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us"])
 def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
-    """It ran well before: whether a kernel faults may depend on what else is in memory."""
+    """It ran without a fault before: a fault may depend on other contents of memory."""
     timed = getattr(FakeBench, event)
 
     def faulty(bench: FakeBench, what: Any) -> object:
@@ -199,7 +199,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest
 
 
 def test_a_call_whose_fault_shows_when_its_output_is_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call returns before the GPU has done its work."""
+    """A call returns before the GPU has finished."""
 
     def look(key: str, _output: SSDOutput) -> str:
         if key == "b":
@@ -250,7 +250,7 @@ def bench() -> CudaBench:
 
 
 def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
-    """Work of a known length: a kernel that spins for so many cycles, timed alone first."""
+    """Work of a known duration: a kernel that spins for a number of cycles, first timed separately."""
 
     def run() -> SSDOutput:
         torch.cuda._sleep(int(milliseconds * 1e6))
@@ -285,7 +285,7 @@ def test_call_time_includes_launching_and_device_time_does_not(bench: CudaBench)
 
 @pytest.mark.gpu
 def test_the_cache_is_cold(bench: CudaBench) -> None:
-    """A sum over 16 MB: out of L2 it is far faster than what the bench reports."""
+    """A sum over 16 MB: from L2 it is far faster than the bench's result."""
     data = torch.zeros(4 << 20, device="cuda")
     sums = 20
 
@@ -315,7 +315,7 @@ def test_the_warm_clock_finds_its_inputs_in_the_cache_and_hides_launches(bench: 
 
 
 def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
-    """Of six recordings, each after `relocate`."""
+    """Places and reserved bytes of six recordings, each after `relocate`."""
     bench, generator = CudaBench(torch.device("cuda")), np.random.default_rng(0)
 
     def run() -> SSDOutput:
@@ -333,7 +333,7 @@ def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
 
 @pytest.mark.gpu
 def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory() -> None:
-    """In a process of its own: gaps between tensors of other tests may hold every recording."""
+    """In a separate process, because gaps between tensors of other tests may hold every recording."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         places, reserved = pool.submit(places_and_reserved_bytes).result()
     assert len(places) > 1

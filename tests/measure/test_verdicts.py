@@ -1,7 +1,7 @@
 """How often a verdict is wrong, and how often a real difference is found, on a simulated GPU.
 
-The simulated times have what was seen on a real one: an error that a recording's place in memory gives to all of its
-rounds, a gain for who comes first in a round, noise of rounds with interruptions, and a drift that all see.
+The simulated times have the effects observed on a real GPU: an error from a recording's place in memory, common to all
+of its rounds; an advantage for the first sample of a round; noise of rounds with interruptions; and a common drift.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ssdprof.measure.statistics import ratio_interval
 from ssdprof.measure.timing import time_in_turns
 from ssdprof.schema import Speedup
 
-PLACEMENT = 0.003  # standard deviation, of a recording
-FIRST = 0.004  # by how much who comes first in a round is faster
+PLACEMENT = 0.003  # standard deviation per recording
+FIRST = 0.004  # advantage of the first sample of a round
 DRIFT = 0.02  # over a comparison
-DEVICE_NOISE, CALL_NOISE = 0.01, 0.06  # standard deviations, of a round
+DEVICE_NOISE, CALL_NOISE = 0.01, 0.06  # standard deviations per round
 INTERRUPTED = 0.03  # the share of calls that take up to twice as long
 
 
@@ -69,7 +69,7 @@ class SimulatedGpu:
 
 @cache
 def compared(seed: int, ratio: float) -> Speedup:
-    """A call that takes 100 us, and one that takes 100 / ratio, as `ssdprof run` would compare them."""
+    """Compares a call of 100 us and one of 100 / ratio us, as `ssdprof run` does."""
     plan = SamplingPlan(seconds=math.inf)
     runs = {"slow": Work(100), "fast": Work(100 / ratio)}
     session = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _output: "")
@@ -94,7 +94,7 @@ def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [0.01, 0.02, 0.04])
 def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: float) -> None:
-    """Where recordings of equal times differ most, some recording is the one after which an interval is beyond."""
+    """If recordings of equal times differ much, the interval is likely to lie beyond the limit after some recording."""
     draw = np.random.default_rng(0)
     verdicts = []
 
@@ -109,7 +109,7 @@ def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: flo
 
 
 def test_one_recording_would_be_wrong_often() -> None:
-    """The simulated GPU is hard enough: intervals that know only rounds, of one place in memory, are too narrow."""
+    """The simulated GPU is hard enough: intervals from the rounds of a single place in memory are too narrow."""
     wrong = 0
     for seed in range(100):
         gpu = SimulatedGpu(seed)

@@ -1,4 +1,4 @@
-"""Inputs of every kind, as the comparator's tests draw them."""
+"""Inputs of every kind, drawn as in the comparator's tests."""
 
 from measure.conftest import make_inputs
 

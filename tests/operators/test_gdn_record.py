@@ -1,4 +1,4 @@
-"""What the record of GDN says of a call: its sizes, its cost, its form, and inputs drawn for a bench."""
+"""The record of GDN: a call's sizes, its cost, its form, and inputs drawn for a bench."""
 
 from __future__ import annotations
 

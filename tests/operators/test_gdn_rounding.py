@@ -1,4 +1,4 @@
-"""`lo` of GDN computes the operator, and loses exactly what the precision lets it lose."""
+"""`lo` of GDN computes the operator, and rounds exactly where the precision allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest sizes that an operator names are those of its kernels: a config is judged by them before a download."""
+"""An operator's largest sizes are those of its kernels.  A config is judged by them before a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation a name stands for, and what is said of a name that stands for none."""
+"""The implementation of a name, and the error for an unknown name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ number = 3
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of some operator."""
+    """Inputs of an operator."""
 
     x: torch.Tensor
 
@@ -59,7 +59,7 @@ def here(users_folder: Path) -> Path:
 
 
 def install(folder: Path, distribution: str, **points: str) -> None:
-    """What pip leaves of a distribution that registers entry points."""
+    """Writes the files of an installed distribution that registers entry points."""
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
@@ -159,7 +159,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
 def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
     monkeypatch: pytest.MonkeyPatch, device: str, index: int
 ) -> None:
-    """Triton launches on the current GPU, which is another one in a rank of torchrun or a placed model."""
+    """Triton launches on the current GPU, which can be another one in a rank of torchrun or a placed model."""
     current: list[int] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""`lo` computes the operator, and loses exactly what the precision lets it lose."""
+"""`lo` computes the operator, and rounds exactly where the precision allows it."""
 
 from collections.abc import Callable
 

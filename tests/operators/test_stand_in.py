@@ -1,4 +1,4 @@
-"""What computes an operator in a model on a GPU: our kernels in order of preference, and a refusal that names each."""
+"""The operator in a model on a GPU: our kernels in order of preference, and an error that names each refusal."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Implementations by name, in the place of the bundled ones; an exception is raised, a result is returned."""
+    """Implementations by name that replace the bundled ones: an exception is raised, a result is returned."""
     found: dict[str, Any] = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""A new operator, registered from one file, goes through every stage: the package does not know it."""
+"""A new operator, registered from one file and unknown to the package, works in every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stopwatch and a profiler without a GPU: operators cost what they are said to, and so does the rest of a model."""
+"""A stopwatch and a profiler without a GPU: the operators and the rest of a model have given times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from ssdprof.measure.bench import Recording
 from ssdprof.measure.gpu_trace import Trace
 
-REST_US = 1000.0  # of a prefill, beside its operators
+REST_US = 1000.0  # of a prefill, without its operators
 
 
 class FakeBench:
-    """A replay costs what `us` says of the implementation that ran in it; a call `REST_US` and its operators.
+    """A replay takes the time in `us` of its implementation; a call takes `REST_US` plus its operators' times.
 
-    ran: which implementations did, one entry for each operator call; whoever calls them notes it.
+    ran: the implementations that ran, one entry per operator call; the caller appends it.
     """
 
     device = torch.device("cpu")
@@ -49,8 +49,8 @@ class FakeBench:
 
 
 def cpu_trace(run: Callable[[], object]) -> Trace:
-    """A trace in which every matrix product, convolution and power on the CPU is a kernel of 10 microseconds that was
-    launched when it began."""
+    """A trace in which every matrix product and power on the CPU is a kernel of 10 microseconds, launched when the
+    operation began."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:

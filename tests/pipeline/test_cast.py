@@ -1,4 +1,4 @@
-"""`run --cast`: which tensors change their dtype, and what is said of that."""
+"""`run --cast`: which tensors change their dtype, and what the reports say about it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     assert {case.precision.state_dtype for case in report.cases} == {"fp16"}
     assert report.asked is not None
     assert {one.state_dtype for one in report.asked.precisions} == {"fp16"}
-    assert out.count(f"cast from {source} to fp16") >= 3  # the head, the caveats, what ran
+    assert out.count(f"cast from {source} to fp16") >= 3  # in the heading, the caveats and the list of runs
     found = compare(read("plain"), read("cast"), smallest_difference=0.01)
     pairs = [pair for pair in found.pairs if pair.base and pair.new]
     assert {pair.row.implementation for pair in pairs} == {"unfused", "fused"}

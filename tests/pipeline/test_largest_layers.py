@@ -1,4 +1,4 @@
-"""The largest mixtures of experts: what one layer of each takes, and what is said where it does not fit."""
+"""The largest mixtures of experts: the memory of one layer, and the error if it does not fit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def write_without_values(config: Any, folder: Path) -> Any:
-    """A checkpoint whose weights are a hole in its file, and the model that it describes, without values."""
+    """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -121,7 +121,7 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> No
 def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer is there at a time, so that it does not matter how many there are."""
+    """One layer is in memory at a time, so the number of layers does not matter."""
     model = write_without_values(CONFIGS[name](), tmp_path)
     prompt = PromptRequest(text="random", seqlens=(16384,))
     request = CaptureRequest(model=ModelRequest(model=str(tmp_path)), prompt=prompt)
@@ -160,7 +160,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
 def test_what_would_fit_is_advised(
     name: str, seqlen: int, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside what is computed."""
+    """In addition to the memory for the computation."""
     write_without_values(CONFIGS[name](), tmp_path)
     prompt = PromptRequest(text="random", seqlens=(seqlen,))
     request = CaptureRequest(model=ModelRequest(model=str(tmp_path)), prompt=prompt)

@@ -1,4 +1,4 @@
-"""What a machine can take on, decided from sizes alone."""
+"""What a machine can process, decided only from sizes."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which module is which part of a model, in every family; and that the parts of a profile add up."""
+"""Which modules belong to which part of a model, in every family; the parts of a profile add up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
     for part, count in {"operator": 3, "convolution": 3, "gated norm": 3, "mixer": 3, "attention": 1}.items():
         assert marks.count(f"ssdprof:{part}") == count
     before = cpu_trace(lambda: prefill(model, ids, 24))
-    assert not [event for event in before if str(event.get("name")).startswith("ssdprof:")]  # no mark is left
+    assert not [event for event in before if str(event.get("name")).startswith("ssdprof:")]  # all marks are removed
 
 
 def test_parts_add_up_to_the_whole() -> None:

@@ -1,4 +1,4 @@
-"""Which placement a machine's memory allows, what it is said to cost, and how much memory it takes."""
+"""Which placement a machine's memory allows, its predicted cost, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
 
 
 def beside(folder: Path) -> int:
-    """Bytes that the model needs beside its weights, as the choice counts them."""
+    """Bytes that the model needs in addition to its weights, as the choice counts them."""
     return placement.bytes_beside_weights(*asked(folder))
 
 
@@ -109,7 +109,7 @@ def beside(folder: Path) -> int:
 def test_the_fastest_placement_that_fits(
     granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
 ) -> None:
-    """Memory in units of the weights, beside what the model computes."""
+    """Memory in units of the weights, in addition to the memory for the computation."""
     request, subject = asked(granite)
     weights, more = subject.weight_bytes, beside(granite)
     memory(
@@ -201,7 +201,7 @@ def save_in_fp8(folder: Path) -> None:
 def test_weights_that_transformers_writes_anew_are_counted(
     save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """whole: all that lies on the disk is written, but for a few numbers of each head."""
+    """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
     request, subject = asked(tmp_path, "disk-offload")
     memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(request, subject))
@@ -216,7 +216,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
 
 
 def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said before the download, and by a dry run."""
+    """The error comes before the download, and also in a dry run."""
     request, subject = asked(granite)
     placed = replace(choose(request, subject), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
@@ -274,7 +274,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "measured after the download" in placement_words(priced(Placed(record=record), None))
     found = priced(Placed(record=record), granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
-    assert copied == [GB]  # there is room for a layer, and there may be none for more
+    assert copied == [GB]  # there is room for a layer, but possibly not for more
     words = placement_words(found)
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
@@ -295,7 +295,7 @@ def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
 def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loaded as the placement says, while the files that it reads are there."""
+    """The model is loaded according to the placement, while the files that it reads exist."""
     found: list[list[dict[str, torch.Tensor]]] = []
     for share in (2.0, 0.6):
         request, subject = asked(granite)
@@ -310,11 +310,11 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
         assert all(torch.equal(whole[name], streamed[name]) for name in whole)
 
 
-# --- how much memory it takes
+# --- the memory that it needs
 
 
 def wide(name: str) -> Any:
-    """A config with layers wide enough for activations to count."""
+    """A config with layers so wide that activations affect the peak."""
     common = {"vocab_size": 128, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
     linear = {
@@ -350,7 +350,7 @@ def wide(name: str) -> Any:
 
 def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
     """Bytes of all tensors that are alive at once while the model's operators are captured."""
-    for _ in range(2):  # a process's first call of a mixture of experts keeps more
+    for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
             capture_layers(
                 model,
@@ -389,8 +389,8 @@ def lower_right(queries: int, keys: int) -> torch.Tensor:
 def test_the_predicted_peak_is_that_of_a_capture(
     name: str, segment_length: int, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Predicted without memory, on the meta device."""
-    # torch's CausalBias cannot be made under a dispatch mode.
+    """The prediction runs on the meta device, without memory."""
+    # torch's CausalBias cannot be constructed under a dispatch mode.
     monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
     model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     with torch.device("meta"):
@@ -406,7 +406,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
 def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path: Path) -> None:
-    """A mask of a segment times the prompt: 16 GiB for a million tokens."""
+    """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     request, subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
     loaded = load(request, subject, Unwatched())
@@ -421,11 +421,11 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(nam
 def test_operator_calls_of_one_form_are_tried_once(
     name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The predicted peak is the same as if each were."""
+    """The predicted peak is the same as if every call were tried."""
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     wanted = {site.layer_index for site in find_sites(shapes)}
-    tried: list[int] = []  # and no call, because it holds its tensors
+    tried: list[int] = []  # not the calls, because a call holds its tensors
     stand_in = OperatorCall.stand_in
 
     def counting(call: OperatorCall) -> Result:
@@ -440,13 +440,13 @@ def test_operator_calls_of_one_form_are_tried_once(
         return peak, len(tried)
 
     peak, forms = predicted()
-    assert forms == (1 if segment_length == 1024 else 2)  # without and with the state of the segment before
+    assert forms == (1 if segment_length == 1024 else 2)  # without and with a state from the segment before
     monkeypatch.setattr("ssdprof.operators.tensors.form", lambda _: object())
     assert predicted() == (peak, len(wanted) * 1024 // segment_length)
 
 
 def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is replayed as it comes.  Segments are put together, and replayed as a whole prompt."""
+    """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole prompt."""
     request, segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
     memory(monkeypatch, [chunks.weight_bytes + placement.bytes_beside_weights(request, chunks)], 2**40)
@@ -455,7 +455,7 @@ def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.M
 
 
 def test_streamed_weights_are_part_of_the_prediction(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted while the model runs from the disk, with what stays in memory."""
+    """They are counted while the model runs from the disk, together with the weights that stay in memory."""
     request, subject = asked(granite)
     memory(monkeypatch, [], int(0.6 * subject.weight_bytes) + beside(granite))
     loaded = load(request, subject, Unwatched())
@@ -474,7 +474,7 @@ LONG = 16384
 
 @pytest.fixture(scope="module")
 def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers of 0.27 GB, of which streaming shows."""
+    """Layers of 0.27 GB, large enough to detect streaming."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=1024,
         hidden_size=2048,
@@ -499,7 +499,7 @@ def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def capped(size: int | None) -> Iterator[None]:
-    """This process may take `size` more bytes of every GPU; None: all."""
+    """This process may allocate `size` more bytes on every GPU; None: no limit."""
     gc.collect()
     torch.cuda.empty_cache()
     devices = range(torch.cuda.device_count())
@@ -520,7 +520,7 @@ def capped(size: int | None) -> Iterator[None]:
 def test_the_predicted_peak_of_a_gpu(
     large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's own count, under a cap that makes the offloads stream: of one GPU, because several would hold all."""
+    """torch's count, under a cap that makes the offloads stream; on one GPU, because several would hold all weights."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
     more = placement.bytes_beside_weights(request, subject)
@@ -539,7 +539,7 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
-    """With the cache of every layer where the layer is."""
+    """The cache of every layer is on the layer's GPU."""
     found: list[list[dict[str, torch.Tensor]]] = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:

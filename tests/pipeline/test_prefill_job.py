@@ -28,7 +28,7 @@ from ssdprof.schema.prefill_rows import broken_gates
 
 
 class Stopwatch(FakeBench):
-    """Ignores which implementation ran: all calls take as long."""
+    """All calls take the same time, for every implementation."""
 
     def __init__(self, _device: torch.device) -> None:
         super().__init__({"unfused": 2.0, "fused": 1.0, "own_of_prefill:first": 1.0})
@@ -40,7 +40,7 @@ class Stopwatch(FakeBench):
 
 @pytest.fixture
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = {name: kernels.get(name, "reference") for name in ("ssd", "gdn")}  # quicker than the interpreter
+    reference = {name: kernels.get(name, "reference") for name in ("ssd", "gdn")}  # faster than the interpreter
     monkeypatch.setattr(kernels, "get", lambda operator, name: replace(reference[operator], name=name))
     monkeypatch.setattr(prefill, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(prefill, "CudaBench", Stopwatch)
@@ -93,7 +93,7 @@ def test_the_first_layers_alone_are_timed_and_counted() -> None:
 def test_the_gate_is_stored_and_judges_what_was_timed() -> None:
     report = run(wanted(8, layers="first:1", gates=Gates(min_speedup=1.5)))
     assert report.gates.min_speedup == 1.5
-    (broken,) = broken_gates(report)  # both took as long
+    (broken,) = broken_gates(report)  # both took the same time
     assert (broken.row, broken.found) == (
         "prefill, model surroundings, 8 tokens, fused, exact, fp32 states",
         "1x over unfused",

@@ -1,4 +1,4 @@
-"""A length through all contenders, on the CPU: statuses, turns, Amdahl's law, parts, and what is refused."""
+"""A length through all contenders, on the CPU: statuses, rounds, Amdahl's law, parts, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS, LENGTH = 3, 12
 
 
 class Noted(Contender):
-    """Tells the bench that it ran."""
+    """Records in the bench that it ran."""
 
     bench: FakeBench
 
@@ -40,7 +40,7 @@ class Noted(Contender):
 
 
 def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model", run: Any = None) -> Noted:
-    """Computes as the reference does, which is quicker here than kernels in the interpreter."""
+    """Computes with the reference, which is faster here than kernels in the interpreter."""
     base = kernels.get("ssd", "reference")
     implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
     named = Named(name=name, kind="bundled", implementation=implementation)
@@ -50,7 +50,7 @@ def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model",
 
 
 def unseen(run: Callable[[], object]) -> Trace:
-    """A profiler that sees nothing: rounds are few then."""
+    """A profiler that sees nothing; then there are few rounds."""
     run()
     return []
 
@@ -157,7 +157,7 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     one, bench = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace, seconds=5.0, clock=clock)
     (case,) = timed(one).cases
     events = [event for event in bench.events if event in ("relocate", "call unfused")]
-    sampled = events[4:]  # three of the layer alone, and the first turn
+    sampled = events[4:]  # three of the layer only, and the first round
     assert case.call is not None
     assert case.call.recordings == sampled.count("relocate") >= 5
     assert sampled[0] == "relocate"
@@ -288,7 +288,7 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
 
 
 def test_turns_that_do_not_fit_are_not_begun() -> None:
-    """The profile says how long a round takes; here it takes more than what is left."""
+    """The profile gives the duration of a round, which exceeds the remaining time here."""
 
     def slow(run: Callable[[], object]) -> Trace:
         return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
@@ -302,7 +302,7 @@ def test_turns_that_do_not_fit_are_not_begun() -> None:
 
 
 def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
-    """The profile says 1 ms for a round, and the clock a second for each call: five recordings do not fit."""
+    """A round takes 1 ms in the profile, but each call takes a second on the clock: five recordings do not fit."""
     ticking = Ticking()
 
     def moved(seconds: float) -> bool:
@@ -328,7 +328,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 
 
 def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None:
-    """A prefill of 128K tokens takes seconds: before the turns there are one of each, and one up to the layer."""
+    """A prefill of 128K tokens takes seconds.  Before the rounds there is one of each, and one up to the layer."""
     one, bench = timer(lambda bench: [contender(bench, name) for name in ("unfused", "fused")])
     before: list[str] = []
     first = one._sample
@@ -344,7 +344,7 @@ def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None
 
 
 def test_in_segments_the_profile_follows_a_whole_prefill() -> None:
-    """Later segments have initial states, which compile or tune what the first call did not."""
+    """Later segments have initial states, and may compile or tune kernels that the first call did not need."""
     ran: list[int] = []
 
     def profile(run: Callable[[], object]) -> Trace:

@@ -50,7 +50,7 @@ def inputs() -> SSDInputs:
 
 @pytest.fixture
 def register(registries_of_its_own: None) -> Callable[[str, RunSSD], None]:  # noqa: ARG001
-    """Adds an implementation for the length of a test."""
+    """Adds an implementation until the test ends."""
 
     def add(name: str, run: RunSSD) -> None:
         plan = Plan(variant="stand-in", launches=1, config={"block": 16})
@@ -242,7 +242,7 @@ def test_an_interruption_keeps_what_is_finished(
 
 
 class FakeBench:
-    """Every call takes its implementation's time; the device half of it."""
+    """A call takes its implementation's time, and the device half of it."""
 
     device = torch.device("cpu")
 
@@ -254,7 +254,7 @@ class FakeBench:
         return self.times[next(name for name in self.times if kernels.get("ssd", name).run is run.func)]  # type: ignore[attr-defined]
 
     def relocate(self, _generator: np.random.Generator) -> None:
-        """Nothing lies anywhere."""
+        """Does nothing: there is no memory to move."""
 
     def record(self, run: Run) -> Recording:
         return Recording(graph=run, output=run())

@@ -1,4 +1,4 @@
-"""What a run compares where the user does not say."""
+"""What a run compares by default."""
 
 import pytest
 

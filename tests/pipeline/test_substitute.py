@@ -1,4 +1,4 @@
-"""An implementation in a model's place: the model computes with it, in the layers that were named, and is restored."""
+"""An implementation in place of a model's operator: used in the given layers, and removed afterwards."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
     with substituted(sites, implemented(implementation, EXACT_FP32, sites)) as count:
         ours = logits(model)
     assert count.calls == len(sites)
-    assert not torch.equal(ours, before)  # another order of sums: it was ours that ran
+    assert not torch.equal(ours, before)  # sums in another order: our implementation ran
     assert float((ours - before).abs().max() / before.abs().max()) < 1e-4
     assert torch.equal(logits(model), before)
 

@@ -116,7 +116,7 @@ def make_prompt(seqlen: int, **fields: Any) -> schema.Prompt:
 
 
 def in_calls(report: RunReport, count: int = 3) -> RunReport:
-    """The same of a chunked prefill: every case of a whole prompt becomes one for each of `count` chunks."""
+    """The report for a chunked prefill: every case of a whole prompt becomes one case for each of `count` chunks."""
     (prompt,) = report.prompts
     whole = count * prompt.seqlen
     calls = schema.Serving(chunk=prompt.seqlen).calls(whole)
@@ -126,7 +126,7 @@ def in_calls(report: RunReport, count: int = 3) -> RunReport:
 
 
 def with_steps(report: RunReport, count: int = 2) -> RunReport:
-    """The same and decode steps after its prompt: with the numbers of the exact cases with fp32 states."""
+    """The report with decode steps after its prompt, with the numbers of the exact cases with fp32 states."""
     (prompt,) = report.prompts
     steps = schema.StepsAsked(
         implementations=("unfused_step", "recurrent"), precisions=(EXACT_FP32,), baseline="unfused_step"
@@ -161,7 +161,7 @@ def with_steps(report: RunReport, count: int = 2) -> RunReport:
 
 
 def served(case: CaseResult, kind: Literal["packed", "chunk"], prompt_seqlen: int, sequences: int = 1) -> CaseResult:
-    """The same of a packed call, or of the first of two chunks."""
+    """The case for a packed call, or for the first of two chunks."""
     count = 2 if kind == "chunk" else 1
     call = schema.CallRef(kind=kind, number=1, count=count, prompt_seqlen=prompt_seqlen, sequences=sequences)
     return case.model_copy(update={"call": call})
@@ -172,7 +172,7 @@ def layer(index: int) -> LayerRef:
 
 
 def make_cases(index: int, seqlen: int, precisions: Sequence[PrecisionRecord], *, gpu: bool) -> list[CaseResult]:
-    """What a replay of one layer makes: for each state dtype the baseline, then both implementations."""
+    """The cases of a replay of one layer: for each state dtype the baseline, then both implementations."""
     cases = []
     for state in dict.fromkeys(precision.state_dtype for precision in precisions):
         of_state = [precision for precision in precisions if precision.state_dtype == state]
@@ -321,7 +321,7 @@ def around(value: float, share: float) -> Interval:
 
 
 def failed(case: CaseResult, status: Status, reason: str = "") -> CaseResult:
-    """The same case with another end: no timing, and no accuracy where nothing ran."""
+    """The case with another status: without timing, and without accuracy if nothing ran."""
     ran = status in ("inaccurate", "nonfinite")
     accuracy = tuple(_failed(a, nonfinite=status == "nonfinite") for a in case.accuracy) if ran else ()
     untimed: dict[str, Any] = {"timing": None, "speedup": None, "roofline": None, "memory": None}
@@ -339,7 +339,7 @@ def _failed(accuracy: schema.TensorAccuracy, *, nonfinite: bool) -> schema.Tenso
 
 
 def with_scale(case: CaseResult) -> CaseResult:
-    """The case as it is since errors have a scale and a place along the prompt: values up to 41.5, four slices."""
+    """The case with the newer fields of errors: a scale, here values up to 41.5, and four slices along the prompt."""
     more = {"scale_max_abs": 41.5}
     return case.model_copy(
         update={

@@ -9,7 +9,7 @@ COUNT = 1100
 
 
 def answers(gate: AnswerGate) -> Answers:
-    """Of one case, at COUNT positions."""
+    """The answers of one case, at COUNT positions."""
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(COUNT, 5, generator=generator)
     found = compare_logits(

@@ -1,4 +1,4 @@
-"""A page of HTML, read by a parser: what it asks for, what it links to, what it says."""
+"""A page of HTML, read by a parser: the addresses that it loads, its links, its words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ASKING = {"src", "href", "xlink:href", "action", "data", "poster", "srcset", "f
 
 
 class Page(HTMLParser):
-    """ids, anchors: "#..." links.  asked: other addresses.  unclosed: tags left open, or closed in another order."""
+    """ids, anchors: "#..." links.  asked: other addresses.  unclosed: tags not closed, or closed in another order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `ssdprof accuracy` prints."""
+"""The output of `ssdprof accuracy`."""
 
 import io
 
@@ -33,7 +33,7 @@ def test_the_table_of_the_chosen_precisions():
     assert row(text, "match @ atol,rtol=0") == ["66.823%", "66.823%"]
     assert row(text, "match @ atol,rtol=1e-3") == ["99.743%", "99.743%"]
     after = text[text.index("fused against fp64") :]
-    assert row(after, "match @ atol,rtol=1e-3") == ["41.500%", "41.500%", "43.250%"]  # and the floor
+    assert row(after, "match @ atol,rtol=1e-3") == ["41.500%", "41.500%", "43.250%"]  # the last one is the floor
     original = text[text.index("unfused against fp64") :]
     assert row(original, "rms error, worst layer") == ["2.16e-3", "2.22e-3", "1.66e-3"]
 

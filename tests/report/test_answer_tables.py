@@ -1,4 +1,4 @@
-"""Tables of a model's answers: every case, its bands of positions, and what a gate makes of it."""
+"""Tables of a model's answers: every case, its bands of positions, and its gate."""
 
 from report.make import make_report
 from report.make_answers import answers

@@ -121,7 +121,7 @@ def test_a_recorded_run_fits(request):
 
 
 def test_what_a_server_sees_is_in_the_titles():
-    """Times of a chunked prefill are sums over its chunks: they are not those of a prompt of a chunk's length."""
+    """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's length."""
     chunks = make_report(seqlens=(1024,), precisions=TWO, change=lambda case: served(case, "chunk", 2048))
     text = printed(brief.render(chunks), 160)
     assert text.startswith("ssdprof: ibm-granite/granite-4.0-h-small, 2,048 tokens,")
@@ -150,7 +150,7 @@ def test_the_baseline_of_decode_steps_is_not_called_that_of_prompts():
     without = report.model_copy(
         update={"cases": tuple(case for case in report.cases if case.implementation != "fused")}
     )
-    steps = accuracy(groups(without))  # nothing is compared in the prompt
+    steps = accuracy(groups(without))  # without comparisons in the prompt
     assert ", decode steps after 131,072 tokens, recurrent" in steps.title
     assert "equal to\nunfused_step" in steps.headers
     of_prompts = accuracy(groups(make_report())).headers

@@ -1,6 +1,6 @@
-"""The page in a real browser: nothing on its console, nothing asked of a network, nothing wider than a telephone.
+"""The page in a real browser: no console messages, no network requests, nothing wider than a telephone.
 
-Skipped where there is no Chromium; tests/report/test_html.py reads the same pages with a parser.
+Skipped without Chromium; tests/report/test_html.py reads the same pages with a parser.
 """
 
 import json
@@ -37,7 +37,7 @@ PAGES = {
 
 
 class Visit:
-    """dom: after its scripts ran.  console: lines of errors.  asked: addresses that the page asked a network for."""
+    """dom: after the page's scripts ran.  console: lines of errors.  asked: network addresses that it requested."""
 
     def __init__(self, folder, text, script=""):
         page, log = folder / "page.html", folder / "net.json"
@@ -54,7 +54,7 @@ class Visit:
 
 
 def _asked(log):
-    """Addresses of the net log that are on a network and were asked for by the page, not by the browser itself."""
+    """Network addresses in the net log that the page requested, not the browser."""
     found = set()
     for event in json.loads(log.read_text())["events"]:
         params = event.get("params", {})
@@ -114,7 +114,7 @@ def test_a_link_to_a_folded_section_opens_it(tmp_path):
 
 
 def test_the_browser_would_say_what_is_wrong(tmp_path):
-    """A page that does what no report may: the checks above would see it."""
+    """The checks above detect a page that breaks these rules."""
     bad = "<!DOCTYPE html><body><img src='http://127.0.0.1:9/x.png'><script>nothing.there</script></body>"
     visit = Visit(tmp_path, bad)
     assert any("nothing is not defined" in line for line in visit.console)

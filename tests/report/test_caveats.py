@@ -1,4 +1,4 @@
-"""What a reader must know to trust the numbers."""
+"""The caveats that a reader needs to trust the numbers."""
 
 from report.make import EXACT_FP16, in_calls, make_checkpoint, make_clocks, make_prompt, make_report, served
 
@@ -20,14 +20,14 @@ def test_a_prompt_of_one_chunk_does_not_test_the_states():
 
 
 def test_a_chunked_prefill_in_a_single_chunk_does_not_test_the_states():
-    """No chunk before it left a state."""
+    """It has no state from an earlier chunk."""
     (caveat,) = caveats(in_calls(make_report(seqlens=(256,)), count=1))
     assert caveat.startswith("A sequence of at most 256 tokens is no more than one chunk of 256: no state is passed on")
     assert caveats(in_calls(make_report(seqlens=(256,)), count=2)) == ()
 
 
 def test_packed_sequences_of_one_chunk_each_do_not_test_the_states():
-    """Together they are longer than a chunk."""
+    """Their total length exceeds a chunk."""
     prompt = make_prompt(600, serving=Serving(packed=(200, 256, 144)))
     report = make_report(
         gpu=False, seqlens=(600,), prompts=(prompt,), change=lambda case: served(case, "packed", 600, sequences=3)

@@ -1,4 +1,4 @@
-"""The report as a page: whole, alone, and true to the records."""
+"""The report as a page: complete, self-contained, and consistent with the records."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ REPORTS = {
 
 @pytest.fixture(scope="module")
 def rendered():
-    """Every page once."""
+    """Renders every page once."""
     texts = {name: html.render(make()) for name, make in REPORTS.items()}
     for name in ("h200-granite-4.0-h-1b-128k", "h200-mamba2-2.7b-128k"):
         stalls = RESULTS / f"{name}-stalls" / "stalls.json"
@@ -73,7 +73,7 @@ def test_no_line_of_the_summary_ends_within_a_number(rendered):
 def test_a_page_is_whole_and_alone(rendered):
     for name, text in rendered.items():
         page = Page(text)
-        assert page.asked == ["data:,"], name  # of the icon, which a browser would otherwise ask for
+        assert page.asked == ["data:,"], name  # for the icon, which a browser would otherwise request
         assert not page.unclosed, name
         assert len(page.ids) == len(set(page.ids)), name
         assert set(page.anchors) <= set(page.ids), name
@@ -193,7 +193,7 @@ def test_what_failed_is_marked_and_what_did_not_run_says_why():
 
 
 def test_of_the_chunks_of_a_layer_the_worst_is_shown():
-    """One that failed is not hidden behind the first."""
+    """A failed chunk is not hidden by the first one."""
     report = in_calls(make_report(layers=(0, 9), seqlens=(8,), precisions=(EXACT_FP32,)), count=3)
 
     def change(case):
@@ -230,7 +230,7 @@ def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text():
     assert "#000000" not in text
     assert "currentColor" in text
     assert "<title>Speed &amp; more</title>" in text
-    assert "fused, relaxed, fp16" in first.words  # text as text
+    assert "fused, relaxed, fp16" in first.words  # as text, not as paths
     assert "http" not in text
 
 
@@ -249,7 +249,7 @@ def test_pictures_need_what_they_show():
 
 
 def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():
-    """Their times are sums over calls, and their speedups are over two baselines."""
+    """Their times are sums over calls, and their speedups have two baselines."""
     report = with_steps(make_report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,), change=with_scale))
     prompt, steps = groups(report)
     svg = plots.speedups((prompt, steps))
@@ -264,7 +264,7 @@ def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():
 
 
 def test_the_pages_of_recorded_runs_are_there_and_are_of_their_runs():
-    """Not word for word: a page is written anew when the report has changed, by benchmarks/render_results.py."""
+    """Not word for word: benchmarks/render_results.py renders the pages again after a change of the report."""
     files = list(render_results.pages())
     assert len(files) >= 2
     for file in files:

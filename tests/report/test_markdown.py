@@ -1,4 +1,4 @@
-"""The Markdown report: tables that parse, numbers that are those of the JSON, and a size that GitHub takes."""
+"""The Markdown report: its tables parse, its numbers equal those of the JSON, and GitHub accepts its size."""
 
 import re
 
@@ -145,7 +145,7 @@ def test_the_largest_run_stays_below_the_limit_and_says_what_is_missing():
     assert last.startswith("Left out to stay below 1,000,000 bytes")
     assert 'to "Accuracy of layer 63 (model.layers.63.mamba) at 1,024 tokens"' in last
     assert f"report.json of run {report.run_id}" in last
-    assert text.count("<summary>Speed of each layer") == 3  # the speeds are all there
+    assert text.count("<summary>Speed of each layer") == 3  # all speeds are present
     assert text.count("<details>") == text.count("</details>")
 
 

@@ -1,4 +1,4 @@
-"""Numbers as strings: units, digits, and shares that never claim more than there is."""
+"""Numbers as strings: units, digits, and shares that are 0 % or 100 % only if they are exact."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The errors of several layers as one."""
+"""The combined errors of several layers."""
 
 import math
 
@@ -11,7 +11,7 @@ from ssdprof.schema import EXACT_FP32
 
 
 def with_oracle(case, *, match_pct=None, **changes):
-    """The case with another deviation of its output from the oracle; match_pct: at tolerance 0, the only one then."""
+    """The case with another deviation of its output from the oracle.  match_pct: the only match, at tolerance 0."""
     out = case.accuracy[0]
     if match_pct is not None:
         changes["matches"] = (out.vs_oracle.matches[0].model_copy(update={"match_pct": match_pct}),)

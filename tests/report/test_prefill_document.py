@@ -1,4 +1,4 @@
-"""What a report says of prefill times: ratios, parts that add up, where a prediction fails, and what was not timed."""
+"""Prefill times in a report: ratios, parts that add up, failed predictions, and lengths without times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_column_of_parts_adds_up_to_the_call() -> None:
 
 
 def test_where_a_prediction_fails_the_parts_account_for_the_whole_difference() -> None:
-    """Predicted is a gain of 60 x 5 = 300, measured one of 1000: 400 in the mixer, 300 in the idle GPU."""
+    """The predicted gain is 60 x 5 = 300, the measured one 1000: 400 more in the mixer, 300 more in the idle GPU."""
     (said,) = prefill.differences(found(UNFUSED, FUSED))
     assert said == (
         "fused hopper with bundled surroundings at 1,024 tokens: Amdahl's law predicts 1.18x, measured is 2.00x.  "

@@ -139,7 +139,7 @@ def test_what_was_asked_for_and_is_not_there_is_missing():
 
 
 def without_exact_answer(case):
-    """As NaN weights make it: the oracle's own answer is not finite."""
+    """The case for NaN weights: the oracle's answer is not finite."""
     nan = {"nonfinite": 5, "first_nonfinite": (0, 0, 0, 0)}
     accuracy = tuple(
         tensor.model_copy(

@@ -1,4 +1,4 @@
-"""What is in the tables, whoever draws them."""
+"""The contents of the tables, for all renderers."""
 
 import pytest
 from report.make import (
@@ -23,7 +23,7 @@ from ssdprof.schema import EXACT_FP32, Interval, WarmSpeedup, WarmTiming
 
 
 def rows(table):
-    """First column -> cells, of a table whose first column is unique."""
+    """First column -> cells, for a table with a unique first column."""
     return {row[0]: row[1:] for row in table.rows}
 
 
@@ -35,7 +35,7 @@ def below(table, heading):
 
 
 def with_warm(case):
-    """A case with a warm time of a tenth of its device time; over the baseline 3 times as fast."""
+    """A case with a warm time of a tenth of its device time, 3 times as fast as the baseline."""
     if case.timing is None:
         return case
     us = case.timing.device_median_us / 10
@@ -127,7 +127,7 @@ def test_facts_say_how_many_processes_shared_the_layers():
 
 
 def test_cases_that_took_a_tuned_configuration_are_counted():
-    """Four layers at four precisions, unfused and fused; a case's plan says more than that it is tuned."""
+    """Four layers at four precisions, unfused and fused.  A case's plan contains more than the remark on tuning."""
 
     def tuned(case):
         plan = "one launch; tuned on this GPU, 2026-11-20" if case.implementation == "fused" else "one launch each"

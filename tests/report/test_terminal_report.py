@@ -1,4 +1,4 @@
-"""The terminal report: what comes first, and tables that fit."""
+"""The terminal report: its order, and tables that fit."""
 
 import io
 import re

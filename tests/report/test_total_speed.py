@@ -41,7 +41,7 @@ def test_total_verdict_follows_the_interval_where_layers_disagree():
 
 
 def test_a_difference_below_the_smallest_is_none():
-    """Layers disagree, and the interval of the sum lies above 1, but not by 1 %."""
+    """Layers disagree, and the interval of the sum is above 1, but not by 1 %."""
     mixed = (
         timed(0, 100.0, 1.004, spread=0.001, verdict="no difference"),
         timed(1, 100.0, 1.012, spread=0.001, verdict="faster"),

@@ -20,7 +20,7 @@ def recorded() -> BenchReport:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, recorded: BenchReport) -> dict[str, BenchReport]:
-    """A machine that measures "kernels": the report that its command writes; with an empty one, no GPU."""
+    """A machine that measures "kernels": the reports that its commands write.  Without reports there is no GPU."""
     machine = {"kernels": recorded}
 
     def run(words: list[str], _seconds: float) -> int:

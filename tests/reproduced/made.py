@@ -1,4 +1,4 @@
-"""A small published document, and the recorded bench that its values are read out of."""
+"""A small published document, and the recorded bench with its values."""
 
 from __future__ import annotations
 

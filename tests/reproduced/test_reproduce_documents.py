@@ -1,4 +1,4 @@
-"""The words of every published document."""
+"""The contents of every published document."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_several_values_are_beside_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("name", documents.known())
 def test_every_document_can_be_measured(name: str) -> None:
-    """Its commands are understood, its scripts are there."""
+    """Its commands are valid, and its scripts exist."""
     stated = documents.load(name)
     places = {"out": "o.json", "budget": "60", "scratch": "s", "folder": "f"}
     commands = typer.main.get_command(cli.app)
@@ -65,7 +65,7 @@ def test_every_document_can_be_measured(name: str) -> None:
                 commands.commands[words[3]].make_context(words[3], words[4:])  # type: ignore[attr-defined]
             else:
                 assert Path(words[1]).is_file()
-        if measure.reads == "stalls":  # a folder of the results' own
+        if measure.reads == "stalls":  # a separate folder of results
             assert measure.file == f"{measure.commands[-1].rpartition('--out ')[2]}/stalls/stalls.json"
     if stated.runner:
         assert (reproduce.HERE / stated.runner).is_file()
@@ -117,7 +117,7 @@ def test_the_shares_of_appendix_b_add_up_as_stated() -> None:
 
 
 def test_the_quoted_bandwidth_of_scan_003_fits_the_quoted_times() -> None:
-    """The head dimension that was chosen rests on it."""
+    """The choice of the head dimension depends on it."""
     (us,) = [one["us"]["parallel"] for one in documents.load("scan-003").quoted if one.get("tiles") == 64 and
              one["pass"] == "forward"]  # fmt: skip
     gb_per_s = {512: 343, 1024: 750, 2048: 741, 4096: 797, 8192: 805, 16384: 810, 32768: 813}

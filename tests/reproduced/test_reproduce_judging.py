@@ -29,7 +29,7 @@ def test_every_kind_of_predicate(holds: str, verdict: str) -> None:
 
 
 def test_a_measured_number_has_its_unit_or_its_name() -> None:
-    """A runner's values have units in their names."""
+    """The names of a runner's values contain units."""
     one, *_ = judging.claims(document(), {"least": 2.0}, H200)
     assert one.measured == "2 x"
     claim = {"words": "W", "quoted": "Q", "holds": "least > 0 and speedup[a] > 0"}

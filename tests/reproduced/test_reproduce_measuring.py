@@ -1,4 +1,4 @@
-"""What is run, what is kept, and what an early end leaves."""
+"""The commands that run, the results that are kept, and the results after an early end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_exit_code_1_is_for_wrong_outputs_of_ours(
 
 @pytest.mark.parametrize("kind", ["library", "own"])
 def test_a_library_that_fails_as_the_baseline_of_a_run_is_no_wrong_output(kind: Literal["library", "own"]) -> None:
-    """The run fails by it, because nothing can be compared with it; this exit code is about our outputs."""
+    """The run fails, because it has no baseline.  The exit code of wrong outputs is only about our outputs."""
     report = make_report()
     first, second, *rest = report.cases
     theirs = failed(first, "failed", "not ours").model_copy(update={"implementation": "theirs"})
@@ -138,7 +138,7 @@ def test_the_published_kernel_needs_a_checkout(recorded: BenchReport, tmp_path: 
 
 
 def test_a_script_that_fails_ends_its_measurement(tmp_path: Path) -> None:
-    """Its exit code 1 is no verdict."""
+    """Exit code 1 of a script is not a verdict."""
     ran: list[list[str]] = []
 
     def run(words: list[str], _seconds: float) -> int:
@@ -153,7 +153,7 @@ def test_a_script_that_fails_ends_its_measurement(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_does_not_take_the_others_with_it(recorded: BenchReport, tmp_path: Path) -> None:
-    """Nor the report that it wrote before."""
+    """A report that the failed command wrote before is kept too."""
 
     def run(words: list[str], _seconds: float) -> int:
         if "--broken" in words:
@@ -193,7 +193,7 @@ def test_commands_get_their_words(tmp_path: Path) -> None:
 def test_what_was_measured_before_an_interruption_is_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: BenchReport
 ) -> None:
-    """The report of the interrupted measurement too, and nothing is begun after it."""
+    """The report of the interrupted measurement is kept too, and no other measurement begins."""
     ran = []
 
     def run(words: list[str], _seconds: float) -> int:
@@ -212,7 +212,7 @@ def test_what_was_measured_before_an_interruption_is_kept(
 
 
 def test_an_interruption_reaches_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also one of this process alone; the command's last words are waited for."""
+    """Even if only this process is interrupted.  The process waits until the command has ended."""
     monkeypatch.setattr(within, "TO_NOTICE_S", 0.1)
     ready, kept = tmp_path / "ready", tmp_path / "kept"
     script = (
@@ -270,7 +270,7 @@ def test_a_recorded_report_takes_the_place_of_a_measurement(
 
 
 def test_a_recorded_report_must_be_of_what_is_measured() -> None:
-    """Else a bench in fp16 would be judged by claims about bf16."""
+    """Otherwise claims about bf16 would judge a bench in fp16."""
     for subject, right in (("mamba2-2.7b, fp16", True), ("mamba2-2.7b, bf16", False), ("nemotron-3-nano, fp16", False)):
         stated = document(measure=[DOCUMENT["measure"][0] | {"subject": subject}])
         if right:

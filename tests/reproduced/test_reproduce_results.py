@@ -1,4 +1,4 @@
-"""Results that are read again, and their pages."""
+"""Reading stored results, and their pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_file_that_is_no_result_has_its_sentence(tmp_path: Path) -> None:
     ],
 )
 def test_a_result_that_is_not_whole_has_its_sentence(tmp_path: Path, rest: dict[str, object]) -> None:
-    """And no exit code of a wrong output."""
+    """The error has one sentence, and not the exit code of a wrong output."""
     file = tmp_path / "r.json"
     file.write_text(json.dumps({"study": "test"} | rest), encoding="utf-8")
     with pytest.raises(BadInputError, match="is no whole result of test") as told:
@@ -45,7 +45,7 @@ def test_a_result_that_is_not_whole_has_its_sentence(tmp_path: Path, rest: dict[
 
 
 def test_a_runner_writes_its_pages_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """And a wrong output in the result has its exit code."""
+    """A wrong output in the result sets the exit code."""
     script, file = tmp_path / "x.py", tmp_path / "test.json"
     script.write_text("import sys; print(*sys.argv[1:])", encoding="utf-8")
     stated = document(runner=str(script), measure=[], value=[], numbers=[], figure=None, claim=DOCUMENT["claim"])
@@ -86,7 +86,7 @@ def test_values_without_a_quoted_number_stand_beside() -> None:
 
 
 def test_a_long_label_of_a_figure_has_two_lines() -> None:
-    """On one line it would be cut off at the left."""
+    """A single line would be cut off at the left."""
     long = "Chunk Scan, previous state: barriers of prev_states and what is computed"
     result = Result(name="test", gpu=H200, values={"speedup[a]": 1.0, f"speedup[{long}]": 2.0}, missing={})
     picture = rendering.as_picture(document(), result)
@@ -111,7 +111,7 @@ def test_crosses_are_quoted_numbers() -> None:
     "file", sorted(reproduce.RESULTS.glob("*/*.json")), ids=lambda file: f"{file.parent.name}/{file.stem}"
 )
 def test_a_committed_page_is_what_its_result_and_its_document_say(file: Path) -> None:
-    """Else a claim that was changed would stand on the page as it was."""
+    """Otherwise the page would still have an old version of a changed claim."""
     stated = published.load(file.stem)
     if stated.runner:
         pytest.skip("the runner writes its page")

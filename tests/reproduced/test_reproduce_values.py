@@ -1,4 +1,4 @@
-"""Numbers that documents name, read out of reports."""
+"""Values of documents, read from reports."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_chunk_size_that_was_not_the_fastest_has_its_time(recorded: BenchRepor
     report = recorded.model_copy(update={"cells": (cell.model_copy(update={"cases": (case,)}),)})
     assert case.timing is not None
     assert value("time", report, of="unfused exact @64", pick="least") == {"v": 0.5}
-    for of in ("unfused", "unfused exact @128"):  # a trial's few replays are no time of the fastest
+    for of in ("unfused", "unfused exact @128"):  # not the time of a trial, which has few replays
         assert value("time", report, of=of, pick="least") == {"v": case.timing.device_median_us}
     assert value("time", report, of="unfused @256", pick="least") == {}
 

@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a run's numbers."""
+"""The notes that a reader needs before trusting a run's numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdprof.schema import Serving
         (2048, Serving(), None),
         (2049, Serving(), "2,049"),
         (2048, Serving(decode=4), "2,052"),
-        (3000, Serving(packed=(1000, 2000)), None),  # each runs on its own
+        (3000, Serving(packed=(1000, 2000)), None),  # each runs separately
         (5000, Serving(packed=(2500, 2500)), "2,500"),
         (3000, Serving(chunk=1000), "3,000"),
     ],

@@ -1,4 +1,4 @@
-"""The JSON report: what is dumped loads, keeps to the published schema, and anything else is refused."""
+"""The JSON report: a dumped report loads and follows the published schema, and anything else is refused."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_a_timing_on_a_failed_case_is_refused():
 
 
 def test_a_report_of_version_1_is_read_as_one_of_version_2():
-    """A committed one, measured before operators had records: its sizes get their operator's name and words."""
+    """A committed report from before operators had records: its sizes get their operator's name and words."""
     text = (RESULTS / "h200-mamba2-2.7b-128k" / "report.json").read_text(encoding="utf-8")
     old, report = json.loads(text), run_document.load(text)
     assert old["schema_version"] == 1

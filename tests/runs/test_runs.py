@@ -1,4 +1,4 @@
-"""Run folders: names, the lock, whole files only, and the latest run."""
+"""Run folders: names, the lock, only complete files, and the latest run."""
 
 import errno
 import os
@@ -144,7 +144,7 @@ def test_a_folder_that_holds_a_run_is_not_used_again() -> None:
 
 
 def test_two_runs_at_once_into_one_folder() -> None:
-    """The second one is another process; it fails, and takes nothing away from the first."""
+    """The second run is another process.  It fails, and does not affect the first."""
     second = (
         "import sys; from pathlib import Path; from ssdprof import errors, runs\n"
         "try:\n"
@@ -235,17 +235,17 @@ def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Silent:
-    """A watcher that nobody looks at."""
+    """A watcher without output."""
 
     def say(self, text: str) -> None:
-        """Nobody hears it."""
+        """Does nothing."""
 
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Any:
         raise AssertionError(f"no step of {text}, {total} {unit}")
 
 
 def run_that_ends(ended_by: Any, *cases: CaseResult) -> None:
-    """After it has finished these cases."""
+    """A run that ends with `ended_by` after it has finished these cases."""
     with runs.opened(None, "demo") as folder, recorded(Recorder(folder, make_report()), Silent()) as recorder:
         recorder.update(segment_length=32)
         for case in cases:
@@ -271,7 +271,7 @@ def test_a_run_is_on_disk_from_its_first_case_on() -> None:
 
 
 def test_a_write_that_takes_long_is_not_repeated_for_every_case_and_the_last_one_is_kept() -> None:
-    """A report of thousands of chunks is large, and is written as a whole."""
+    """A report of thousands of chunks is large, and every write writes the whole report."""
     case = make_case(3, 1024, "unfused", EXACT_FP32)
     written = []
 

@@ -1,4 +1,4 @@
-"""What is kept of a run that ranks share, whichever of them ends first."""
+"""The results that are kept of a run that ranks share, for every order in which they end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIED = "Rank 0 of 2 died before its share was done."
 
 
 class Shared:
-    """A run of four layers that two ranks share, both of them this process."""
+    """A run of four layers that two ranks share.  Both ranks are this process."""
 
     def __init__(self, folders: ExitStack) -> None:
         store = HashStore()
@@ -65,7 +65,7 @@ def shared() -> Iterator[Shared]:
 
 
 def run(recorder: Recorder, *layers: int, then: Callable[[], None] = lambda: None) -> None:
-    """A rank's part of the run, to its end or to what `then` does to it."""
+    """Runs a rank's part of the run, and then `then`, which may end it early."""
     with recorded(recorder, Unwatched()):
         replay(recorder, *layers)
         then()
@@ -82,7 +82,7 @@ def replay(recorder: Recorder, *layers: int) -> None:
 
 
 def test_a_first_rank_that_dies_last_is_named_and_nothing_is_lost(shared: Shared) -> None:
-    """It had not yet read what the second had sent, whose share was done."""
+    """The second rank has finished its share, but the first one has not read its results yet."""
     replay(shared.first, 0)
     with pytest.raises(MissingCapabilityError, match=DIED):
         run(shared.second, 1, 3, then=shared.kill_first)
@@ -104,7 +104,7 @@ def test_a_first_rank_that_dies_before_its_first_case_is_no_reason_to_lose_other
 def test_an_interrupt_does_not_keep_a_rank_that_died_from_being_named(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun sends one to the other ranks, while they keep what was done."""
+    """torchrun sends an interrupt to the other ranks while they save their results."""
     replay(shared.second, 1)
     shared.kill_first()
     kept = shared.second.broken_off
@@ -162,7 +162,7 @@ def test_a_rank_that_is_done_ends_when_the_report_is_written(shared: Shared) -> 
 
 
 def test_the_peak_is_that_of_the_rank_that_took_most(shared: Shared) -> None:
-    """Also where it came with the last layer of a rank, and before one of the first."""
+    """Even if the peak arrives with a rank's last layer, before the peak of the first rank."""
     replay(shared.second, 1)
     shared.second.peaked(9)
     shared.ranks[1].end()

@@ -1,4 +1,4 @@
-"""Gates on the rows of a run: which rows break them, and what the run's verdict says then."""
+"""Gates on the rows of a run: the rows that break them, and the run's verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = Gates(min_speedup=2.4, min_match={"1e-3": 99.7, "0": 60}, max_rms_ratio=1
 
 
 def rows_of(**limits: Any) -> dict[str, list[str]]:
-    """Which gate breaks in which rows, of two layers at two precisions."""
+    """Gate -> rows that break it, for two layers at two precisions."""
     found: dict[str, list[str]] = {}
     report = make_report(layers=(0, 9), precisions=(EXACT_FP32, RELAXED_FP32))
     for one in broken(of_run(report), Gates.model_validate(limits)):
@@ -34,7 +34,7 @@ def test_gates_that_hold() -> None:
 
 
 def test_the_baseline_of_decode_steps_is_not_judged() -> None:
-    """It has no speedup and is compared with nothing."""
+    """It has no speedup and no comparison."""
     report = with_steps(make_report(layers=(0, 9), precisions=(EXACT_FP32, RELAXED_FP32), gates=HELD))
     assert broken(of_run(report), HELD) == ()
     gated = {row.implementation for row in of_run(report) if row.gated}

@@ -1,4 +1,4 @@
-"""When a run passes, and what keeps it from passing."""
+"""When a run passes, and the reasons why it does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def asked(*implementations: str, layers: tuple[int, ...] = LAYERS) -> Asked:
 
 
 def report(**fields: Any) -> RunReport:
-    """A run of two layers at two precisions that was asked for what it has."""
+    """A run of two layers at two precisions with all requested cases."""
     made = {"layers": LAYERS, "precisions": PRECISIONS, "seqlens": (1024,), "asked": asked("unfused", "fused")}
     return make_report(**(made | fields))
 

@@ -1,4 +1,4 @@
-"""The gate of prefill times: which rows it judges, what breaks it, and how `ssdprof prefill` ends."""
+"""The gate of prefill times: the rows that it judges, the values that break it, and the exit of `ssdprof prefill`."""
 
 from __future__ import annotations
 

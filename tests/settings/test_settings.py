@@ -1,4 +1,4 @@
-"""Settings files: what they may hold, which one counts, and how the command line overrides it."""
+"""Settings files: their allowed contents, which file applies, and how the command line overrides it."""
 
 from __future__ import annotations
 

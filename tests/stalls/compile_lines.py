@@ -1,11 +1,11 @@
-"""Compile our kernels for sm_90 without a GPU, as the profiled process does, and say where instructions came from.
+"""Compile our kernels for sm_90 without a GPU, as the profiled process does, and list the instructions' source lines.
 
     python compile_lines.py          JSON on stdout: kernel -> ptx, plain, inlined, called
 
-ptx:      as Triton made it, with the calls that led to each .loc in remarks
+ptx:      Triton's PTX, with the calls that led to each .loc in remarks
 plain:    (instruction, file, line) of that PTX's machine code
-inlined:  (instruction, line of the PTX) of the same
-called:   (instruction, file, line) of what Triton compiled with `call_sites` installed
+inlined:  (instruction, line of the PTX) of the same machine code
+called:   (instruction, file, line) of the machine code that Triton compiled with `call_sites` installed
 """
 
 import json
@@ -46,7 +46,7 @@ def assembled(ptx: str) -> bytes:
 
 
 def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
-    """(instruction, file, line); lines: nvdisasm's option that says which."""
+    """(instruction, file, line); lines: nvdisasm's option that selects the kind of line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,4 +1,4 @@
-"""A kernel with warp roles that was never run: small enough to add up by hand."""
+"""A kernel with warp roles that never ran, small enough to add up its samples by hand."""
 
 from ssdprof.stalls.raw import Point, RawKernel, RawReport, Value
 
@@ -37,7 +37,7 @@ METRICS: dict[str, Value] = {
     "device__attribute_display_name": "NVIDIA H200",
 }
 POINTS = (
-    Point(0x100, FILE, 14, "S2R R1, SR_TID.X", {"wait": 2}),  # the header: the compiler's own
+    Point(0x100, FILE, 14, "S2R R1, SR_TID.X", {"wait": 2}),  # the header, made by the compiler
     Point(0x110, FILE, 14, "BAR.SYNC 0x1", {"barrier": 50}),
     Point(0x120, FILE, 5, "SYNCS.PHASECHK", {"long_scoreboard": 20}),
     Point(0x130, FILE, 6, "LDG", {"long_scoreboard": 38}),

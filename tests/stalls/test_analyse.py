@@ -1,4 +1,4 @@
-"""Facts, self-checks and hints of a kernel; what was not collected is never 0."""
+"""Facts, self-checks and hints of a kernel; a value that was not collected is never 0."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ FP32 = {
     "cycles", [{"smsp__cycles_elapsed.avg": 3000.0}, {"smsp__cycles_elapsed.avg.per_second": 1.5e9}], ids=str
 )
 def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]) -> None:
-    """1.5 GHz for 2 us; a fused multiplication and addition are two."""
+    """1.5 GHz for 2 us; a fused multiplication and addition counts as two."""
     found = facts.throughput(synthetic.kernel(metrics=synthetic.METRICS | FP32 | cycles))
     assert found.fp32_flops == 40 * 3000
     assert facts.throughput(synthetic.kernel(metrics=synthetic.METRICS | FP32)).fp32_flops is None

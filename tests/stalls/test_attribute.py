@@ -1,4 +1,4 @@
-"""Samples to lines and stages, on a kernel that is added up by hand."""
+"""Samples to lines and stages, on a kernel whose samples are added up by hand."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def test_every_sample_goes_to_one_stage() -> None:
     assert stages(synthetic.kernel()) == {
         "loads": 38 + 10,  # with the helper after it
         "chunk_scan.current": 68 + 12,  # with the library after it
-        "ahead": 2 + 20,  # the header's S2R has nobody before it
+        "ahead": 2 + 20,  # the header's S2R has no instruction before it
         IDLE_WARPS: 50,
     }
 
@@ -48,7 +48,7 @@ def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
     assert (hottest.file, hottest.line, hottest.text) == ("kernel.py", 9, "return exp2(x)")
     assert hottest.samples == {"short_scoreboard": 60, "selected": 8}
     assert [line.total for line in lines] == sorted((line.total for line in lines), reverse=True)
-    assert {line.file for line in lines} == {"kernel.py", "standard.py"}  # no folder of the machine it ran on
+    assert {line.file for line in lines} == {"kernel.py", "standard.py"}  # no folders of the machine that ran it
 
 
 def test_without_line_information_instructions_stand_for_lines() -> None:

@@ -1,4 +1,4 @@
-"""The line table of a kernel's PTX, with callers in the place of helpers."""
+"""The line table of a kernel's PTX, with callers instead of helpers."""
 
 import pytest
 import triton
@@ -29,12 +29,12 @@ SOURCES = Sources({"/a/kernel.py": KERNEL, "/x/triton/language/standard.py": ""}
         (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:7:12 @[ kernel.py:10:5 ] ]", "1 7 12"),
         (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:4:9 @[ kernel.py:7:12 ] ]", "1 7 12"),
         (".loc\t2 50 3        // standard.py:50:3 @[ kernel.py:10:5 ]", "1 10 5"),
-        (".loc 1 7 12 // kernel.py:7:12 @[ kernel.py:10:5 ]", "1 7 12"),  # it has a stage of its own
-        (".loc 1 4 9 // kernel.py:4:9", "1 4 9"),  # nobody called
+        (".loc 1 7 12 // kernel.py:7:12 @[ kernel.py:10:5 ]", "1 7 12"),  # the helper has its own stage
+        (".loc 1 4 9 // kernel.py:4:9", "1 4 9"),  # no caller
         (".loc 1 4 9", "1 4 9"),
-        (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:0 ]", "1 4 9"),  # two lines' instructions became one
-        (".loc 2 50 3 // standard.py:50:3 @[ other.py:10:5 ]", "2 50 3"),  # a file that the table lacks
-        (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),  # no function is there
+        (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:0 ]", "1 4 9"),  # instructions of two lines were merged
+        (".loc 2 50 3 // standard.py:50:3 @[ other.py:10:5 ]", "2 50 3"),  # a file that is not in the table
+        (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),  # no function at that line
     ],
 )
 def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:

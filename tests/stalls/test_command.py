@@ -101,7 +101,7 @@ def test_a_missing_file_has_its_sentence(tmp_path: Path) -> None:
     assert "cannot be read" in result.stderr
 
 
-# --- the way of the data, with stand-ins for the GPU and for ncu
+# --- the whole pipeline, with stand-ins for the GPU and for ncu
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def captured(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """A machine with a GPU that launches nothing; returns the jobs that it was given."""
+    """A machine with a GPU that launches nothing; returns the jobs that it received."""
     from ssdprof.schema import Launch
     from ssdprof.schema.stalls import Launched
     from ssdprof.stalls import collect
@@ -226,7 +226,7 @@ def test_an_implementation_without_triton_kernels_is_bad_input(
 def test_an_own_kernel_that_ends_its_process_is_named(
     captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
-    """It failed, and the machine lacks nothing.  What happens to others is said as before."""
+    """The exit code reports a failed kernel, not a missing capability.  Other implementations keep their exit code."""
     from ssdprof.stalls import collect
 
     def crash(*_args: object, **_kwargs: object) -> None:

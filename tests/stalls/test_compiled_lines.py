@@ -1,7 +1,7 @@
-"""What the compiler calls a line of our kernels is one, and with `call_sites` it is the one whose stage it is.
+"""The compiler's lines of our kernels exist, and with `call_sites` each line belongs to the instruction's stage.
 
-The truth is not taken from the line table that is tested: the compiler says for each instruction from which line of
-the PTX it made it, and the PTX says in remarks which calls led there.
+The expected stages do not come from the tested line table.  The compiler gives the PTX line of each instruction, and
+remarks in the PTX list the calls that led to it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ KERNELS = (
 @dataclass(frozen=True)
 class Compiled:
     """plain, called: places of the instructions' lines, without and with call sites.
-    stages: where they truly belong, None if the PTX does not say.
+    stages: the instructions' true stages, None if the PTX does not have it.
     """
 
     instructions: tuple[list[str], list[str]]
-    points: tuple[Point, ...]  # of the plain machine code, each sampled once
+    points: tuple[Point, ...]  # instructions of the plain machine code, each sampled once
     plain: list[Place]
     called: list[Place]
     stages: list[str | None]
@@ -48,7 +48,7 @@ class Compiled:
 
 
 def truth(ptx: list[str], number: int, sources: Sources, paths: dict[str, list[str]]) -> str | None:
-    """The stage of the innermost call, of those that led to a line of the PTX, that has one."""
+    """The stage of the innermost call with a stage, among the calls that led to a line of the PTX."""
     while number > 0 and not ptx[number - 1].lstrip().startswith(".loc"):
         number -= 1
     for name, line in re.findall(r"([\w.]+\.py):(\d+):\d+", ptx[number - 1]):
@@ -114,18 +114,18 @@ def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled],
 def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict[str, Compiled], name: str) -> None:
     found = compiled[name]
     known = [(place.stage, stage) for place, stage in zip(found.called, found.stages, strict=True) if stage]
-    # ptxas may give the line and the PTX of one branch differently
+    # for a branch, ptxas may give a line and a PTX line that disagree
     assert sum(one != stage for one, stage in known) < 0.002 * len(known)
-    # where two lines' instructions became one, the PTX has line 0, and the compiler calls it what was before it
+    # if instructions of two lines were merged, the PTX has line 0, and the compiler keeps the line before it
     assert len(known) > 0.85 * len(found.called)
-    # what has no stage now is the compiler's own, but for a few of those
+    # instructions without a stage come from the compiler, with few exceptions
     lost = [place for place in found.called if place.stage is None and not place.header]
     assert len(lost) < 0.01 * len(found.called)
 
 
 @pytest.mark.parametrize("name", ["_fused_hopper_kernel", "_fused_kernel", "_chunk_scan_kernel"])
 def test_neighbours_alone_would_misplace_some(compiled: dict[str, Compiled], name: str) -> None:
-    """What is left to a report that somebody else recorded; and the test above can fail."""
+    """Reports that others recorded have only neighbours.  This also shows that the test above can fail."""
     found = compiled[name]
     kernel = RawKernel(function=name, metrics={}, points=found.points)
     by_neighbours = _stage_of_each(kernel, found.sources)
@@ -134,7 +134,7 @@ def test_neighbours_alone_would_misplace_some(compiled: dict[str, Compiled], nam
 
 
 def _stage_of_each(kernel: RawKernel, sources: Sources) -> list[str]:
-    """By `attribute`, one reason for each instruction."""
+    """The stage of each instruction by `attribute`, with a separate reason per instruction."""
     points = tuple(
         Point(point.address, point.file, point.line, point.sass, {f"i{i}": 1}) for i, point in enumerate(kernel.points)
     )

@@ -1,4 +1,4 @@
-"""What is said of stalls: shares that add up, stages in words, nothing invented."""
+"""The document about stalls: shares add up, stages have words, nothing is invented."""
 
 import re
 from dataclasses import replace
@@ -47,7 +47,7 @@ def kernel(name: str, us: float, *points: Point) -> RawKernel:
 
 @pytest.fixture
 def both() -> StallReport:
-    """Two kernels of one design, 30 and 10 us, and one of the other."""
+    """Two kernels of one implementation, 30 and 10 us, and one of the other."""
     scan, load = Point(0x10, synthetic.FILE, 9, "", {"wait": 10}), Point(0x20, synthetic.FILE, 6, "", {"barrier": 30})
     return analyse(
         [
@@ -214,7 +214,7 @@ def test_a_bar_is_as_long_as_its_stage() -> None:
 
 
 def test_a_reason_has_one_colour_in_all_pictures(both: StallReport) -> None:
-    """`barrier` is the smaller one in the unfused kernels and the larger one in the fused one."""
+    """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused kernel."""
     legends = []
     for name in ("unfused", "fused"):
         svg = stall_files.pictures(both)[name][1]

@@ -1,4 +1,4 @@
-"""Other libraries' kernels: stages by the hash of their file, and what is said of a file that nobody knows."""
+"""Other libraries' kernels: stages by the hash of their file, and the message for an unknown file."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_tables_name_stages_that_exist(operator: str) -> None:
     ids=lambda source: f"{source.version}: {source.file}",
 )
 def test_stages_of_an_installed_file_begin_inside_its_kernels(source: KnownSource) -> None:
-    """Where the very file of the table is installed."""
+    """Runs if the exact file of the table is installed."""
     package, *inside = source.file.split("/")
     spec = importlib.util.find_spec(package)
     place = Path(spec.origin).parent.joinpath(*inside) if spec and spec.origin else Path("nowhere")

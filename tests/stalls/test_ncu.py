@@ -1,4 +1,4 @@
-"""The command line that profiles, what its child process may know, and what its complaints mean."""
+"""The command line of ncu, the environment of its child process, and the meaning of its errors."""
 
 import os
 import subprocess
@@ -166,7 +166,7 @@ def job(folder: Path) -> collect.Job:
 
 
 def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was compiled elsewhere may lack its lines."""
+    """A kernel that was compiled elsewhere may lack line information."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/.triton")
     monkeypatch.setattr(collect, "target", lambda *_: ["sh", "-c", f"echo $TRITON_CACHE_DIR > {tmp_path}/said; exit 1"])
     with pytest.raises(MissingCapabilityError):
@@ -190,7 +190,7 @@ def test_a_refusal_of_the_target_keeps_its_words_and_its_exit_code(
 def test_a_target_that_ends_early_or_late_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, code: int, told: str
 ) -> None:
-    """A kernel may end its process, before it is known what it launches or after."""
+    """A kernel may end its process before or after its launches are known."""
 
     def target(_job: collect.Job, file: Path) -> list[str]:
         if written:

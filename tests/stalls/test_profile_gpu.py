@@ -1,4 +1,4 @@
-"""The whole way on a GPU, with the ncu that is there."""
+"""The whole pipeline on a GPU, with the installed ncu."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
         "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "chunk_scan.previous", "chunk_scan.current",
         "chunk_scan.residual",
     } <= stages  # fmt: skip
-    # lines are those of callers; what is left is the compiler's own, at the kernel's head
+    # lines are those of callers; the remaining ones come from the compiler, at the kernel's start
     for kernel in report.kernels:
         assert kernel.from_neighbours < 0.1 * kernel.busy_samples, kernel.kernel
         assert {line.file for line in kernel.lines} <= OURS, kernel.kernel
@@ -54,7 +54,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
 
 
 def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
-    """Of a version whose files are known; of another one the report says that they are not."""
+    """The stages of a known version are named; for another version the report says that its files are unknown."""
     pytest.importorskip("mamba_ssm")
     case = Case(seqlen=4096, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16)
     captures = store_layers(tmp_path / "captures", case)
@@ -81,7 +81,7 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
 def test_the_example_of_the_documents_is_profiled(users_folder: Path, model: str, function: str) -> None:
-    """By line: its author has named no stages."""
+    """By line, because the example names no stages."""
     write_example(users_folder)
     name = f"my_kernels:{function}"
     code, out, err = call("stalls", model, "--seq", "512", "--impl", f"fused,{name}", "--out", "run", "--json")

@@ -1,4 +1,4 @@
-"""A report through the ncu-report package, with a stand-in for it; and files that are no report, with the real one."""
+"""Reading a report with a stand-in for the ncu-report package, and files that are no report with the real one."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ PCSAMP = "smsp__pcsamp_warps_issue_stalled"
 
 
 def block(payload: bytes) -> bytes:
-    """One block of ncu's container: the size of a header, the header, which holds the payload's size, the payload."""
+    """One block of ncu's container: the header's size, the header with the payload's size, the payload."""
     header = b"\x08\x01" + b"\x1a\x02\x08\x07" + b"\x28" + bytes([len(payload)])
     return struct.pack("<I", len(header)) + header + payload
 
@@ -54,7 +54,7 @@ class Metric:
 
 
 def launch_of(*metrics: Metric) -> RawKernel:
-    """What becomes of one launch, on its way through the child process's file."""
+    """One launch after it was written to the child process's file and read again."""
     (kernel,) = unpack.kernels(module(*metrics), Path("r.ncu-rep"))
     (read_again,) = unpack.parse(json.dumps([asdict(kernel)]))
     assert read_again == kernel
@@ -93,7 +93,7 @@ NAMES = ("gpu__time_duration.sum",)
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a module in the place of ncu_report, for child processes."""
+    """Replaces ncu_report by a module, for child processes."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -141,7 +141,7 @@ def test_a_launch_without_source_counters_has_no_stages() -> None:
     assert {check.status for check in found.checks} == {"not checked"}
 
 
-# --- files, with a child process
+# --- files, read in a child process
 
 
 def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""CSV pages of ncu, and how they drift between versions."""
+"""CSV pages of ncu, and how they differ between versions."""
 # ruff: noqa: E501  (rows of ncu are long)
 
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_sums_of_a_csv_are_checked_as_far_as_it_goes(tmp_path: Path) -> None:
     assert checks["reasons add up to the samples"] == "not checked"
 
 
-# --- what is no such page
+# --- files that are not such pages
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Reports of our own kernels, recorded on an H200 with ncu 2025.3.1.
 
-unfused, fused            a layer of granite-4.0-h-1b, 131,072 tokens, with the Hopper kernel as it was before
-demo/                     what `ssdprof run demo --seq 4k --stalls` kept: two reports, and the JSON that it wrote there
+unfused, fused            a layer of granite-4.0-h-1b, 131,072 tokens, with an earlier version of the Hopper kernel
+demo/                     output of `ssdprof run demo --seq 4k --stalls`: two reports, and its JSON
 fused_portable            a layer of the same sizes with a gate, 16,384 tokens: see benchmarks/record_stalls.py
-fused_portable_before     the kernel as it was before two hints were followed that this report gives
-no_source                 fused_portable without what the section SourceCounters adds: cut out of the file
-no_counters               the Hopper kernel on those sizes, recorded with three sections that have no counters of warps
+fused_portable_before     the kernel before two hints of this report were followed
+no_source                 fused_portable without the data of the section SourceCounters, cut out of the file
+no_counters               the Hopper kernel on those sizes, recorded with three sections without counters of warps
 small/                    4,096 tokens and 8 heads, without the sections about bytes, and before callers' lines were
                           named; and ncu's raw page of it
 """
@@ -88,7 +88,7 @@ def test_the_hopper_kernels_idle_warps_are_no_cost(unpacked: Path) -> None:
     (kernel,) = kernels(unpacked, "fused")
     idle = {stage.name for stage in kernel.stages if stage.idle}
     assert idle == {"idle warps", "ahead"}
-    # one of 16 warps has no role at all
+    # one of 16 warps has no role
     assert kernel.busy_samples < sum(kernel.samples.values()) * 15 / 16
     (design,) = designs(analyse([raw(unpacked / "fused.ncu-rep")]))
     assert design.all().pct == pytest.approx(100)
@@ -166,7 +166,7 @@ def test_a_report_recorded_without_source_counters_shows_what_it_has(unpacked: P
 
 
 def test_counted_averages_say_what_samples_say(unpacked: Path) -> None:
-    """Under the names that samples have; the sampler sees the same within a few percent of the warps' time."""
+    """Averages have the names of the samples, and both agree within a few percent of the warps' time."""
     (kernel,), (full,) = kernels(unpacked, "no_source"), kernels(unpacked, "fused_portable")
     assert full.average == {}
     assert {"no_instructions", "warpgroup_arrive"} <= set(kernel.average)
@@ -210,7 +210,7 @@ def test_what_is_behind_the_end_is_no_whole_report(unpacked: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_report_is_refused(unpacked: Path, tmp_path: Path, seed: int) -> None:
-    """Inside a block, so that the file is as long as it says."""
+    """The damage is inside a block, so that the file has the stated length."""
     content, at = bytearray((unpacked / "fused_portable.ncu-rep").read_bytes()), random.Random(seed)
     start = at.randrange(len(content) // 4, len(content) * 3 // 4)
     content[start : start + 4096] = at.randbytes(4096)
@@ -230,7 +230,7 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path) -> None:
     there = stall_files.load(DATA / "demo" / "stalls.json")  # of version 1
     here = analyse([raw(unpacked / "demo" / f"{name}.ncu-rep") for name in ("unfused", "fused")])
     assert here.sources == there.sources
-    words = {"hints": (), "checks": ()}  # which may be put better
+    words = {"hints": (), "checks": ()}  # their wording may change
     assert [kernel.model_copy(update=words) for kernel in here.kernels] == [
         kernel.model_copy(update=words) for kernel in there.kernels
     ]
@@ -264,7 +264,7 @@ def test_the_committed_result_is_what_its_record_says() -> None:
         assert stage in text
 
 
-# --- the same, as ncu prints it
+# --- the same data in ncu's CSV
 
 
 def test_the_raw_page_says_what_the_report_says(unpacked: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_raw_page_says_what_the_report_says(unpacked: Path) -> None:
 
 
 def test_a_sentence_of_the_summary_ends_where_there_is_no_more_to_say(unpacked: Path) -> None:
-    """The setup of the Hopper kernel waits for many things, each below what is worth a word."""
+    """The setup of the Hopper kernel has many reasons to wait, each too small to be mentioned."""
     document = compose(analyse([raw(unpacked / "fused.ncu-rep")]))
     said = {statement.subject: statement.text for statement in document.summary}
     assert said["setup:"] == "1%."

@@ -1,4 +1,4 @@
-"""Lines to stages, from the source itself."""
+"""Lines to stages, from the source."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from ssdprof.stalls.stages import UNKNOWN, Place, parse
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 STAGES = Stages.together([one.stages for one in outlines()])
-PROFILED = [file for file in KERNELS.rglob("*.py") if file.parent.name != "mixer"]  # what is around operators is not
+PROFILED = [file for file in KERNELS.rglob("*.py") if file.parent.name != "mixer"]  # those have no stages
 FILES = sorted(file for file in PROFILED if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
 SSD = [file for file in FILES if "ssd" in file.relative_to(KERNELS).parts]
 WITH_BARRIERS = {file.stem: text for file in SSD if "mbarrier.wait(" in (text := file.read_text())}
@@ -206,7 +206,7 @@ def test_every_wait_of_the_hopper_kernel_is_ended_by_somebody() -> None:
 
 
 def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
-    """By the ring, where it is named: `load_tile` is called for several."""
+    """At the call that names the ring, because `load_tile` is called for several rings."""
     found: set[str] = set()
     for file in (KERNELS / "gdn" / "hopper").glob("role_*.py"):
         text = file.read_text()

@@ -30,7 +30,7 @@ def _no_hook_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order."""
+    """The calls, in order."""
     seen: list[str] = []
     real = kernels.get("ssd", "fused")
 
@@ -73,7 +73,7 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
     monkeypatch.setattr(target, "DEVICE", "cpu")
     target.main()
     assert calls == ["run", "run", "wait", "push ssdprof", "run", "wait", "pop"]
-    assert triton.knobs.runtime.add_stages_inspection_hook is not None  # before the first of them, nothing compiled
+    assert triton.knobs.runtime.add_stages_inspection_hook is not None  # before the first call, nothing was compiled
     launched = Launched.model_validate_json(out.read_text())
     assert (launched.implementation, launched.variant) == ("fused", "interpreter")
 
@@ -124,7 +124,7 @@ def test_nothing_is_left_of_the_warm_up(folder: Path, calls: list[str]) -> None:
 
 
 def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(folder: Path) -> None:
-    """A library has precisions of its own, and a library that is not there says so."""
+    """A library has a fixed set of precisions.  A missing library gives an error."""
     inputs = target.load(folder, 2, 32, "cpu")
     both = tuple(PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32"))
     library = Named(name="them", kind="library", implementation=kernels.get("ssd", "fused"), fixed=lambda _: both)

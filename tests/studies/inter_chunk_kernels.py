@@ -1,4 +1,4 @@
-"""The kernels of the study scan-002 with small blocks, and its contenders as they are compiled without a GPU."""
+"""The kernels of the study scan-002 with small blocks, and its contenders for compilation without a GPU."""
 
 from collections.abc import Callable
 from functools import partial

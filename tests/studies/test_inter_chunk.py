@@ -15,7 +15,7 @@ SAME_BITS = ("loop, read back", "loop, rounded", "one launch a chunk", "chained"
 
 
 def odd(chunks: int, *, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> InterChunkInputs:
-    """k = 24 and v = 20: no block divides them, and no tensor is contiguous."""
+    """k = 24 and v = 20 are no multiples of a block, and no tensor is contiguous."""
     whole = draw(batch=2, chunks=chunks, heads=2, dim=24, rank=rank, dtype=dtype, device=DEVICE, seed=chunks)
     return replace(whole, states=whole.states[..., :20])
 
@@ -55,7 +55,7 @@ def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(n
 
 
 def test_a_state_kept_in_fp32_has_other_bits_and_is_nearer_to_exact() -> None:
-    """So "bit-exact" holds for 16-bit states only if the registers are rounded too."""
+    """Therefore "bit-exact" holds for 16-bit states only if the registers are rounded too."""
     inputs = draw(batch=1, chunks=40, heads=2, dim=16, device=DEVICE)
     back, kept = DIAGONAL["loop, read back"](inputs), DIAGONAL["loop, fp32"](inputs)
     assert not torch.equal(back, kept)
@@ -117,7 +117,7 @@ def test_at_the_sizes_of_the_study(dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "kernel"), [*DIAGONAL.items(), *LOW_RANK.items()])
 def test_every_call_has_the_same_bits(name: str, kernel: Kernel) -> None:
-    """Thousands of programs, which run, and wait for each other, in another order in every call."""
+    """Thousands of programs run and wait for each other in another order in every call."""
     inputs = draw(batch=4, chunks=64, heads=16, dim=64, rank=4 if name in LOW_RANK else 0, device=DEVICE)
     first = kernel(inputs)
     assert all(torch.equal(kernel(inputs), first) for _ in range(20))

@@ -19,7 +19,7 @@ TILE = ScanConfig(block_t=16, num_warps=4)
 
 
 def odd(seqlen: int, dtype: torch.dtype = torch.bfloat16) -> ScanInputs:
-    """A state of 20, which no block divides, in tensors that are not contiguous."""
+    """A state of 20, which is no multiple of a block, in tensors that are not contiguous."""
     layer = draw_layer(batch=2, seqlen=seqlen, heads=3, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
     whole = layer.scan_inputs()
     return replace(whole, B=whole.B[..., :20], C=whole.C[..., 4:])
@@ -31,7 +31,7 @@ def gradient_of_y(inputs: ScanInputs) -> torch.Tensor:
 
 
 def judge_of(inputs: ScanInputs, dy: torch.Tensor) -> Judge:
-    """By autograd of the recurrence."""
+    """A judge by autograd of the recurrence."""
     return Judge(inputs, dy, reference(inputs, dy))
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the studies compile for Hopper without a GPU, fit it, and spill only where the study says so."""
+"""The kernels of the studies compile for Hopper without a GPU, fit it, and spill only if the study says so."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_the_inter_chunk_kernels(label: str) -> None:
 
 @pytest.mark.parametrize("label", SELECTIVE_SCAN)
 def test_the_scans(label: str) -> None:
-    """Tiles of 256 and 512 positions spill with four warps; the study measures what that costs."""
+    """Tiles of 256 and 512 positions spill with four warps; the study measures the cost."""
     (kernel,) = compiled_here("selective_scan_launches")[label]
     spills = label.endswith(("256", "512"))
     assert (kernel.spilled_bytes > 0) == spills, kernel

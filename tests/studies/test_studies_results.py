@@ -32,7 +32,7 @@ STUDIES = ("scan-002", "scan-003")
 
 
 def inter_chunk_rows() -> list[dict[str, Any]]:
-    """Each contender takes 10 us a chunk, the proposed one half of that, and without loads ahead 8."""
+    """Each contender takes 10 us per chunk, the proposed one half of that, and 8 us without loads ahead."""
     us = {PROPOSED: 5.0, NOT_AHEAD: 8.0}
     found = []
     for cell in inter_chunk_cells():
@@ -98,7 +98,7 @@ def test_values_of_the_selective_scan() -> None:
     assert values["warm_parallel_backward_by_forward_l32768"] == 2
     assert values["device_backward_speedup_l32768"] == 2
     assert values["kept_by_sequential_of_parallel"] == 1 / 32
-    # the rate by which the source's milliseconds and GB/s fit together: 2.021 ms and 813 GB/s
+    # the bytes per position with which the source's milliseconds and GB/s agree: 2.021 ms and 813 GB/s
     rows = [{"pass": "forward", "seqlen": 32768, "contender": tile(64), "warm_us": 2021.0}]
     assert selective_scan.values.values_of(rows, 4000.0)["warm_gb_per_s_l32768"] == pytest.approx(813, rel=2e-3)
 
@@ -228,6 +228,6 @@ def test_what_ncu_counts_is_what_a_kernel_must_read() -> None:
     back, kept, launches = count(watched, timeout_s=120)
     states = 4 * 8 * 16 * 64 * 64 * 2 / 32  # sectors
     assert kept["l2_read_sectors"] == pytest.approx(states, rel=0.1)
-    for record in (back, launches):  # but for the first chunk, the state before is read too
+    for record in (back, launches):  # except for the first chunk, the state before is read too
         assert record["l2_read_sectors"] == pytest.approx(states * (2 - 1 / 8), rel=0.1)
     assert 0 < kept["occupancy_pct"] <= 100

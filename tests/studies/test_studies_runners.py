@@ -25,7 +25,7 @@ from ssdprof.measure.bench import Recording
 from ssdprof.schema import Launch
 
 STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
-ENVIRONMENT = environment.collect()  # before torch is said to have a GPU
+ENVIRONMENT = environment.collect()  # before torch is patched to have a GPU
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
 
@@ -38,7 +38,7 @@ class Launches:
     @contextmanager
     def counted(self) -> Iterator[list[Any]]:
         yield [None]
-        self._calls += 1  # not of a call that failed
+        self._calls += 1  # a failed call is not counted
 
     @contextmanager
     def recorded(self) -> Iterator[list[Launch]]:
@@ -113,7 +113,7 @@ def test_from_the_command_line_to_the_files(runner: Any, tmp_path: Path, capsys:
 def passed_on(
     states: torch.Tensor, log_decay: torch.Tensor, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As mamba_ssm's state pass: the states that enter chunks, and the last one in fp32."""
+    """Replaces mamba_ssm's state pass: the states that enter chunks, and the last one in fp32."""
     state = torch.zeros_like(states[:, 0], dtype=torch.float32)
     entering = []
     for c in range(states.shape[1]):
@@ -143,12 +143,12 @@ def two_launches() -> Iterator[list[Launch]]:
 
 
 class FakeBench:
-    """A call and a replay of it cost 4 and 2 us."""
+    """A call takes 4 us, and a replay 2 us."""
 
     device = torch.device("cpu")
 
     def relocate(self, _generator: np.random.Generator) -> None:
-        """Nothing lies anywhere."""
+        """Does nothing: there is no memory to move."""
 
     def record(self, run: Callable[[], Any]) -> Recording:
         return Recording(graph=None, output=run())
@@ -250,7 +250,7 @@ def test_a_killed_run_leaves_its_cells_and_their_pages_can_be_made(
     measure = STUDIES[runner].measure
 
     class Killed(BaseException):
-        """Nothing in the runner sees a SIGKILL."""
+        """The runner cannot handle a SIGKILL."""
 
     def killed_at_the_second(self: Any, cell: Any) -> None:
         if self.result.rows:

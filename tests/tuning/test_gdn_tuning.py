@@ -1,4 +1,4 @@
-"""`ssdprof tune gdn`: what is tried, what a find is for, and that kernels take it."""
+"""`ssdprof tune gdn`: the candidates, the calls that a find applies to, and its use by kernels."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_find_is_for_its_own_calls_only() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
-    """A call that was prepared before the find was taken is prepared again."""
+    """A call that was prepared before `tuned.use` is prepared again."""
     inputs = inputs_of(200)
     before = fused.run(inputs)
     assert "tuned" not in fused.plan(inputs).reason
@@ -143,7 +143,7 @@ def test_settings_that_no_kernel_takes_are_not_read(settings: Settings) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 def test_from_words_to_kernels_that_take_the_find(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Kernels run in the interpreter and are compared with the oracle; the stopwatch says that 8 warps are faster."""
+    """Kernels run in the interpreter and are compared with the oracle; with the fake stopwatch 8 warps are faster."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake = Fake(lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0))
     real = search.Problem.run
@@ -152,7 +152,7 @@ def test_from_words_to_kernels_that_take_the_find(monkeypatch: pytest.MonkeyPatc
         fake.ran.append((config, inputs.length))
         return real(problem, inputs, config)
 
-    gpu = GPU.model_copy(update={"name": "cpu"})  # what the kernels call the device of their tensors
+    gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
     monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
     monkeypatch.setattr("ssdprof.environment.collect", lambda: environment(gpu))

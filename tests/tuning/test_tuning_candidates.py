@@ -1,4 +1,4 @@
-"""What is tried."""
+"""The candidates of a search."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_no_cut_is_less_exact_than_unfused() -> None:
 
 
 def test_every_cut_is_of_the_whole_sequence() -> None:
-    """And so is the short one that is checked, which is in pieces if the whole one is."""
+    """The short cut that is checked also covers its sequence, and has several segments if the whole cut does."""
     problem = hopper_problem()
     configs = [config for config in tried(problem) if isinstance(config, HopperConfig)]
     assert any(config.long_count for config in configs)
@@ -88,7 +88,7 @@ def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
     headdim: int, dtype: torch.dtype, committed: PortableConfig
 ) -> None:
-    """benchmarks/log/ssd.md#row-57.  Whichever axis leads there: longer chunks, or less of P."""
+    """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to such rows."""
     inputs = SSDInputs.unchecked(**vars(inputs_of(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)})
     configs = [config for axis in axes(committed) for config in axis(committed, inputs)]
     assert len(configs) > 10
@@ -99,7 +99,7 @@ def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
 
 @pytest.mark.parametrize(("committed", "tried"), [(256, (64, 128, 256)), (64, (64,))], ids=str)
 def test_no_portable_candidate_makes_longer_sums_over_n(committed: int, tried: tuple[int, ...]) -> None:
-    """They would be less exact: benchmarks/log/ssd.md#row-60."""
+    """Longer sums would be less accurate: benchmarks/log/ssd.md#row-60."""
     config = PortableConfig(block_n=committed)
     inputs = inputs_of(1024, "2x64x256x1")
     candidates = [one for axis in axes(config) for one in axis(config, inputs)]

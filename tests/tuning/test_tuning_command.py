@@ -1,4 +1,4 @@
-"""`ssdprof tune` as a user meets it."""
+"""`ssdprof tune` as a user calls it."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpr
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 warps are twice as fast, says the stopwatch, and everything is right that the interpreter computes."""
+    """A simulated GPU: with its stopwatch 8 warps are twice as fast.  The outputs of the interpreter are right."""
     fake = Fake(lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0))
     monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
-    gpu = GPU.model_copy(update={"name": "cpu"})  # what the kernels call the device of their tensors
+    gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
     monkeypatch.setattr(run.environment, "collect", lambda: environment(gpu))
     monkeypatch.setattr(search.Problem, "run", lambda _, inputs, config: fake.run(inputs, config))
     monkeypatch.setattr(use, "current_gpu", lambda: gpu)
@@ -84,7 +84,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
 def test_from_words_to_a_file() -> None:
-    """Nothing is pretended of the file: the next command reads it, says so, and its kernels take what it says."""
+    """The file is real: the next command reads it and says so, and its kernels use the configuration."""
     code, out, err = tune("ssd", "--shape", "2x16x16x1", "--seq", "40,100", "--out", "found.json", "--json")
     assert code == 0, err
     report = TuneReport.model_validate_json(out)
@@ -158,7 +158,7 @@ def test_an_interrupted_tuning_leaves_what_it_has(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
-    """Two tunings, one for each kernel; whatever is found is right, and used."""
+    """Two tunings, one for each kernel.  Every find has a right output and is used."""
     code, out, err = tune("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
     assert code == 0, err
     report = TuneReport.model_validate_json(out)
@@ -172,6 +172,6 @@ def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     assert result.exit_code == 0
     assert ("tuned on this GPU" in result.stderr) == bool(found)
     assert ("tuned on this GPU, " in result.stdout) == bool(found)
-    tuned.none()  # as in a process of its own
+    tuned.none()  # as in a new process
     plain = CliRunner().invoke(app, [*words, "--no-tuned"], prog_name="ssdprof", catch_exceptions=False)
     assert "tuned on this GPU" not in plain.stdout + plain.stderr

@@ -1,4 +1,4 @@
-"""The search: it finds what is faster, says what is wrong, and keeps the committed choice in doubt."""
+"""The search finds faster configurations, names wrong ones, and keeps the committed choice in doubt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trials(outcome: Outcome, verdict: str) -> list[Trial]:
 
 
 def by_segment(config: HopperConfig, _tokens: int) -> float:
-    """Equal segments of 4 chunks are best, and rings of two."""
+    """Equal segments of 4 chunks and rings of two are best."""
     return 100 + abs(config.segment - 4) + config.long_count + 2 * config.ring + config.score_ring
 
 
@@ -46,7 +46,7 @@ def test_it_goes_to_the_fastest_axis_by_axis() -> None:
 
 
 def test_a_find_has_the_settings_that_were_run() -> None:
-    """A configuration goes into the file and comes back as it was."""
+    """A configuration is written to the file and read back unchanged."""
     outcome = found(hopper_problem(), Fake(by_segment))
     assert outcome.find is not None
     kept = config_of(outcome.find.settings, outcome.find.reason)
@@ -74,7 +74,7 @@ def test_noise_is_no_find() -> None:
 
 
 class Placed(Fake):
-    """Within a recording a time never varies; where graphs lie makes it up to 4 % longer or shorter."""
+    """Within a recording a time does not vary; a graph's place in memory changes it by up to 4 %."""
 
     generator: np.random.Generator
     recordings = 0
@@ -91,7 +91,7 @@ class Placed(Fake):
 
 
 def test_a_lucky_place_in_memory_is_no_find() -> None:
-    """The decision is over several recordings with fresh memory, as verdicts of `run` and `bench` are."""
+    """The decision uses several recordings with fresh memory, as verdicts of `run` and `bench` do."""
     fake = Placed(lambda _config, _tokens: 100.0)
     assert found(hopper_problem(), fake).find is None
     assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
@@ -113,7 +113,7 @@ def test_a_wrong_candidate_is_named_and_never_found() -> None:
 
 
 def test_what_is_wrong_only_at_length_is_not_kept() -> None:
-    """The short input has 1,024 positions of the 1,280."""
+    """The short input has 1,024 of the 1,280 positions."""
     outcome = found(
         hopper_problem(), Fake(by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2)
     )
@@ -137,7 +137,7 @@ def test_what_does_not_run_is_named() -> None:
 
 @pytest.mark.parametrize("broken", ["refused", "uncapturable", "faulty"])
 def test_a_candidate_that_costs_the_gpu_ends_the_search(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Or all others would be said not to run."""
+    """Otherwise all other candidates would be reported as failing."""
     monkeypatch.setattr(faults, "_answers", lambda _: False)
     fake = Fake(by_segment, **{broken: lambda config: config.segment == 4})
     with pytest.raises(MissingCapabilityError, match="The candidate segment 4 left the GPU unusable"):

@@ -1,4 +1,4 @@
-"""What was found is kept, used, and not used where it does not hold."""
+"""Finds are kept and used, but not used if they do not apply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def used() -> list[str]:
-    """What a command says, and what the kernels then take, as "segment"."""
+    """The message of a command, and the configurations that the kernels then use, as "segment N"."""
     said: list[str] = []
     use.use_saved(said.append)
     return [*said, *(f"segment {config.segment}" for config in tuned._hopper.values())]
@@ -86,7 +86,7 @@ def test_a_find_holds_for_one_version_of_the_kernels(monkeypatch: pytest.MonkeyP
     (said,) = used()
     assert "ignored: the kernels have changed since" in said
     assert "ssdprof tune" in said
-    store.keep(environment(), [outcome(nchunks=99)])  # and does not survive the next find
+    store.keep(environment(), [outcome(nchunks=99)])  # the next find removes it
     assert len(used()) == 2
 
 

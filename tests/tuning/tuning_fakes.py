@@ -1,4 +1,4 @@
-"""Problems on the CPU, and a kernel and a stopwatch whose times are made up."""
+"""Problems on the CPU, and a kernel and a stopwatch with invented times."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inputs_of(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
 
 
 def hopper_problem(seqlen: int = 1280) -> Problem:
-    """20 chunks, committed to be cut into two segments."""
+    """20 chunks; the committed configuration has two segments."""
     inputs = inputs_of(seqlen)
     return Problem(
         operator=SSD,
@@ -74,7 +74,7 @@ def portable_problem(*seqlens: int) -> Problem:
 @dataclass
 class Fake:
     """cost(config, tokens): microseconds.  spoilt(config, tokens): whether the output is wrong.  noise: factors.
-    faulty(config): whether it fails while it is timed."""
+    faulty(config): whether timing it fails."""
 
     device = torch.device("cpu")
     cost: Callable[[Any, int], float]
@@ -99,7 +99,7 @@ class Fake:
         return SSDOutput(out * 2 if self.spoilt(config, tokens) else out, final_states)
 
     def relocate(self, _generator: np.random.Generator) -> None:
-        """Nothing lies anywhere."""
+        """Does nothing: there is no memory to move."""
 
     def record(self, run: Run) -> Recording:
         output = run()
@@ -117,7 +117,7 @@ class Fake:
 
 
 def outcome(sequences: int = 1, nchunks: int = 16, segment: int | None = 4, created: str = "2026-11-20") -> Outcome:
-    """Of a search for mamba2-2.7b.  segment: what was found, None for nothing."""
+    """The outcome of a search for mamba2-2.7b.  segment: of the find, or None without a find."""
     calls = Calls(
         operator="ssd",
         kernel="hopper",

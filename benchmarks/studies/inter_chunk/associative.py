@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The state after each chunk, by an associative scan over tiles of chunks.
 
-    (a, s) then (b, t)  ->  (a b, b s + t)        with a, b decays and s, t what is added
+    (a, s) then (b, t)  ->  (a b, b s + t)        with decays a, b and summands s, t
 
-The state that enters a tile is added, decayed, to what the scan of the tile gives; the last state of a tile enters the
-next one.  Sums are in another order than the recurrence's: same bits in every call, but not those of a loop.
+The state that enters a tile is decayed and added to the tile's scan; the last state of a tile enters the next one.
+The order of sums differs from the recurrence's: the bits are the same in every call, but not those of a loop.
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
@@ -28,7 +28,7 @@ from ssdprof.kernels._triton import ptr_offset
 
 @dataclass(frozen=True, kw_only=True)
 class AssociativeConfig:
-    """block: elements of a state per program; block_c: chunks per scan.  A thread holds decays and sums in fp32."""
+    """block: elements of a state per program; block_c: chunks per scan.  Threads hold decays and sums in fp32."""
 
     block: int = 64
     block_c: int = 32
@@ -47,7 +47,7 @@ def _associative_kernel(
     nheads, nchunks,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    # --- which part of which state is mine
+    # --- the program's part of a state
     BLOCKS: tl.constexpr = (K * V + BLOCK - 1) // BLOCK
     i_bh = tl.program_id(0) // BLOCKS
     i_b, i_h = i_bh // nheads, i_bh % nheads
@@ -70,7 +70,7 @@ def _associative_kernel(
 
 
 def associative(inputs: InterChunkInputs, *, config: AssociativeConfig | None = None) -> torch.Tensor:
-    """out."""
+    """Returns out."""
     config = config or AssociativeConfig()
     if inputs.rank:
         raise ValueError("associative: diagonal transitions only")

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Which part of which state a program owns: kernels that go over a state by blocks of rows begin with it."""
+"""The part of a state that a program owns, for kernels that process a state by blocks of rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import ssdprof.kernels._triton  # noqa: F401  chooses GPU or interpreter, before
 
 @triton.jit
 def block_of(i_block, nheads, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The batch and the head of a block, its rows (ROWS,) and columns (BLOCK_V,), and which rows and elements exist.
+    """The batch and head of a block, its rows (ROWS,) and columns (BLOCK_V,), and masks of existing rows and elements.
 
-    Blocks of a head follow each other, then heads, then batches.
+    Blocks of a head vary fastest, then heads, then batches.
     """
     BLOCKS: tl.constexpr = (K + ROWS - 1) // ROWS
     i_bh = i_block // BLOCKS

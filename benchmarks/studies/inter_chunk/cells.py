@@ -1,4 +1,4 @@
-"""Where the contenders are measured."""
+"""The cells in which the contenders are measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Cell = dict[str, int]
 
 
 def cells() -> Iterator[Cell]:
-    """What the criteria are about first: if the time is up, the others are left out."""
+    """Cells of the criteria come first; if the time runs out, later cells are not measured."""
     yield from ({"dim": 64, "chunks": chunks, "rank": 0} for chunks in sorted(CHUNKS, reverse=True))
     yield from ({"dim": 64, "chunks": RANK_CHUNKS, "rank": rank} for rank in RANKS)
     yield from ({"dim": 128, "chunks": chunks, "rank": 0} for chunks in sorted(CHUNKS, reverse=True))

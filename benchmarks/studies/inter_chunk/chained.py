@@ -3,14 +3,14 @@
 
     out[c] = decay[c] * out[c-1] + states[c]
 
-A program takes a ticket, and the ticket says which chunk is its own, earlier chunks first.  It loads what it adds,
-waits for the flag of its block until the chunk before has stored its state, takes that state from L2, stores its own
-and raises the flag.
+A program takes a ticket, which determines its chunk, earlier chunks first.  It loads its summand, waits for the flag of
+its block until the chunk before has stored its state, loads that state from L2, stores its own state and raises the
+flag.
 
-Forward progress: a program waits only for a program with an earlier ticket.  Tickets are taken by programs that run,
-so that program is running or has ended, and the one with the first ticket of a block waits for nobody.
-Order: chunks are always added in their order, so that the bits are the same in every call, and those of a loop that
-reads its state back.
+Forward progress: a program waits only for a program with an earlier ticket.  Running programs take tickets, so that
+the other program is running or has ended.  The program with the first ticket of a block does not wait.
+Order: chunks are always added in their order.  The bits are therefore the same in every call, and equal those of a
+loop that reads its state back.
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
@@ -32,12 +32,12 @@ from inter_chunk.loop import metadata
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import ptr_offset
 
-FLAG_STRIDE = 8  # int32 numbers: flags of different blocks in sectors of their own
+FLAG_STRIDE = 8  # int32 numbers: flags of different blocks are in different sectors
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainedConfig:
-    """rows: of a state, per program.  Larger ones wait for fewer flags."""
+    """rows: rows of a state per program.  With more rows there are fewer flags to wait for."""
 
     rows: int = 16
     num_warps: int = 4
@@ -50,13 +50,13 @@ def _chained_kernel(
     nheads, blocks,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    # --- which part of which state, in which chunk, is mine
+    # --- the program's chunk, and its part of a state
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_c, i_block = ticket // blocks, ticket % blocks
     i_b, i_h, o_k, o_v, m_k, m = block_of(i_block, nheads, K, V, ROWS, BLOCK_V)
     flag_ptr = sync_ptr + (1 + i_block.to(tl.int64)) * STRIDE
 
-    # --- what needs no other program
+    # --- work that needs no other program
     here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
     b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
     b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
@@ -68,12 +68,12 @@ def _chained_kernel(
     state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
     state = state * b_decay[:, None] + b_states.to(tl.float32)
     tl.store(out_ptr + ptr_offset(here, out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
-    tl.debug_barrier()  # every thread has stored its part of the state before the flag says so
+    tl.debug_barrier()  # every thread has stored its part of the state before the flag is raised
     tl.atomic_add(flag_ptr, 1, sem="release")
 
 
 def chained(inputs: InterChunkInputs, *, config: ChainedConfig | None = None) -> torch.Tensor:
-    """out."""
+    """Returns out."""
     config = config or ChainedConfig()
     if inputs.rank:
         raise ValueError("chained: diagonal transitions only")

@@ -1,4 +1,4 @@
-"""Which kernels of the study are compared, by the names that its results use."""
+"""The kernels that the study compares, by their names in its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRODUCTS = ("columns", "tensor cores")
 
 
 def diagonal(dim: int) -> dict[str, Kernel]:
-    """For states of dim x dim.  Those before `registers, fp32` round the state in every turn."""
+    """For states of dim x dim.  Contenders before `registers, fp32` round the state in every iteration."""
     registers = partial(loop, resident=True, rounded=True)
     return {
         BASELINE: partial(loop, resident=False, config=LoopConfig(num_stages=1)),

@@ -1,4 +1,4 @@
-"""What ncu counts of the study's kernels: sectors read from L2, bytes of DRAM, occupancy."""
+"""ncu's counters for the study's kernels: sectors read from L2, bytes of DRAM, occupancy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ssdprof.stalls.raw import RawKernel
 
 TARGET = Path(__file__).parent.parent / "scan_002_target.py"
 SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "MemoryWorkloadAnalysis_Tables")
-L2_READS = "lts__t_sectors_srcunit_tex_op_read.sum"  # sectors of 32 bytes that SMs asked the L2 for
+L2_READS = "lts__t_sectors_srcunit_tex_op_read.sum"  # sectors of 32 bytes that SMs read from L2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """A call that ncu watches: a diagonal contender on drawn inputs.  kernels: what it launches, in order."""
+    """A call that ncu profiles: a diagonal contender on random inputs.  kernels: its launches, in order."""
 
     contender: str
     chunks: int
@@ -34,7 +34,7 @@ class Watched:
 def count(watched: Sequence[Watched], timeout_s: float) -> list[dict[str, Any]]:
     """A record for each call, summed over its launches.
 
-    Raises MissingCapabilityError if there is no ncu, or if it may not count.
+    Raises MissingCapabilityError if ncu is missing, or has no permission to count.
     """
     program = ncu.find()
     names = [name for one in watched for name in one.kernels]

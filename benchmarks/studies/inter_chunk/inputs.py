@@ -1,4 +1,4 @@
-"""What every kernel of the study takes: what each chunk adds to a zero state, and each chunk's decay."""
+"""Inputs of every kernel of the study: the state that each chunk adds, and each chunk's decay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class InterChunkInputs:
         return 0 if self.w is None else int(self.w.shape[4])
 
     def least_bytes(self) -> int:
-        """Every input read once, and every state that leaves a chunk written once."""
+        """Bytes to read every input once, and to write every state after a chunk once."""
         read = (self.states, self.decay, self.w, self.y)
         return sum(t.numel() * t.element_size() for t in (*read, self.states) if t is not None)
 
@@ -55,8 +55,8 @@ def draw(
 ) -> InterChunkInputs:
     """Random inputs with k = v = dim.
 
-    states ~ N(0, 1); decay uniform in 0.5 .. 1; y ~ N(0, 1) with unit columns, and w = y / rank: the transition then
-    shortens no state by more than its own length.
+    states ~ N(0, 1); decay uniform in 0.5 .. 1; y ~ N(0, 1) with unit columns, and w = y / rank.  The transition then
+    reduces a state by at most the state's length.
     """
     generator = torch.Generator(device).manual_seed(seed)
     rows = (batch, chunks, heads, dim)

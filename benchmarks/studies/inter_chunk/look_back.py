@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The state after each chunk, by segments of chunks that run side by side.
+"""The state after each chunk, by segments of chunks that run in parallel.
 
-A program goes over its segment twice: first for what the segment adds to a zero state, and its decay, which it
-publishes for the segments after it; then, with the state that enters it, for the states.  The state that enters
-segment s is the sum over segments j before it, from the nearest on, of what j added, decayed by j + 1 .. s - 1.
+A program processes its segment twice.  The first pass computes the state that the segment adds to a zero state, and its
+decay, and publishes both for later segments.  The second pass computes the states from the state that enters the
+segment.  The state that enters segment s is the sum over the segments j before it, from the nearest one back, of the
+state that j added, decayed by j + 1 .. s - 1.
 
-Forward progress: a program publishes before it waits, and waits only for programs with earlier tickets.  Tickets are
-taken by programs that run, so all that it waits for comes.
-Order: always from the nearest segment back to the first, whoever is ready, so that the bits are the same in every
-call; a look-back that stops at the first finished state would sum in an order that depends on timing.
+Forward progress: a program publishes before it waits, and waits only for programs with earlier tickets.  Running
+programs take tickets, so every wait ends.
+Order: always from the nearest segment back to the first, independent of timing, so that the bits are the same in every
+call.  A look-back that stops at the first finished state would sum in an order that depends on timing.
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
@@ -30,12 +31,12 @@ from inter_chunk.loop import metadata
 from ssdprof.kernels._launch import launch
 from ssdprof.kernels._triton import ptr_offset
 
-FLAG_STRIDE = 8  # int32 numbers: flags of different programs in sectors of their own
+FLAG_STRIDE = 8  # int32 numbers: flags of different programs are in different sectors
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookBackConfig:
-    """rows: of a state, per program; segment: chunks per program."""
+    """rows: rows of a state per program; segment: chunks per program."""
 
     rows: int = 8
     segment: int = 16
@@ -51,17 +52,17 @@ def _look_back_kernel(
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # --- which part of which state, in which segment, is mine
+    # --- the program's segment, and its part of a state
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_segment, i_block = ticket // blocks, ticket % blocks
     i_b, i_h, o_k, o_v, m_k, m = block_of(i_block, nheads, K, V, ROWS, BLOCK_V)
     o_row = tl.arange(0, ROWS)
     o_part = o_row[:, None] * BLOCK_V + o_v[None, :]
-    PART: tl.constexpr = ROWS * BLOCK_V + ROWS  # what a segment adds, and its decays
+    PART: tl.constexpr = ROWS * BLOCK_V + ROWS  # the state that a segment adds, and its decays
     first = i_segment * SEGMENT
     after = tl.minimum(first + SEGMENT, nchunks)
 
-    # --- what my segment adds to a zero state, and its decay: published unless nothing comes after it
+    # --- the state that the segment adds to a zero state, and its decay: published unless it is the last segment
     if after < nchunks:
         added = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
         decays = tl.full((ROWS,), 1.0, dtype=tl.float32)
@@ -74,10 +75,10 @@ def _look_back_kernel(
         mine = parts_ptr + ticket.to(tl.int64) * PART
         tl.store(mine + o_part, added)
         tl.store(mine + ROWS * BLOCK_V + o_row, decays)
-        tl.debug_barrier()  # every thread has stored its part before the flag says so
+        tl.debug_barrier()  # every thread has stored its part before the flag is raised
         tl.atomic_add(sync_ptr + (1 + ticket.to(tl.int64)) * STRIDE, 1, sem="release")
 
-    # --- the state that enters my segment
+    # --- the state that enters the segment
     state = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     passed = tl.full((ROWS,), 1.0, dtype=tl.float32)
     for back in range(0, i_segment):
@@ -99,7 +100,7 @@ def _look_back_kernel(
 
 
 def look_back(inputs: InterChunkInputs, *, config: LookBackConfig | None = None) -> torch.Tensor:
-    """out."""
+    """Returns out."""
     config = config or LookBackConfig()
     if inputs.rank:
         raise ValueError("look_back: diagonal transitions only")

@@ -3,8 +3,8 @@
 
     out[c] = decay[c] * out[c-1] + states[c]
 
-resident:   the state stays in registers, in fp32, or rounded in every turn to the dtype of `out`.
-otherwise:  every turn reads back from global memory what the turn before stored, past the L1 cache.
+resident:   the state stays in registers, in fp32, or rounded in every iteration to the dtype of `out`.
+otherwise:  every iteration reads the state that the one before stored back from global memory, bypassing the L1 cache.
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
@@ -29,9 +29,9 @@ from ssdprof.kernels._triton import ptr_offset
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """rows: of a state, per program.  num_stages: turns that loads run ahead, 1 for none.
+    """rows: rows of a state per program.  num_stages: iterations that loads run ahead, 1 for none.
 
-    The state that is read back cannot be loaded ahead: its turn has to wait for the store of the turn before.
+    A state that is read back cannot be loaded ahead, because its iteration must wait for the store of the one before.
     """
 
     rows: int = 8
@@ -57,7 +57,7 @@ def _loop_kernel(
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
     RESIDENT: tl.constexpr, ROUND: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # --- which part of which state is mine
+    # --- the program's part of a state
     i_b, i_h, o_k, o_v, m_k, m = block_of(tl.program_id(0), nheads, K, V, ROWS, BLOCK_V)
 
     # --- chunk after chunk
@@ -75,13 +75,13 @@ def _loop_kernel(
         if ROUND:
             state = stored.to(tl.float32)
         if not RESIDENT:
-            tl.debug_barrier()  # another thread may load what this one has stored
+            tl.debug_barrier()  # another thread may load the data that this one has stored
 
 
 def loop(
     inputs: InterChunkInputs, *, resident: bool, rounded: bool = False, config: LoopConfig | None = None
 ) -> torch.Tensor:
-    """out.  rounded: only for a resident state; one that is read back is rounded in any case."""
+    """Returns out.  rounded: only for a resident state; a state that is read back is always rounded."""
     config = config or LoopConfig()
     if inputs.rank:
         raise ValueError("loop: diagonal transitions only")

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The state after each chunk, where a transition is a decay and a correction of low rank.
+"""The state after each chunk, if a transition is a decay and a correction of low rank.
 
     out[c] = decay[c] * (out[c-1] - w[c] (y[c]^T out[c-1])) + states[c]
 
-resident:   the state stays in registers, in fp32, or rounded in every turn to the dtype of `out`.
-otherwise:  every turn reads back from global memory what the turn before stored, past the L1 cache.
-tensor_cores:  y^T h and w (y^T h) are products of matrices, of a rank padded to 16, in tf32x3; otherwise a sum and an
-               update for each of the rank's columns, in fp32.
+resident:   the state stays in registers, in fp32, or rounded in every iteration to the dtype of `out`.
+otherwise:  every iteration reads the state that the one before stored back from global memory, bypassing the L1 cache.
+tensor_cores:  y^T h and w (y^T h) are matrix products with the rank padded to 16, in tf32x3; otherwise a sum and an
+               update for each column of the rank, in fp32.
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32 | w, y (b, c, h, k, r)
 Out:  out (b, c, h, k, v), of the dtype of states
@@ -32,7 +32,7 @@ LEAST_INNER = 16  # the least inner size of tl.dot
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig:
-    """block_v: columns of a state per program.  num_stages: turns that loads run ahead, 1 for none."""
+    """block_v: columns of a state per program.  num_stages: iterations that loads run ahead, 1 for none."""
 
     block_v: int = 16
     num_warps: int = 4
@@ -58,7 +58,7 @@ def _low_rank_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
     RESIDENT: tl.constexpr, ROUND: tl.constexpr, TENSOR_CORES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    # --- which columns of which state are mine
+    # --- the program's columns of a state
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_bh = tl.program_id(0) // BLOCKS
     i_b, i_h = i_bh // nheads, i_bh % nheads
@@ -97,7 +97,7 @@ def _low_rank_kernel(
         if ROUND:
             state = stored.to(tl.float32)
         if not RESIDENT:
-            tl.debug_barrier()  # another thread may load what this one has stored
+            tl.debug_barrier()  # another thread may load the data that this one has stored
 
 
 def low_rank(
@@ -108,7 +108,7 @@ def low_rank(
     rounded: bool = False,
     config: LowRankConfig | None = None,
 ) -> torch.Tensor:
-    """out.  rounded: only for a resident state; one that is read back is rounded in any case."""
+    """Returns out.  rounded: only for a resident state; a state that is read back is always rounded."""
     config = config or LowRankConfig()
     if inputs.w is None or inputs.y is None:
         raise ValueError("low_rank: w and y are missing")

@@ -5,8 +5,8 @@
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32
 Out:  out (b, c, h, k, v), of the dtype of states
-Grid: (b * h * k-blocks), c times.  One program owns some rows of one head's state in one chunk; the end of a launch is
-      what orders chunks.
+Grid: (b * h * k-blocks), c times.  One program owns some rows of one head's state in one chunk; the end of a launch
+      orders the chunks.
 Oracle: `reference.py`.  The same bits in every call.
 """
 
@@ -27,7 +27,7 @@ from ssdprof.kernels._triton import ptr_offset
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkConfig:
-    """rows: of a state, per program."""
+    """rows: rows of a state per program."""
 
     rows: int = 8
     num_warps: int = 4
@@ -40,7 +40,7 @@ def _one_chunk_kernel(
     nheads, i_c,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # --- which part of which state is mine
+    # --- the program's part of a state
     i_b, i_h, o_k, o_v, m_k, m = block_of(tl.program_id(0), nheads, K, V, ROWS, BLOCK_V)
 
     # --- one step
@@ -54,7 +54,7 @@ def _one_chunk_kernel(
 
 
 def one_launch_a_chunk(inputs: InterChunkInputs, *, config: ChunkConfig | None = None) -> torch.Tensor:
-    """out."""
+    """Returns out."""
     config = config or ChunkConfig()
     if inputs.rank:
         raise ValueError("one_launch_a_chunk: diagonal transitions only")

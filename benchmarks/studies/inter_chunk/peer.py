@@ -15,12 +15,12 @@ Passed = tuple[torch.Tensor, torch.Tensor]  # the states that enter chunks (b, c
 
 
 class MambaSsm:
-    """Raises ImportError where the library, or what it needs, is missing."""
+    """Raises ImportError if the library, or a package that it needs, is missing."""
 
     def __init__(self) -> None:
         module = import_module("mamba_ssm.ops.triton.ssd_state_passing")
         self._forward = module._state_passing_fwd
-        Tunings([module])  # compiles its configurations side by side
+        Tunings([module])  # compiles its configurations in parallel
 
     def run(self, states: torch.Tensor, log_decay: torch.Tensor) -> Passed:
         """states (b, c, h, k v); log_decay (b, h, c).  It tunes itself in the first call."""
@@ -29,17 +29,17 @@ class MambaSsm:
 
 
 def scalar(inputs: InterChunkInputs) -> InterChunkInputs:
-    """The same states with one decay for each chunk and head: that of the first row."""
+    """The same states with one decay for each chunk and head, that of the first row."""
     return replace(inputs, decay=inputs.decay[..., :1].expand_as(inputs.decay))
 
 
 def arguments(inputs: InterChunkInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of `MambaSsm.run`, for inputs of `scalar`."""
+    """The arguments of `MambaSsm.run`, for inputs of `scalar`."""
     return inputs.states.flatten(3), inputs.decay[..., 0].log().transpose(1, 2).contiguous()
 
 
 def leaving(passed: Passed, inputs: InterChunkInputs) -> torch.Tensor:
-    """The state after each chunk, as the kernels of the study return it."""
+    """The state after each chunk, in the form of the study's kernels."""
     entering, last = passed
     after = torch.cat([entering[:, 1:], last[:, None].to(entering.dtype)], dim=1)
     return after.view_as(inputs.states)

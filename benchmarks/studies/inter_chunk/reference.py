@@ -10,7 +10,7 @@ from inter_chunk.inputs import InterChunkInputs
 def reference(inputs: InterChunkInputs, *, rounded: bool = False) -> torch.Tensor:
     """The state after each chunk (b, c, h, k, v), fp64.
 
-    rounded: computed in fp32, and every state rounded to the dtype of the inputs before the next chunk takes it.
+    rounded: computed in fp32, and every state rounded to the dtype of the inputs before the next chunk uses it.
     """
     working = torch.float32 if rounded else torch.float64
     states, decay = inputs.states.to(working), inputs.decay.to(working)
@@ -28,7 +28,7 @@ def reference(inputs: InterChunkInputs, *, rounded: bool = False) -> torch.Tenso
 
 
 class Judge:
-    """Says how far an output is from the recurrence on these inputs."""
+    """Measures the distance of an output from the recurrence on these inputs."""
 
     def __init__(self, inputs: InterChunkInputs) -> None:
         self._exact = reference(inputs)
@@ -37,18 +37,18 @@ class Judge:
         self._allowed = 2 * (rounding + eps * _largest(self._exact))
 
     def excess(self, out: torch.Tensor) -> float:
-        """The largest |out - exact| of any head, as a share of what its roundings allow: above 1 is wrong.
+        """The largest |out - exact| of any head, as a share of the allowed error: above 1 is wrong.
 
-        Allowed, as by ssdprof's own comparator: 2 * (max|rounded - exact| + eps * max|exact|), per head.
+        Allowed, as in ssdprof's comparator: 2 * (max|rounded - exact| + eps * max|exact|), per head.
         """
         share = _largest(out.double() - self._exact) / self._allowed
         return float(torch.where(share.isnan(), torch.inf, share).max())
 
     def rms_error(self, out: torch.Tensor) -> float:
-        """RMS of out - exact by that of exact."""
+        """RMS of out - exact, divided by the RMS of exact."""
         return float((out.double() - self._exact).square().mean().sqrt() / self._exact.square().mean().sqrt())
 
 
 def _largest(difference: torch.Tensor) -> torch.Tensor:
-    """Per head, (h,)."""
+    """The largest magnitude per head, (h,)."""
     return difference.abs().amax(dim=(0, 1, 3, 4))

@@ -41,7 +41,7 @@ def _rows(measured: Sequence[Row], cell: Cell) -> list[Row]:
 
 
 def _times(rows: Sequence[Row]) -> str:
-    """Speedups are over the contender that reads its state back."""
+    """Times, and speedups over the contender that reads its state back."""
     us = {r["contender"]: r.get("device_us") for r in rows}
     lines = []
     for r in rows:
@@ -57,7 +57,7 @@ def _times(rows: Sequence[Row]) -> str:
 
 
 def paint(measured: Sequence[Row], figure: Figure) -> None:
-    """Device time against the number of chunks, and against the rank."""
+    """Plots device time against the number of chunks, and against the rank."""
     panels = figure.subplots(1, len(DIMS) + 1)
     for panel, dim in zip(panels, DIMS, strict=False):
         own = [r for r in measured if r["dim"] == dim and not r["rank"]]

@@ -1,4 +1,4 @@
-"""The numbers that claims about the inter-chunk state pass are about, from the rows of a run."""
+"""The values for claims about the inter-chunk state pass, from the rows of a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROUNDED = (PROPOSED, NOT_AHEAD, "chained", "one launch a chunk")
 
 
 def values_of(rows: Sequence[Row], counters: Sequence[Row]) -> dict[str, float]:
-    """By name: what was measured, in what cell (d: rows and columns of a state, g: chunks, r: rank).
+    """Values by name: quantity and cell (d: rows and columns of a state, g: chunks, r: rank).
 
-    counters: what ncu counted, empty if it did not.  A number that was not measured has no name here.
+    counters: ncu's counters, empty without them.  A value that was not measured is not included.
     """
     values: dict[str, float] = {}
     timed = [r for r in rows if "device_us" in r]
@@ -54,7 +54,7 @@ def _word(contender: str) -> str:
 
 
 def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: str) -> None:
-    """For one cell with a diagonal transition.  X_by_registers: how many times as long X takes."""
+    """Values of one cell with a diagonal transition.  X_by_registers: time of X over that of the proposed kernel."""
     if not {BASELINE, PROPOSED, NOT_AHEAD} <= of.keys():
         return
     base, ours, bare = of[BASELINE], of[PROPOSED], of[NOT_AHEAD]
@@ -75,7 +75,7 @@ def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: st
 
 
 def _rank_speeds(values: dict[str, float], of: Mapping[str, Row], place: str) -> None:
-    """The faster products of either kind."""
+    """Compares the faster kind of products of each contender."""
     pairs = [(of.get(f"{BASELINE}, {kind}"), of.get(f"{PROPOSED}, {kind}")) for kind in PRODUCTS]
     found = [(base, ours) for base, ours in pairs if base and ours]
     if len(found) < len(PRODUCTS):
@@ -89,7 +89,7 @@ def _rank_speeds(values: dict[str, float], of: Mapping[str, Row], place: str) ->
 
 
 def _counted(values: dict[str, float], of: Mapping[str, Row], place: str) -> None:
-    """For one cell that ncu watched."""
+    """Values of one cell that ncu profiled."""
     if not {BASELINE, PROPOSED} <= of.keys():
         return
     base, ours = of[BASELINE], of[PROPOSED]

@@ -33,6 +33,6 @@ class _Scan(torch.autograd.Function):
 
 
 def scan(inputs: ScanInputs, form: Form, *, config: ScanConfig | None = None) -> torch.Tensor:
-    """y (b, l, h), of which torch can take the gradient by x, decay, B and C."""
+    """y (b, l, h), which torch can differentiate with respect to x, decay, B and C."""
     y: torch.Tensor = _Scan.apply(form, config, *inputs.tensors)  # type: ignore[no-untyped-call]
     return y

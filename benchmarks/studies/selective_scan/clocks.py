@@ -1,4 +1,4 @@
-"""The clocks of the study's source.  Ours is ssdprof.measure.bench: a cold L2, calls and replays apart, in turns."""
+"""The clocks of the study's source.  Ours is ssdprof.measure.bench: a cold L2, separate calls and replays, in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRACED_RUNS = 10
 def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
     """(mean microseconds, number of calls): 100 calls, then 500 back to back between two events, caches warm.
 
-    There are fewer of both where they would take longer than `seconds`.
+    There are fewer of both if they would take longer than `seconds`.
     """
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -39,9 +39,9 @@ def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
 
 
 def kernel_us(run: Callable[[], Any], device: torch.device) -> float:
-    """Microseconds of a call's kernels by torch's profiler, added up; the mean of several calls, caches warm.
+    """Total microseconds of a call's kernels by torch's profiler; the mean of several calls, caches warm.
 
-    0 where the profiler sees no kernel.
+    0 if the profiler sees no kernel.
     """
 
     def repeated() -> None:

@@ -1,4 +1,4 @@
-"""Which kernels of the study are compared, by the names that its results use."""
+"""The kernels that the study compares, by their names in its results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tile(block_t: int, warps: int = CONFIG.num_warps) -> str:
 
 
 def forward() -> dict[str, Forward]:
-    """inputs -> y; what is kept for the gradients is computed too, unless the name says otherwise."""
+    """inputs -> y.  The states for the gradients are computed too, except for `NO_STATES`."""
     return {
         SEQUENTIAL: lambda inputs: sequential(inputs)[0],
         tile(64): partial(_y, config=replace(CONFIG, block_t=64)),
@@ -36,13 +36,13 @@ def forward() -> dict[str, Forward]:
 
 
 def kept_bytes(inputs: ScanInputs) -> dict[str, int]:
-    """What the forward pass keeps for the gradients, beside its inputs."""
+    """Bytes that the forward pass keeps for the gradients, in addition to its inputs."""
     entering, states = sequential(inputs)[1], parallel(inputs)[1]
     return {SEQUENTIAL: entering.nbytes, tile(128): 0 if states is None else states.nbytes}
 
 
 def tiles() -> dict[str, Forward]:
-    """The parallel form with tiles of several sizes, the larger ones with more warps too."""
+    """The parallel form with tiles of several sizes, the larger ones also with more warps."""
     wanted = [*((t, CONFIG.num_warps) for t in TILES), (256, 8), (512, 8)]
     return {tile(t, w): partial(_y, config=replace(CONFIG, block_t=t, num_warps=w)) for t, w in wanted}
 

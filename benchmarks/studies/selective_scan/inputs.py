@@ -1,4 +1,4 @@
-"""What every kernel of the study takes."""
+"""Inputs of every kernel of the study."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class ScanInputs:
         return self.x, self.decay, self.B, self.C
 
     def least_bytes(self, *, keeps_states: bool) -> int:
-        """Forward: every input read once, y written once; every state too, in the dtype of B, if they are kept."""
+        """Forward: every input is read once, y is written once, and so is every state, in the dtype of B, if kept."""
         written = (self.x, self.B) if keeps_states else (self.x,)
         return sum(t.numel() * t.element_size() for t in (*self.tensors, *written))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The same scan as a layer of Mamba-2 with heads of one channel has it: decay = exp(dt A), and x times dt.
+    """The same scan in the form of a Mamba-2 layer with heads of one channel: decay = exp(dt A), and x times dt.
 
     x: (b, l, h); dt: (b, l, h) fp32; A: (h) fp32; B, C: (b, l, h, n).
     """

@@ -2,7 +2,7 @@
 """Selective scan, forward, by an associative scan of each tile.
 
     h[t] = decay[t] * h[t-1] + B[t] * x[t],    y[t] = C[t] . h[t]
-    (a, s) then (b, t)  ->  (a b, b s + t)        with a, b decays and s, t what is added
+    (a, s) then (b, t)  ->  (a b, b s + t)        with decays a, b and summands s, t
 
 In:   x (b, l, h) | decay (b, l, h) fp32 | B, C (b, l, h, n)
 Out:  y (b, l, h) | states (b, l, h, n), every h[t] in the dtype of B, for the gradients; only y if they are not kept
@@ -64,7 +64,7 @@ def _parallel_kernel(
 def parallel(
     inputs: ScanInputs, *, keeps_states: bool = True, config: ScanConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(y, states)."""
+    """Returns (y, states)."""
     config = config or CONFIG
     batch, seqlen, nheads, n = inputs.B.shape
     y = torch.empty_like(inputs.x)

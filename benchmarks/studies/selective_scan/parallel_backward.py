@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Gradients of the selective scan, by an associative scan of each tile from its end, over states that were kept.
+"""Gradients of the selective scan, by an associative scan of each tile from its end, with the kept states.
 
     dh[t] = decay[t+1] * dh[t+1] + C[t] * dy[t]
     dx[t] = dh[t] . B[t],    ddecay[t] = dh[t] . h[t-1],    dB[t] = dh[t] * x[t],    dC[t] = h[t] * dy[t]
@@ -52,7 +52,7 @@ def _parallel_backward_kernel(
         dh = decays * after[None, :] + added  # [BLOCK_T, BLOCK_N]
         after = tl.sum(tl.where(o_t[:, None] == 0, dh, 0.0), 0)
 
-        # --- what it makes of the inputs
+        # --- gradients of the inputs
         b_B = tl.load(B_ptr + ptr_offset((i_b, o_l[:, None], i_h, o_n[None, :]), B_strides), mask=m, other=0.0)
         dx = tl.sum(dh * b_B.to(tl.float32), 1)
         tl.store(dx_ptr + ptr_offset((i_b, o_l, i_h), dx_strides), dx.to(dx_ptr.dtype.element_ty), mask=m_l)
@@ -73,7 +73,7 @@ def _parallel_backward_kernel(
 def parallel_backward(
     inputs: ScanInputs, dy: torch.Tensor, states: torch.Tensor, *, config: ScanConfig | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """(dx, ddecay, dB, dC).  states: of the forward kernel."""
+    """Returns (dx, ddecay, dB, dC).  states: from the forward kernel."""
     config = config or CONFIG
     batch, _, nheads, n = inputs.B.shape
     gradients = tuple(torch.empty_like(tensor) for tensor in inputs.tensors)

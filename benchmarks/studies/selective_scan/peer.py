@@ -1,7 +1,7 @@
 """mamba_ssm's kernels for Mamba-2 on the same scan: heads of one channel, a group of B and C for each head.
 
-Its own selective scan (Mamba-1) is a compiled extension; what it has in Triton is the chunked scan of Mamba-2, which is
-what the study's source compares with.
+Its selective scan (Mamba-1) is a compiled extension.  Its Triton kernels are the chunked scan of Mamba-2, and the
+study's source compares with these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_RMS_ERROR = 0.02  # five roundings to bf16: its products take bf16 operands
 
 
 class MambaSsm:
-    """Raises ImportError where the library, or what it needs, is missing."""
+    """Raises ImportError if the library, or a package that it needs, is missing."""
 
     def __init__(self) -> None:
         self._forward = mamba_ssm.load()

@@ -1,4 +1,4 @@
-"""The times that the study's source states, beside those measured in the same way."""
+"""The times of the study's source, next to times measured in the same way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The oracle: the scan, position after position, in fp64, and its gradients by torch's autograd.
 
-For long sequences on a GPU the same by doubling, in a number of steps that grows with the logarithm of the length.
+For long sequences on a GPU, doubling gives the same in a number of steps that grows with the logarithm of the length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def scan(x: torch.Tensor, decay: torch.Tensor, B: torch.Tensor, C: torch.Tensor)
 
 
 def reference(inputs: ScanInputs, dy: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """y, and for a gradient of y also dx, ddecay, dB and dC; all in fp64."""
+    """y, and if a gradient of y is given also dx, ddecay, dB and dC; all in fp64."""
     leaves = [tensor.detach().double().requires_grad_(dy is not None) for tensor in inputs.tensors]
     y = scan(*leaves)
     found = {"y": y.detach()}
@@ -37,7 +37,7 @@ def reference(inputs: ScanInputs, dy: torch.Tensor | None = None) -> dict[str, t
 def by_doubling(
     inputs: ScanInputs, dy: torch.Tensor | None = None, *, rounded: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What `reference` returns, by formulas.
+    """The results of `reference`, by formulas.
 
     rounded: computed in fp32; dC and ddecay from states in the dtype of the inputs, as kernels keep them; and every
         result in the dtype that a kernel stores.
@@ -66,9 +66,9 @@ def by_doubling(
 
 
 class Judge:
-    """Says how far results are from the exact ones on these inputs.
+    """Measures the distance of results from the exact ones on these inputs.
 
-    exact: None computes them by doubling.
+    exact: exact results; None computes them by doubling.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Judge:
         }
 
     def excess(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """For each tensor, the largest |found - exact| of any head, as a share of what roundings allow.
+        """For each tensor, the largest |found - exact| of any head, as a share of the allowed error.
 
-        Above 1 is wrong.  Allowed, as by ssdprof's own comparator: 2 * (max|rounded - exact| + eps * max|exact|).
+        Above 1 is wrong.  Allowed, as in ssdprof's comparator: 2 * (max|rounded - exact| + eps * max|exact|).
         """
         result = {}
         for name, tensor in found.items():
             off = _largest(tensor.double() - self._exact[name])
-            share = torch.where(off == 0, 0.0, off / self._allowed[name])  # nothing is allowed for a gradient of 0
+            share = torch.where(off == 0, 0.0, off / self._allowed[name])  # the allowed error of a gradient of 0 is 0
             result[name] = float(torch.where(share.isnan(), torch.inf, share).max())
         return result
 
     def rms_errors(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """RMS of found - exact by that of exact."""
+        """RMS of found - exact, divided by the RMS of exact."""
         return {
             name: float((tensor.double() - self._exact[name]).square().mean().sqrt()
                         / self._exact[name].square().mean().sqrt())
@@ -103,18 +103,18 @@ class Judge:
 
 
 def _states(decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """h_t = decay_t h_{t-1} + added_t (b, l, h, n), all t at once: in step s, each takes what 2^s before it has."""
+    """h_t = decay_t h_{t-1} + added_t (b, l, h, n), all t at once: step s adds the value from 2^s positions before."""
     decay, added = decay.clone(), added.clone()
     distance = 1
     while distance < decay.shape[1]:
         added[:, distance:] += (
             decay[:, distance:, :, None] * added[:, :-distance]
-        )  # a tensor of its own, made before the sum
+        )  # a separate tensor, computed before the sum
         decay[:, distance:] *= decay[:, :-distance].clone()
         distance *= 2
     return added
 
 
 def _largest(difference: torch.Tensor) -> torch.Tensor:
-    """Per head, (h,)."""
+    """The largest magnitude per head, (h,)."""
     return difference.abs().transpose(0, 2).flatten(1).amax(1)

@@ -38,7 +38,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def paint(rows: Sequence[Row], figure: Figure) -> None:
-    """Time against length, by the source's clock (dashed) and by ours, the device's time."""
+    """Plots time against length, by the source's clock (dashed) and by device time."""
     panels = figure.subplots(1, 2)
     for panel, of_pass, names in zip(
         panels, ("forward", "forward and backward"), ((*forward(), PEER), (*both(), PEER)), strict=True

@@ -4,7 +4,7 @@
     h[t] = decay[t] * h[t-1] + B[t] * x[t],    y[t] = C[t] . h[t]
 
 In:   x (b, l, h) | decay (b, l, h) fp32 | B, C (b, l, h, n)
-Out:  y (b, l, h) | entering (b, tiles, h, n) fp32: the state at the head of each tile, for the gradients
+Out:  y (b, l, h) | entering (b, tiles, h, n) fp32: the state before each tile, for the gradients
 Grid: (b * h).  One program owns one head of one sequence and walks over its positions; the state stays in registers.
 Oracle: `reference.py`.  The same bits in every call.
 """
@@ -67,7 +67,7 @@ def _sequential_kernel(
 
 
 def sequential(inputs: ScanInputs, *, config: ScanConfig | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, entering)."""
+    """Returns (y, entering)."""
     config = config or ScanConfig()
     batch, seqlen, nheads, n = inputs.B.shape
     y = torch.empty_like(inputs.x)

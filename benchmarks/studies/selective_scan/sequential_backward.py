@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Gradients of the selective scan, position after position, from the states at the heads of tiles.
+"""Gradients of the selective scan, position after position, from the states before the tiles.
 
     dh[t] = decay[t+1] * dh[t+1] + C[t] * dy[t]
     dx[t] = dh[t] . B[t],    ddecay[t] = dh[t] . h[t-1],    dB[t] = dh[t] * x[t],    dC[t] = h[t] * dy[t]
 
-In each tile, from the last to the first, the states are computed again and laid aside, then read from the last on.
+In each tile, from the last to the first, the states are computed again and stored, then read in reverse order.
 
 In:   x, dy (b, l, h) | decay (b, l, h) fp32 | B, C (b, l, h, n) | entering (b, tiles, h, n) fp32
 Out:  dx, ddecay, dB, dC, each as x, decay, B, C
@@ -44,7 +44,7 @@ def _sequential_backward_kernel(
         length = tl.minimum(BLOCK_T, seqlen - first)
         entering = tl.load(entering_ptr + ptr_offset((i_b, i_tile, i_h, o_n), entering_strides), mask=m, other=0.0)
 
-        # --- the states of the tile again
+        # --- recompute the states of the tile
         h = entering
         for i_t in tl.range(0, length, num_stages=NUM_STAGES):
             t = first + i_t
@@ -53,7 +53,7 @@ def _sequential_backward_kernel(
             b_B = tl.load(B_ptr + ptr_offset((i_b, t, i_h, o_n), B_strides), mask=m, other=0.0).to(tl.float32)
             h = decay * h + b_B * x
             tl.store(aside_ptr + ptr_offset((i_bh, i_t, o_n), aside_strides), h, mask=m)
-        tl.debug_barrier()  # another thread may load what this one has stored
+        tl.debug_barrier()  # another thread may load the data that this one has stored
 
         # --- from the last position to the first
         for i_back in tl.range(0, length, num_stages=NUM_STAGES):
@@ -76,13 +76,13 @@ def _sequential_backward_kernel(
             dC_offset = ptr_offset((i_b, t, i_h, o_n), dC_strides)
             tl.store(dC_ptr + dC_offset, (h * dy).to(dC_ptr.dtype.element_ty), mask=m)
             passed = decay * dh
-        tl.debug_barrier()  # before the next tile's states take the place of these
+        tl.debug_barrier()  # before the next tile's states overwrite these
 
 
 def sequential_backward(
     inputs: ScanInputs, dy: torch.Tensor, entering: torch.Tensor, *, config: ScanConfig | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """(dx, ddecay, dB, dC).  entering: of the forward kernel with the same block_t."""
+    """Returns (dx, ddecay, dB, dC).  entering: from the forward kernel with the same block_t."""
     config = config or ScanConfig()
     batch, seqlen, nheads, n = inputs.B.shape
     if entering.shape[1] != triton.cdiv(seqlen, config.block_t):

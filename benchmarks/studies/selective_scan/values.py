@@ -1,4 +1,4 @@
-"""The numbers that claims about the selective scan are about, from the rows of a run."""
+"""The values for claims about the selective scan, from the rows of a run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from selective_scan.peer import NAME as PEER
 
 Row = Mapping[str, Any]
 CLOCKS = ("warm", "device", "call", "kernel")  # warm, kernel: the source's; device, call: ours
-_BYTES_PER_POSITION = 392  # of a head: what the source's GB/s and milliseconds make
+_BYTES_PER_POSITION = 392  # per head: from the source's GB/s and milliseconds
 
 
 def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, float]:
-    """By name: clock, what was measured, length (l) or tile (t).  A number that was not measured has no name here."""
+    """Values by name: clock, quantity, length (l) or tile (t).  A value that was not measured is not included."""
     of = {(r["pass"], r["seqlen"], r["contender"]): r for r in rows}
     values: dict[str, float] = {}
 
     def ratio(name: str, above: tuple[str, int, str], below: tuple[str, int, str], clock: str) -> None:
-        """How many times as long `above` takes."""
+        """Adds the time of `above` divided by that of the other one."""
         times = [of.get(place, {}).get(f"{clock}_us") for place in (above, below)]
         if times[0] and times[1]:
             values[name] = times[0] / times[1]
@@ -65,7 +65,7 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
 
 
 def _backward(values: dict[str, float], of: Mapping[tuple[str, int, str], Row], length: int, clock: str) -> None:
-    """The backward pass alone: the time of both passes less that of the forward pass, as the source has it."""
+    """The backward pass only: the time of both passes minus that of the forward pass, as in the source."""
     alone = {}
     for name, contender in (("parallel", tile(128)), ("peer", PEER)):
         both = of.get(("forward and backward", length, contender), {}).get(f"{clock}_us")

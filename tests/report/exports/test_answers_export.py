@@ -1,4 +1,4 @@
-"""What other programs read of a model's answers."""
+"""Exports of a model's answers for other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = "answers, 1,100 tokens, fused, exact, fp32 states"
 
 
 def answered(gate: AnswerGate = AnswerGate()) -> RunReport:  # noqa: B008
-    """A run of `ssdprof answers`: no operator was compared by itself."""
+    """A run of `ssdprof answers`, without comparisons of single operators."""
     return make_report(cases=(), answers=(answers(gate),))
 
 

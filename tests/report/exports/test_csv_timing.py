@@ -1,4 +1,4 @@
-"""Columns of the CSV that are only filled where they were measured: the warm clock, and the spread of samples."""
+"""Columns of the CSV that are filled only if measured: the warm clock, and the spread of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other programs read of a run, read back by programs that others wrote."""
+"""Exports of a run for other programs, read back with independent parsers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(**fields: object) -> RunReport:
 
 
 def ending(status: Status, reason: str = "", layer: int = 0) -> RunReport:
-    """fused, exact, in one layer has another end."""
+    """Changes the status of fused, exact, in one layer."""
 
     def change(case: CaseResult) -> CaseResult:
         mine = case.implementation == "fused" and case.precision == EXACT_FP32 and case.layer.index == layer
@@ -41,7 +41,7 @@ def ending(status: Status, reason: str = "", layer: int = 0) -> RunReport:
 
 
 def parsed(report: RunReport) -> dict[str, junitparser.TestCase]:
-    """The test cases by name, of a document that keeps to the schema."""
+    """The test cases by name, after validation against the schema."""
     text = junit.render(from_run(report)).encode()
     SCHEMA.assertValid(etree.fromstring(text))
     suites = list(junitparser.JUnitXml.fromstring(text))
@@ -154,7 +154,7 @@ def test_csv_of_failures_and_of_nothing() -> None:
 
 
 def test_benchmark_action() -> None:
-    """Its documentation: an array of objects with name, unit and value; range and extra are optional strings."""
+    """By its documentation: an array of objects with name, unit and value; range and extra are optional strings."""
     for render in (benchmark_action.smaller, benchmark_action.bigger):
         entries = json.loads(render(from_run(small())))
         assert len({entry["name"] for entry in entries}) == len(entries)
